@@ -32,10 +32,9 @@ from cornplug.engine_common.embedding_fetch import ExpectedEmbedding
 from cornplug.store.base import Store
 from cornplug.store.client import PoolStore
 from cornplug.store.payload import put_payload
-from cornplug.vllm_connector.ec.arrivals import Arrivals
-from cornplug.vllm_connector.ec.metadata import CornplugECMetadata
-from cornplug.vllm_connector.ec.row_memory import RowMemory
-from cornplug.vllm_connector.ec.worker import ECWorker
+from cornplug.vllm_connector.media.metadata import CornplugECMetadata, RowMemory
+from cornplug.vllm_connector.media.scheduler import Arrivals
+from cornplug.vllm_connector.media.worker import ECWorker
 from devkit.engines import StoreProcess
 
 RANKS: Final = 2

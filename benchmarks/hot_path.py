@@ -35,13 +35,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from cornplug.config import Config, EngineConfig, StoreConfig
-from cornplug.engine_common.page_envelope import page_header
+from cornplug.engine_common.rank_pages import page_header
 from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally
 from cornplug.store.base import Reservation, Store
 from cornplug.store.client import PoolStore
 from cornplug.store.memory import MemoryStore
-from cornplug.vllm_connector.kv import keys_ahead, tracked_requests
+from cornplug.vllm_connector.kv import page_keys, tracked_requests
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
 from devkit.processes import StoreProcess
@@ -353,7 +353,7 @@ def lookup_rows(store: Store, half: Half) -> list[Row]:
         size_bytes = 0
         for _ in range(7):
             request = half.request(tokens())
-            receive(lambda request=request: keys_ahead.received(request))
+            receive(lambda request=request: page_keys.received(request))
             time.sleep(0.05)
             offered = lookup(lambda request=request: half.lookup(request))
             if offered:

@@ -99,7 +99,7 @@ def measure(report: Report, here: Stage, checkpoint: Path, blocks: int, size: in
             report.rows += series(name, requests, pair, blocks, size, idle)
         found = hits(pair.cornplug, "kv_page") + hits(pair.cornplug, "embedding")
         saved = {
-            what: int(pair.cornplug.metric("cornplug_saves_total", what=what, outcome="stored"))
+            what: int(pair.cornplug.metric("cornplug_saves_total", kind=what, outcome="stored"))
             for what in ("kv_page", "embedding")
         }
     if found.total() or not all(saved.values()):

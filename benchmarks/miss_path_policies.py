@@ -161,7 +161,7 @@ def _saved(server: EngineServer) -> float:
     # A step's counters come out with the next one.
     for _ in range(2):
         server.chat("so", max_tokens=2)
-    return server.metric("cornplug_saves_total", what="kv_page", outcome="stored")
+    return server.metric("cornplug_saves_total", kind="kv_page", outcome="stored")
 
 
 def _rows(side: str, stock: list[Figures], ours: list[Figures]) -> list[Row]:

@@ -34,9 +34,8 @@ from rich.table import Table
 
 from cornplug.codec import PayloadKind
 from cornplug.config import StoreConfig
-from cornplug.store.base import Reservation
+from cornplug.store.base import Leases, Reservation
 from cornplug.store.client import PoolStore
-from cornplug.store.leases import Leases
 from cornplug.store.payload import get_payload_into, put_payload
 
 RATE_HZ: Final = 200.0

@@ -78,7 +78,7 @@ def measure(report: Report, pair: Pair, blocks: int, size: int) -> None:
             above[server].append(long)
     if found := hits(pair.cornplug, "kv_page").total():
         raise SystemExit(f"{found} hits: this was not the miss path")
-    if not pair.cornplug.metric("cornplug_misses_total", what="kv_page", reason="absent"):
+    if not pair.cornplug.metric("cornplug_misses_total", kind="kv_page", reason="absent"):
         raise SystemExit("nothing was looked up")
 
     def row(name: str, unit: str, values: dict[EngineServer, list[float]], target: float | None) -> Row:

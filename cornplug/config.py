@@ -26,10 +26,16 @@ from pydantic import Field, SecretStr, ValidationError, field_validator
 
 from cornplug.errors import ConfigError
 from cornplug.private_paths import runtime_dir
-from cornplug.settings.byte_size import ByteSize
-from cornplug.settings.qos_settings import ClassConfig, QosConfig
-from cornplug.settings.settings_section import Section, comma_separated
-from cornplug.settings.store_settings import STORE_PROTOCOL, NamespaceConfig, StoreConfig
+from cornplug.settings import (
+    STORE_PROTOCOL,
+    ByteSize,
+    ClassConfig,
+    NamespaceConfig,
+    QosConfig,
+    Section,
+    StoreConfig,
+    comma_separated,
+)
 
 __all__ = [
     "STORE_PROTOCOL",
@@ -322,12 +328,13 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
         return Config.model_validate(values)
     except ValidationError as e:
         first = e.errors()[0]
+        problem = first["msg"].removeprefix("Value error, ")
         field = ".".join(str(p) for p in first["loc"])
         # Error messages must not contain a key, nor a value that may contain one.
         said = "key" not in field and not isinstance(first.get("input"), (dict, QosConfig))
         raise ConfigError(
             field,
-            f"{first['msg']} (got {first.get('input')!r})" if said else first["msg"],
+            f"{problem} (got {first.get('input')!r})" if said else problem,
             "Set it in the file named by CORNPLUG_CONFIG, in the environment variable "
             f"CORNPLUG_{field.upper().replace('.', '_')}, or with the engine's --cornplug-* flag.",
         ) from None

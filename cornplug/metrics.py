@@ -28,18 +28,18 @@ METRICS: Mapping[str, Metric] = {
     "cornplug_hits_total": Metric(
         "counter",
         "Cache hits: KV pages or embeddings that the engine did not compute itself, by source.",
-        ("app", "what", "source"),
+        ("app", "kind", "source"),
     ),
     "cornplug_misses_total": Metric(
         "counter",
         "Cache misses: KV pages or embeddings that the engine computes itself, by reason.",
-        ("app", "what", "reason"),
+        ("app", "kind", "reason"),
     ),
-    "cornplug_bytes_total": Metric("counter", "Payload bytes loaded or saved.", ("app", "what", "direction")),
+    "cornplug_bytes_total": Metric("counter", "Payload bytes loaded or saved.", ("app", "kind", "direction")),
     "cornplug_saves_total": Metric(
         "counter",
         "KV pages and embeddings that the engine offered to the store, by outcome.",
-        ("app", "what", "outcome"),
+        ("app", "kind", "outcome"),
     ),
     "cornplug_staged_pages_total": Metric(
         "counter",
@@ -59,7 +59,7 @@ METRICS: Mapping[str, Metric] = {
         ("app",),
     ),
     "cornplug_wait_seconds": Metric(
-        "histogram", "Time that a request waited for shared data, in seconds.", ("app", "what")
+        "histogram", "Time that a request waited for shared data, in seconds.", ("app", "kind")
     ),
 }
 
@@ -102,15 +102,15 @@ STORE_METRICS: Mapping[str, Metric] = {
         "counter",
         "Keys that clients looked up in the shared table before deciding whether to read. An engine repeats "
         "the lookup of a waiting request in each step.",
-        ("result",),
+        ("outcome",),
     ),
     "cornplug_store_reservations_total": Metric(
         "counter",
-        "Requests for memory to write an entry, by reply.",
-        ("namespace", "answer"),
+        "Requests for memory to write an entry, by outcome.",
+        ("namespace", "outcome"),
     ),
     "cornplug_store_removals_total": Metric(
-        "counter", "Entries removed from the store, by cause.", ("namespace", "tier", "cause")
+        "counter", "Entries removed from the store, by reason.", ("namespace", "tier", "reason")
     ),
     "cornplug_store_eviction_age_seconds": Metric(
         "histogram", "Time from the last use of an entry to its eviction, in seconds.", ("namespace", "tier")
@@ -118,65 +118,70 @@ STORE_METRICS: Mapping[str, Metric] = {
     "cornplug_store_disk_used_bytes": Metric("gauge", "Bytes of the files on disk.", ()),
     "cornplug_store_disk_queued": Metric("gauge", "Entries waiting to be written to disk.", ()),
     "cornplug_store_disk_writes_total": Metric(
-        "counter", "Attempts to write an entry to disk, by outcome.", ("write",)
+        "counter", "Attempts to write an entry to disk, by outcome.", ("outcome",)
     ),
     "cornplug_store_disk_reads_total": Metric(
-        "counter", "Attempts to read an entry from disk into memory, by outcome.", ("read",)
+        "counter", "Attempts to read an entry from disk into memory, by outcome.", ("outcome",)
     ),
     "cornplug_store_far_up": Metric(
         "gauge", "1 if the far store responds, 0 if it is not used because it failed.", ("far",)
     ),
     "cornplug_store_far_queued": Metric("gauge", "Entries waiting to be written to a far store.", ("far",)),
     "cornplug_store_far_lookups_total": Metric(
-        "counter", "Keys looked up in a far store, by result.", ("far", "found")
+        "counter", "Keys looked up in a far store, by outcome.", ("far", "outcome")
     ),
     "cornplug_store_far_reads_total": Metric(
-        "counter", "Attempts to read an entry from a far store into memory, by outcome.", ("far", "fetch")
+        "counter", "Attempts to read an entry from a far store into memory, by outcome.", ("far", "outcome")
     ),
     "cornplug_store_far_writes_total": Metric(
-        "counter", "Attempts to write an entry to a far store, by outcome.", ("far", "put")
+        "counter", "Attempts to write an entry to a far store, by outcome.", ("far", "outcome")
     ),
     "cornplug_store_far_bytes_total": Metric(
-        "counter", "Bytes of encrypted records read from or written to a far store.", ("far", "way")
+        "counter", "Bytes of encrypted records read from or written to a far store.", ("far", "direction")
     ),
-    "cornplug_store_answer_seconds": Metric(
+    "cornplug_store_request_seconds": Metric(
         "histogram", "Time that the store's thread spent on one request, in seconds.", ("request",)
     ),
 }
 """Metrics of the store, at its own `/metrics` (`store.metrics`)."""
 
+VALUES: Mapping[str, str] = {
+    "cornplug_store_lookups_total": '"found" or "absent".',
+    "cornplug_store_reservations_total": '"given", "present", "pending", "growing", "first_sight", "full" or '
+    '"too_large".',
+    "cornplug_store_removals_total": '"evicted", "expired" (`ttl_s` of its namespace), "deleted", "purged" '
+    '(`cornplug store purge`), "damaged" (on disk).',
+    "cornplug_store_disk_writes_total": '"written"; "gone": evicted or deleted before it was written; '
+    '"dropped": the queue was full; "too_large"; "disk_full", "disk_readonly", "disk_error": the disk '
+    'reported an error, and writes pause for 5 s; "ceiling": the pinned namespace is at its ceiling.',
+    "cornplug_store_disk_reads_total": '"read"; "full", "too_large": memory could not be allocated; '
+    '"pending": the entry is being written; "refused": too many concurrent reads; "damaged": the record '
+    'failed authentication and was discarded; "disk_error"; "late": the entry was deleted during the read.',
+    "cornplug_store_far_lookups_total": '"found"; "absent"; "error": the far store did not respond; '
+    '"dropped": the queue was full.',
+    "cornplug_store_far_reads_total": '"read"; "gone": no longer in the far store, or older than `ttl_s`; '
+    '"damaged": the record failed authentication; "error"; "refused": too many concurrent reads; "late": '
+    "deleted during the read; or an outcome of a read from disk.",
+    "cornplug_store_far_writes_total": '"written"; "present": another host had written it; "gone": evicted '
+    'before it was written; "dropped": the queue was full; "too_large" for this type of far store; "error".',
+}
+"""Meaning of each value of `outcome` or `reason`, for metrics whose values docs/troubleshooting.md omits."""
+
 LABELS: Mapping[str, str] = {
     "app": "App of an engine (`engine.app`) or of an HTTP request (`x-cornplug-app`). The encoder service "
     'counts apps beyond the 64th as "other".',
-    "what": '"kv_page" or "embedding".',
+    "kind": '"kv_page" or "embedding".',
     "source": '"store", or the encoder service with the origin: "service_computed", "service_coalesced", '
     '"service_cached", "service_epd" (SGLang\'s protocol).',
-    "reason": "Reason. docs/troubleshooting.md explains every value.",
-    "direction": '"load" or "save".',
-    "outcome": "Result. docs/troubleshooting.md explains every value.",
+    "reason": "Reason. The values are explained beside the series or in docs/troubleshooting.md.",
+    "direction": '"load" or "save"; of far stores "read" or "write".',
+    "outcome": "Result. The values are explained beside the series or in docs/troubleshooting.md.",
     "namespace": "Namespace of the store "
     "([settings](deploy-one-host.md#divide-resources-between-applications)). "
     '"" if an entry was removed before the store received the report that it had been read.',
     "tier": '"memory" or "disk". A hit on disk loads the entry into memory, and reading it from there counts '
     "as a hit in memory too.",
-    "write": '"written"; "gone": evicted or deleted before it was written; "dropped": the queue was full; '
-    '"too_large"; "disk_full", "disk_readonly", "disk_error": the disk reported an error, and writes pause '
-    'for 5 s; "ceiling": the pinned namespace is at its ceiling.',
-    "read": '"read"; "full", "too_large": memory could not be allocated; "pending": the entry is being '
-    'written; "refused": too many concurrent reads; "damaged": the record failed authentication and was '
-    'discarded; "disk_error"; "late": the entry was deleted during the read.',
     "far": "URL of the far store, without user and password.",
-    "found": '"found"; "absent"; "error": the far store did not respond; "dropped": the queue was full.',
-    "fetch": '"read"; "gone": no longer in the far store, or older than `ttl_s`; "damaged": the record '
-    'failed authentication; "error"; "refused": too many concurrent reads; "late": deleted during the read; '
-    "or a value of `read`.",
-    "put": '"written"; "present": another host had written it; "gone": evicted before it was written; '
-    '"dropped": the queue was full; "too_large" for this type of far store; "error".',
-    "way": '"read" or "written".',
-    "result": '"found" or "absent".',
-    "answer": '"given", "present", "pending", "growing", "first_sight", "full" or "too_large".',
-    "cause": '"evicted", "expired" (`ttl_s` of its namespace), "deleted", "purged" (`cornplug store purge`), '
-    '"damaged" (on disk).',
     "request": "Type of message.",
     "qos": "Class of service.",
     "origin": '"computed" for this request, "coalesced" with another request in flight, or "cached".',

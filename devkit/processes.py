@@ -18,7 +18,7 @@ from cornplug.config import load
 from cornplug.host import free_port, tls_context
 from cornplug.processes import ManagedProcess, answers
 from cornplug.store.client import PoolStore
-from cornplug.store.stats.store_stats import StoreStat
+from cornplug.store.store_stats import StoreStat
 
 T = TypeVar("T")
 

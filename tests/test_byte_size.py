@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from cornplug.settings.byte_size import bytes_of, parse_size
+from cornplug.settings import bytes_of, parse_size
 
 
 @pytest.mark.parametrize(

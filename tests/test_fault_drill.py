@@ -134,9 +134,9 @@ def test_fault_drill_child_is_found_by_its_words_while_it_runs(drill: Drill) -> 
 
 
 def test_fault_drill_metric_is_summed_by_its_labels(drill: Drill) -> None:
-    with server(200, '# TYPE n counter\nn_total{put="written"} 2\nn_total{put="lost"} 3\n') as url:
+    with server(200, '# TYPE n counter\nn_total{outcome="written"} 2\nn_total{outcome="lost"} 3\n') as url:
         assert drill.parts.total(url, "n_total") == 5
-        assert drill.parts.total(url, "n_total", put="written") == 2
+        assert drill.parts.total(url, "n_total", outcome="written") == 2
     assert drill.parts.total(dead(), "n_total") == 0
 
 

@@ -22,7 +22,7 @@ WRONG = {
     ),
     "The planner's rooms": ("cornplug/planner/plan.py", "import cornplug.planner.report.formatting"),
     "No two rooms of one folder import each other": (
-        "cornplug/vllm_connector/model/code_in_use.py",
+        "cornplug/vllm_connector/model/setting_verdicts.py",
         "import cornplug.vllm_connector.kv.scheduler",
     ),
     "vLLM is imported in its room only": ("cornplug/identity.py", "import vllm"),

@@ -29,9 +29,16 @@ from cornplug.local_socket import (
     take_frame,
 )
 from cornplug.store import messages as store_messages
-from cornplug.store.base import PayloadLocation, PurgeCount, PurgeRule, Reservation, WriterPart
-from cornplug.store.leases import NO_PLACE, place
-from cornplug.store.stats.store_stats import NamespaceStat, StoreStat
+from cornplug.store.base import (
+    NO_PLACE,
+    PayloadLocation,
+    PurgeCount,
+    PurgeRule,
+    Reservation,
+    WriterPart,
+    place,
+)
+from cornplug.store.store_stats import NamespaceStat, StoreStat
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "frames.json").read_text())
 KEY, META, NONCE, PROOF = b"k" * 32, b"meta", b"n" * 32, b"p" * 32

@@ -31,11 +31,10 @@ from cornplug.config import EncoderConfig, load
 from cornplug.errors import ConfigError, StoreError
 from cornplug.private_paths import secret_problem
 from cornplug.processes import answers
-from cornplug.settings.byte_size import bytes_of
+from cornplug.settings import bytes_of
 from cornplug.sglang_hooks import compat as sglang_compat
-from cornplug.store.arena import fitting_size
+from cornplug.store.arena import MemoryBound, fitting_size
 from cornplug.store.daemon.metrics_endpoint import MetricsEndpoint
-from cornplug.store.host_memory import MemoryBound
 from cornplug.vllm_connector import compat as vllm_compat
 
 helm_python = pytest.importorskip("helm_python")  # its wheels are for x86-64

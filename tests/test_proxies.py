@@ -18,7 +18,7 @@ import pytest
 
 import cornplug
 from cornplug import processes
-from cornplug.apps.client.engine_load import LoadPoller
+from cornplug.apps.client.engine_choice import LoadPoller
 from cornplug.commands.warm_engine import WarmedEngine
 from cornplug.encoder_service.client.remote_client import RemoteEncoder
 from cornplug.encoder_service.client.sync_client import EncoderClient
@@ -207,7 +207,7 @@ def test_httpx_is_the_only_http_library() -> None:
     """Others read the environment in ways that the test above does not see."""
     others = {"aiohttp", "http.client", "requests", "urllib.request", "urllib3", "websockets"}
     # A parser of addresses.
-    allowed = {"vllm_connector/no_tower/served_images.py urllib3"}
+    allowed = {"vllm_connector/media/served_images.py urllib3"}
     found = {
         f"{path.relative_to(PACKAGE)} {name.partition('.')[0] if name not in others else name}"
         for path in PACKAGE.rglob("*.py")

@@ -40,7 +40,7 @@ def ask_fresh_pair(
     saved = int(pair.cornplug.metric("cornplug_saved_tokens_total"))
     if saved < 0.9 * sum(tokens):
         misses = {
-            reason: int(pair.cornplug.metric("cornplug_misses_total", what="kv_page", reason=reason))
+            reason: int(pair.cornplug.metric("cornplug_misses_total", kind="kv_page", reason=reason))
             for reason in _REASONS
         }
         raise SystemExit(

@@ -181,5 +181,5 @@ def hits(server: EngineServer, what: str) -> Counter[str]:
     for _ in range(2):
         server.chat("so", max_tokens=2)
     return Counter(
-        {source: int(server.metric("cornplug_hits_total", what=what, source=source)) for source in _SOURCES}
+        {source: int(server.metric("cornplug_hits_total", kind=what, source=source)) for source in _SOURCES}
     )

@@ -14,8 +14,7 @@ from types import FrameType, SimpleNamespace
 
 import torch
 
-from cornplug.engine_common.page_envelope import page_headers
-from cornplug.engine_common.rank_pages import RankPages
+from cornplug.engine_common.rank_pages import RankPages, page_headers
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.sglang_hooks.kv_pages.layout import HostPages
 from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PagePart

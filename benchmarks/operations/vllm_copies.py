@@ -21,11 +21,9 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cornplug.engine_common.page_envelope import page_header
-from cornplug.engine_common.rank_pages import RankPages
+from cornplug.engine_common.rank_pages import RankPages, page_header
 from cornplug.kv_page import PageGeometry, RankSlice
-from cornplug.store.base import PayloadLocation
-from cornplug.store.leases import Leases, place
+from cornplug.store.base import Leases, PayloadLocation, place
 from cornplug.vllm_connector.kv.metadata import PageLoad, PageSave, PageWrite
 from cornplug.vllm_connector.kv.worker import KVWorker
 from cornplug.vllm_connector.kv_copies import block_copies

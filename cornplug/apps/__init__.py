@@ -11,8 +11,8 @@
 file if it has a pool.
 """
 
-from cornplug.apps.application import RoutedApplication as Application
 from cornplug.apps.apps_file import AppsFile
+from cornplug.apps.apps_file import RoutedApplication as Application
 from cornplug.apps.direct_plan import plan_of
 from cornplug.planner.inputs.components import Component, ComponentResources
 from cornplug.planner.inputs.request_tables import RequestMedia, RequestSpec

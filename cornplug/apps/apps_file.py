@@ -1,20 +1,128 @@
-"""Apps file: the planner's input with the resources of one host. The pool is optional."""
+"""Apps file: the planner's input with the resources of one host, read from TOML and written as TOML.
+
+The pool is optional. The standard library cannot write TOML, so `toml_text` does.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from pydantic import Field
 
 from cornplug.apps import launch_checks
-from cornplug.apps.application import RoutedApplication
-from cornplug.apps.toml_text import toml_text
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs import toml_reader
 from cornplug.planner.inputs.input_error import nearest
 from cornplug.planner.inputs.json_schema import plan_schema
-from cornplug.planner.inputs.schema import NodeClass, PlanInput
+from cornplug.planner.inputs.schema import Application, NodeClass, PlanInput
+
+if TYPE_CHECKING:
+    import openai
+
+    from cornplug.apps.client.engine_choice import MissPrice
+    from cornplug.apps.client.routed_call import Addresses, CallRouter
+
+
+_BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
+
+
+class RoutedApplication(Application):
+    """Requests to one LLM, with their latency targets."""
+
+    def client(
+        self,
+        *,
+        routes: Path | Addresses | None = None,
+        request: str | None = None,
+        retry_s: float = 30.0,
+        price: MissPrice | None = None,
+        **openai_arguments: Any,
+    ) -> openai.OpenAI:
+        """Create an `openai.OpenAI` client whose requests go to the engines of one request class.
+
+        Needs `cornplug[client]`. Raises ConfigError.
+
+        Args:
+            routes: `routes.json` of a launch or its run folder, or the engines' URLs, optionally as a
+                mapping to weights. By default the only launch of this user that has the class.
+            request: Request class. By default the application's only class.
+            retry_s: Time in seconds during which a request may be sent again if no engine has executed it.
+            price: Speeds used to compare a cache miss with a longer queue.
+            openai_arguments: Arguments for `openai.OpenAI`, such as `timeout` or `api_key`.
+        """
+        from cornplug.apps.client import openai_clients
+
+        return openai_clients.sync_client(self._router(routes, request, retry_s, price), openai_arguments)
+
+    def async_client(
+        self,
+        *,
+        routes: Path | Addresses | None = None,
+        request: str | None = None,
+        retry_s: float = 30.0,
+        price: MissPrice | None = None,
+        **openai_arguments: Any,
+    ) -> openai.AsyncOpenAI:
+        """Create an `openai.AsyncOpenAI` client, with the same arguments as `client`."""
+        from cornplug.apps.client import openai_clients
+
+        return openai_clients.async_client(self._router(routes, request, retry_s, price), openai_arguments)
+
+    def _router(
+        self,
+        routes: Path | Addresses | None,
+        request: str | None,
+        retry_s: float,
+        price: MissPrice | None,
+    ) -> CallRouter:
+        from cornplug.apps.client import openai_clients
+        from cornplug.apps.client.routed_call import routes_of
+
+        found = routes_of(self.name, [one.name for one in self.requests], routes, request)
+        return openai_clients.router_of(found, price, retry_s)
+
+
+def toml_text(data: Mapping[str, Any]) -> str:
+    """Return a document of tables, lists, strings, numbers and booleans."""
+    return "\n".join(_table((), data)).lstrip("\n") + "\n"
+
+
+def _table(place: tuple[str, ...], data: Mapping[str, Any]) -> Iterator[str]:
+    later: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, Mapping) or (isinstance(value, list) and _are_tables(value)):
+            later[key] = value
+        else:
+            yield f"{_key(key)} = {_value(value)}"
+    for key, value in later.items():
+        inner = (*place, _key(key))
+        head = ".".join(inner)
+        for one in value if isinstance(value, list) else [value]:
+            yield from ("", f"[[{head}]]" if isinstance(value, list) else f"[{head}]")
+            yield from _table(inner, one)
+
+
+def _are_tables(value: list[Any]) -> bool:
+    return bool(value) and all(isinstance(one, Mapping) for one in value)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, str):
+        # JSON's strings are TOML's, but for one control character.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _key(key: str) -> str:
+    return key if _BARE_KEY.fullmatch(key) else _value(key)
 
 
 class AppsFile(PlanInput):

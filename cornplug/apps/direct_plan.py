@@ -1,5 +1,6 @@
 """Conversion of an apps file into a plan for one host, without a solver, because the launcher reads only
-plans."""
+plans.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Final, Literal
 
 from cornplug import __version__
 from cornplug.apps.apps_file import AppsFile
-from cornplug.apps.launched_parts import model_of, models_of, path_of
+from cornplug.apps.launch_checks import model_of, models_of, path_of
 from cornplug.host import reachable
 from cornplug.planner.candidates.engine_settings import PRIORITY
 from cornplug.planner.inputs.schema import (

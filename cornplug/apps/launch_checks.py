@@ -1,18 +1,107 @@
-"""Checks of an apps file before it is launched: resources, routes, namespaces, classes of service."""
+"""Checks of an apps file before it is launched: resources, routes, namespaces, classes of service.
+
+Also lists the components of an apps file that a launch starts, and the path of each request class through
+them.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ValidationError
 
-from cornplug.apps.launched_parts import encoder_of, launched
-from cornplug.apps.store_flags import store_flag_errors
 from cornplug.config import ClassConfig, NamespaceConfig, QosConfig, StoreConfig
+from cornplug.errors import ConfigError
 from cornplug.planner.inputs.cross_checks import application_errors, duplicates
 from cornplug.planner.inputs.input_error import InputError, Place, nearest
 from cornplug.planner.inputs.schema import Application, Component, PlanInput, RequestSpec, Route
+from cornplug.settings import metrics_address
+from cornplug.store.daemon.main import store_parser
+
+ALLOWED: Final = ("--far", "--disk", "--disk-size", "--metrics", "--quarantine-s", "--clamp")
+"""Flags that an apps file may set. The launch itself sets socket, size (`launch.store_gib`), secret, and
+when the process ends."""
+_PLACE: Final[Place] = ("launch", "store_flags")
+_HELP: Final = "Run `cornplug serve-store --help` for the values of each flag."
+
+
+def launched(file: PlanInput, name: str) -> bool:
+    """Return whether a launch starts this component."""
+    return file.component[name].resources is not None
+
+
+def encoder_of(file: PlanInput, name: str) -> Component | None:
+    """Return the launched encoder that runs this encoder's tower: itself, or one with the same fingerprint
+    or model."""
+    wanted = file.component[name]
+    started = [c for c in file.components if c.kind == "encoder" and c.resources is not None]
+    for candidate in started:
+        if candidate.name == name:
+            return candidate
+    for candidate in started:
+        if wanted.fingerprint is not None and candidate.fingerprint == wanted.fingerprint:
+            return candidate
+        if wanted.model is not None and candidate.model == wanted.model:
+            return candidate
+    return None
+
+
+def models_of(file: PlanInput, encoder: Component) -> list[str]:
+    """Return the models whose towers a launched encoder runs, its own model first."""
+    served = [c for c in file.components if c.kind == "encoder" and encoder_of(file, c.name) is encoder]
+    first = sorted(served, key=lambda c: c is not encoder)
+    return list(dict.fromkeys(model_of(c) for c in first))
+
+
+def model_of(component: Component) -> str:
+    """Return the component's model for a command line."""
+    return component.model or str(component.checkpoint or component.name)
+
+
+def path_of(file: PlanInput, application: Application, request: RequestSpec) -> list[Component]:
+    """Return the launched components of one request class in processing order: those of its route, or all."""
+    named = next((route.path for route in application.routes if route.request == request.name), None)
+    encoders = [encoder_of(file, m.encoder) for m in request.media if named is None or m.encoder in named]
+    generator = request.generates.generator if request.generates else None
+    path = [*encoders, file.component[application.llm]]
+    if generator is not None and launched(file, generator) and (named is None or generator in named):
+        path.append(file.component[generator])
+    return list({c.name: c for c in path if c is not None}.values())
+
+
+def store_flag_errors(file: PlanInput) -> Iterator[InputError]:
+    """Yield one error for each flag that is not allowed, or else one for values that the store would
+    reject."""
+    words = file.launch.store_flags
+    # Only full names are allowed, although argparse accepts abbreviations.
+    named = [word.partition("=")[0] for word in words if word.startswith("-")]
+    if strange := [flag for flag in named if flag not in ALLOWED]:
+        for flag in strange:
+            yield InputError(
+                _PLACE, f"flag {flag!r} is not allowed for a launched store", nearest(flag, ALLOWED)
+            )
+    elif refused := _refused(words):
+        yield InputError(_PLACE, *refused)
+
+
+def _refused(words: list[str]) -> tuple[str, str] | None:
+    """Return problem and remedy if `cornplug serve-store` rejects these words, else None."""
+    parser = store_parser(StoreConfig())
+    parser.exit_on_error = False
+    try:
+        options, left = parser.parse_known_args(words)
+        if left:
+            return f"{left[0]!r} does not belong to a flag", _HELP
+        if options.metrics:
+            metrics_address(options.metrics)
+    except ConfigError as e:
+        problem = str(e).removeprefix(f"{e.field}: ").removesuffix(f". {e.remedy}")
+        return problem, e.remedy
+    except (argparse.ArgumentError, ValueError) as e:
+        return str(e), _HELP
+    return None
 
 
 def errors(file: PlanInput) -> Iterator[InputError]:

@@ -24,10 +24,9 @@ from cornplug.encoder_service.client.engine_encoder import engine_encoder
 from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import CheckpointError, ConfigError, EncoderError, EncoderUnavailable, StoreError
 from cornplug.private_paths import folder_problem, read_secret, secret_problem
-from cornplug.store.arena import fitting_size
+from cornplug.store.arena import fitting_size, host_memory
 from cornplug.store.backends import is_host_store, open_store
-from cornplug.store.host_memory import host_memory
-from cornplug.store.stats.store_stats import StoreStat
+from cornplug.store.store_stats import StoreStat
 
 _ANSWER_S = 2.0
 

@@ -1,4 +1,7 @@
-"""`cornplug store purge`: delete entries of the running store, by app or by age."""
+"""`cornplug store purge`: delete entries of the running store, by app or by age.
+
+`running_store` connects a command to the running store. It does not start a store or create a secret.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ from typing import Final
 import msgspec
 
 from cornplug import config
-from cornplug.commands.running_store import ANSWER_S, other_backend, running_store
-from cornplug.store.base import PurgeableStore, PurgeCount, PurgeRule
+from cornplug.errors import ConfigError, StoreUnavailable
+from cornplug.store.backends import is_host_store, open_store
+from cornplug.store.base import PurgeableStore, PurgeCount, PurgeRule, Store
 
+ANSWER_S: Final = 2.0
 _UNITS_S: Final = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _EPILOG: Final = """\
 Purged entries are invisible immediately. If an engine is reading an entry, its memory is freed when the read
@@ -21,6 +26,24 @@ ends. Entries that are written later are not affected.
 The store cannot purge by tenant, because a salt is only part of the digest that forms the key. To be able to
 purge the entries of a tenant, give its engines a separate app. Entries of a tenant whose salt is no longer
 used cannot be read, and are evicted eventually."""
+
+
+def running_store(settings: config.StoreConfig) -> Store:
+    """Connect to the running store.
+
+    Raises StoreUnavailable if no store has ever run, and ConfigError if the store rejects the settings.
+    """
+    if is_host_store(settings) and not settings.secret_file.exists():
+        why = f"no store has run here, because there is no secret yet ({settings.secret_file})"
+        raise StoreUnavailable(why, reason="store_down")
+    return open_store(settings, autostart=False, connect_timeout_s=ANSWER_S)
+
+
+def other_backend(settings: config.StoreConfig, command: str) -> ConfigError:
+    """Return the error for a command that this store does not support."""
+    return ConfigError(
+        "store.backend", f"{settings.backend} does not support {command}", "Use the tools of that store."
+    )
 
 
 def main(argv: list[str]) -> int:

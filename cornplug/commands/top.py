@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from cornplug import config
-from cornplug.commands.running_store import ANSWER_S, running_store
+from cornplug.commands.store_command import ANSWER_S, running_store
 from cornplug.errors import StoreError
 from cornplug.store.base import ReserveRefusal, Store
-from cornplug.store.stats.store_stats import NamespaceStat, StoreStat
+from cornplug.store.store_stats import NamespaceStat, StoreStat
 
 _BAR = 30
 _APPS = 8

@@ -104,7 +104,7 @@ class WarmedEngine:
             return None
         found = StoreCounts()
         for name, labels, value in ((s.name, s.labels, int(s.value)) for s in samples):
-            page = labels.get("what") == "kv_page"
+            page = labels.get("kind") == "kv_page"
             if name == "cornplug_saves_total":
                 (found.pages if page else found.embeddings)[labels.get("outcome", "")] += value
             elif name == "cornplug_hits_total" and not page:

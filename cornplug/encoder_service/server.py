@@ -12,30 +12,25 @@ import contextlib
 import logging
 import math
 import os
+import resource
 import signal
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, ClassVar, Final
 
 import torch
 import uvicorn
 from rich.console import Console
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from cornplug.config import Config, EncoderConfig, load
-from cornplug.encoder_service.access.audit import AuditLog
-from cornplug.encoder_service.access.policy import check_exposure
+from cornplug.encoder_service.access import AuditLog, check_exposure
 from cornplug.encoder_service.execution.encoder import MAX_BATCH_TOKENS, EncoderCore, EncoderLimits
 from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.http.drain import DrainState
-from cornplug.encoder_service.http.head_timeout import (
-    BACKLOG,
-    connections_allowed,
-    limited,
-    raise_descriptors,
-)
 from cornplug.encoder_service.http.url_fetcher import UrlRules
 from cornplug.encoder_service.models.registry import ModelRegistry, Report
 from cornplug.encoder_service.replicas.pool import ReplicaMetrics, cores, devices_of, open_replicas
@@ -48,22 +43,94 @@ from cornplug.errors import CheckpointError, ConfigError, EncoderRefused
 from cornplug.local_socket import SocketClaim
 from cornplug.private_paths import read_secret
 from cornplug.qos import QosClasses
+from cornplug.store.arena import host_memory
 from cornplug.store.backends import open_store
-from cornplug.store.host_memory import host_memory
 
+HEAD_S: Final = 10.0
+"""A connection without complete request headers is closed after HEAD_S to twice HEAD_S."""
+BACKLOG: Final = 128
+"""Connections waiting to be accepted. All may be accepted before the first is closed again."""
+_MOST: Final = 4096
+_FOR_OTHERS: Final = 512
+"""File descriptors reserved for engines, replicas, files, fetches, and connections that are being closed."""
+_LEAST: Final = 64
 log = logging.getLogger(__name__)
-
 _LAST_S: Final = 1.0
 """Time to send the last refusals to requests that are cut off at the end of `encoder.drain_s`."""
-
 CPU_BATCH_TOKENS: Final = 2048
 """A few images use a core fully. Larger batches would only increase latency."""
-
 UNREAD_S: Final = 30.0
 """Maximum time that a client may leave its reply unread."""
-
 RENEW_S: Final = 5.0
 """Seconds between checks of the socket's file, which a cleaner of temporary folders may remove."""
+
+
+def raise_descriptors() -> None:
+    """Raise the soft limit of file descriptors to the hard limit, at most 65,536."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def connections_allowed() -> int:
+    """Return the number of HTTP connections that this process has file descriptors for."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if soft == resource.RLIM_INFINITY else max(_LEAST, min(_MOST, soft - _FOR_OTHERS))
+
+
+class HeadTimeoutProtocol(AutoHTTPProtocol):
+    """One HTTP connection, with a deadline for request headers and a limit on the number of connections.
+
+    uvicorn waits indefinitely, and accepts connections until the process has no file descriptors left.
+    `body_limits` sets a deadline for bodies, and uvicorn's keep-alive timeout applies between requests. Every
+    `HEAD_S` the connection checks whether a request has started since the last check.
+    """
+
+    most: ClassVar[int] = _MOST
+    others: ClassVar[dict[HeadTimeoutProtocol, None]] = {}
+    """All connections of this server, oldest first."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._before: object = self  # no cycle is it
+        self._look: asyncio.TimerHandle = self.loop.call_later(HEAD_S, self._tick)
+        if len(self.others) >= self.most:
+            self._evicted().transport.abort()
+        self.others[self] = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._look.cancel()
+        self.others.pop(self, None)
+        super().connection_lost(exc)
+
+    def _tick(self) -> None:
+        cycle: Any = self.cycle
+        idle = cycle is None or cycle.response_complete
+        if idle and cycle is self._before:
+            self.transport.close()
+            return
+        self._before = cycle
+        self._look = self.loop.call_later(HEAD_S, self._tick)
+
+    def _evicted(self) -> HeadTimeoutProtocol:
+        """Return the connection to close for this one: the oldest idle connection, or else the oldest with
+        an incomplete request. Returns this connection if all others wait for replies."""
+        begun = None
+        for one in self.others:
+            cycle: Any = one.cycle
+            if one.transport.is_closing():
+                continue
+            if cycle is None or cycle.response_complete:
+                return one
+            if begun is None and cycle.more_body and not cycle.response_started:
+                begun = one
+        return begun or self
+
+
+def limited(most: int) -> type[HeadTimeoutProtocol]:
+    """Return the protocol class of one server with at most `most` connections."""
+    return type("Limited", (HeadTimeoutProtocol,), {"most": most, "others": {}})
 
 
 class _Uvicorn(uvicorn.Server):

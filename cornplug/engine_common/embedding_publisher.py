@@ -1,12 +1,15 @@
-"""Background saves of embeddings that an engine had to compute."""
+"""Background saves of embeddings that an engine had to compute, and the time that its tower took for them."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Final
+
+import torch
 
 from cornplug.codec import PayloadKind
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
@@ -18,12 +21,52 @@ from cornplug.store.validation import MAX_COST_S
 if TYPE_CHECKING:
     import torch
 
+
 _MAX_WAITING: Final = 64
 _MAX_WAITING_BYTES: Final = 256 << 20
 """Maximum bytes of embeddings that wait to be saved, so a slow store cannot exhaust the engine's memory. A
 larger embedding is accepted if nothing else waits."""
-
 log = logging.getLogger(__name__)
+
+
+class TowerClock:
+    """Run time of the tower in each step, measured on its device, because a GPU runs asynchronously. Used by
+    the engine's thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._began: Any = None
+        self._ended: Any = None
+        self._rows = 0
+        self._open: list[tuple[int, Any, Any]] = []
+
+    def begin(self) -> None:
+        """Begin a step. The next work of this thread is the tower, if it runs."""
+        self._began, self._ended, self._rows = self._now(), None, 0
+
+    def ran(self, rows: int) -> None:
+        """Record that the tower computed `rows` more rows."""
+        self._ended = self._now()
+        self._rows += rows
+
+    def measured(self) -> list[tuple[int, float]]:
+        """Return (rows, seconds) of steps that the device has finished."""
+        if self._rows and self._began is not None:
+            self._open.append((self._rows, self._began, self._ended))
+            self._began, self._rows = None, 0
+        done = [one for one in self._open if not self._cuda or one[2].query()]
+        self._open = [one for one in self._open if one not in done]
+        return [(rows, self._between(began, ended)) for rows, began, ended in done]
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, began: Any, ended: Any) -> float:
+        return float(began.elapsed_time(ended)) / 1e3 if self._cuda else float(ended - began)
 
 
 class EmbeddingPublisher:

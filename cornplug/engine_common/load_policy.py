@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final, Literal
 
-from cornplug.store.recall import FAR_WAIT_S
+from cornplug.store.payload import FAR_WAIT_S
 
 When = Literal["pays", "always"]
 

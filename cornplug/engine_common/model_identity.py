@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from cornplug.checkpoints import numeric_class
-from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.checkpoints.checkpoint import Checkpoint, read_json
 from cornplug.checkpoints.families import FAMILIES
 from cornplug.checkpoints.families.generic import PROCESSOR_FILES
-from cornplug.checkpoints.hub_cache import read_json
 from cornplug.checkpoints.safetensors_digest import folder_fingerprint
 from cornplug.engine_common import engine_state, resolved_config
 from cornplug.errors import CheckpointError

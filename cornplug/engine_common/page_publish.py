@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from cornplug.engine_common.page_envelope import page_headers, page_part
+from cornplug.engine_common.rank_pages import page_headers, page_part
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry, PageSize

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from cornplug.checkpoints.checkpoint import read_json
 from cornplug.checkpoints.families import unusual_classes, without_inert
-from cornplug.checkpoints.hub_cache import read_json
 from cornplug.engine_common.allow_lists import plain
 from cornplug.errors import CheckpointError
 from cornplug.identity import digest

@@ -1,12 +1,14 @@
-"""Settings and store connection of one process of an engine."""
+"""Settings and store connection of one process of an engine, or a store without entries if it cannot
+share.
+"""
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NoReturn
 
 from cornplug.config import Config
 from cornplug.errors import ConfigError, CornplugError, StoreUnavailable
@@ -14,14 +16,59 @@ from cornplug.kv_page import PageSize
 from cornplug.metrics import Tally
 from cornplug.private_paths import read_secret
 from cornplug.store.backends import open_store
-from cornplug.store.base import Store
-from cornplug.store.disabled import OffStore
+from cornplug.store.base import Leases, PayloadLocation, Reservation, ReserveRefusal, Store, WriterPart
+from cornplug.store.store_stats import StoreStat
 
 KV_PAGE: Final = "kv_page"
 EMBEDDING: Final = "embedding"
 """Labels of the kinds of entries in metrics (`what`)."""
-
 _log = logging.getLogger("cornplug")
+
+
+class OffStore:
+    """A `Store` that is always unavailable. `why` is the text of every error."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def contains(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
+        self._raise()
+
+    def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> Leases:
+        self._raise()
+
+    def reserve(
+        self,
+        entries: Sequence[tuple[bytes, int]],
+        *,
+        app: str,
+        deadline_s: float,
+        part: WriterPart | None = None,
+        only_seen: bool = False,
+        cost_s: float = 0.0,
+    ) -> list[Reservation | ReserveRefusal]:
+        self._raise()
+
+    def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
+        self._raise()
+
+    def release(self, tokens: Sequence[int], *, deadline_s: float) -> None:
+        self._raise()
+
+    def delete(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
+        self._raise()
+
+    def stat(self, *, deadline_s: float) -> StoreStat:
+        self._raise()
+
+    def view(self, location: PayloadLocation, *, writable: bool = False) -> memoryview:
+        self._raise()
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def _raise(self) -> NoReturn:
+        raise StoreUnavailable(self._why, reason="store_off")
 
 
 class EngineRuntime:

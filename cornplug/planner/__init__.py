@@ -1,1 +1,2 @@
-"""From components, applications, SLOs and a GPU price list to a plan and its launch commands."""
+"""Planner: computes a plan and its launch commands from components, applications, SLOs and a GPU price
+list."""

@@ -1,4 +1,4 @@
-"""Forecasts of a plan's request classes, as `plan.json` holds them: bounds and simulated times."""
+"""Forecasts for a plan's request classes, as stored in `plan.json`: latency bounds and simulated times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class PlanRecord(BaseModel):
 
 
 class RequestTimes(PlanRecord):
-    """Seconds, or a slowdown. None where a class has no such time (TPOT of one-token answers)."""
+    """Seconds, or a slowdown. None if the class has no such time, as TPOT with one-token outputs."""
 
     mean: float | None = None
     p50: float | None = None
@@ -21,13 +21,14 @@ class RequestTimes(PlanRecord):
     p99: float | None = None
 
     def at(self, percentile: str) -> float | None:
-        """Of "mean", "p50", ..."""
+        """Return the value for "mean", "p50", ..."""
         value: float | None = getattr(self, percentile)
         return value
 
 
 class PercentileSlo(PlanRecord):
-    """Bounds on one percentile of a class's times, in seconds, or as times the idle replica's."""
+    """Bounds on one percentile of a class's latencies, in seconds or as multiples of the idle replica's
+    latency."""
 
     percentile: str
     ttft_s: float | None = None
@@ -39,20 +40,20 @@ class PercentileSlo(PlanRecord):
 
 
 class SimulatedSlowdown(PlanRecord):
-    """Times of a class over those of the same requests by themselves on an idle replica."""
+    """Latencies of a class divided by those of the same requests alone on an idle replica."""
 
     idle: str
-    """The replica: "A100-80 TP8"."""
+    """Idle replica, for example "A100-80 TP8"."""
     ttft: RequestTimes = RequestTimes()
     tpot: RequestTimes = RequestTimes()
     e2e: RequestTimes = RequestTimes()
 
 
 class ForecastBound(NamedTuple):
-    """A class's time at a percentile: seconds, or a slowdown."""
+    """Bound at a percentile in seconds or as a slowdown, with the simulated value."""
 
     quantity: str
-    """ttft, tpot or e2e."""
+    """"ttft", "tpot" or "e2e"."""
     percentile: str
     bound: float | None
     simulated: float | None
@@ -60,46 +61,46 @@ class ForecastBound(NamedTuple):
 
 
 class JobForecast(PlanRecord):
-    """A number of requests with a deadline."""
+    """Forecast for a fixed number of requests with a deadline."""
 
     requests: int
     deadline_hours: float
     done_hours: float | None = None
-    """From the first request to the last answer (P99), as simulated; None where the plan was not."""
+    """Simulated time from the first request to the last response (P99). None without a simulation."""
     dollars: float
-    """Part of the plan's cost until the deadline: of each group's GPUs, with those of a node that nothing
-    uses, as much as the job has of the group's load."""
+    """Share of the plan's cost until the deadline, in proportion to the job's share of each group's load.
+    Includes idle GPUs of the groups' nodes."""
 
 
 class LatencyForecast(PlanRecord):
-    """Bounds of one request class, and its times in the simulation of the whole plan."""
+    """Latency bounds of one request class, and its latencies in the simulation of the whole plan."""
 
     app: str
     request: str
     rate: float
     served: float
-    """Of `rate`; below it only when goodput is maximised."""
+    """Rate that is served. Below `rate` only if the objective maximises goodput."""
     priority: int = 0
-    """Of its requests where those of other classes meet them; larger is more urgent."""
+    """Scheduling priority relative to other classes. Larger is more urgent."""
     prefix_hit_rate: float = 0.0
-    """Share of requests whose shared prefix is in a cache: a router must send those to where it is."""
+    """Share of requests whose shared prefix is cached. A router must send them to a replica that has it."""
     slo_percentile: str
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
     slo_e2e_s: float | None = None
     slo_also: list[PercentileSlo] = Field(default_factory=list)
-    """Bounds on other percentiles, and slowdowns."""
+    """Bounds on other percentiles, and on slowdowns."""
     slowdown: SimulatedSlowdown | None = None
-    """Where one is bounded."""
+    """Simulated slowdown, if a slowdown is bounded."""
     job: JobForecast | None = None
     ttft: RequestTimes = RequestTimes()
-    """These three hold no figure where the plan was not simulated."""
+    """Simulated latencies. The three fields are empty if the plan was not simulated."""
     tpot: RequestTimes = RequestTimes()
     e2e: RequestTimes = RequestTimes()
 
     @property
     def slo(self) -> list[PercentileSlo]:
-        """All of its bounds; the first table may have none."""
+        """All bound tables of the class. The first table may have no bounds."""
         first = PercentileSlo(
             percentile=self.slo_percentile,
             ttft_s=self.slo_ttft_s,
@@ -110,7 +111,7 @@ class LatencyForecast(PlanRecord):
 
     @property
     def bounds(self) -> list[ForecastBound]:
-        """Each time at each of its percentiles, with its bound where there is one."""
+        """Simulated value of each latency at each bounded percentile, with its bound if there is one."""
         slower = self.slowdown or SimulatedSlowdown(idle="")
         return [
             ForecastBound(quantity, table.percentile, bound, times.at(table.percentile), slowdown)
@@ -127,5 +128,5 @@ class LatencyForecast(PlanRecord):
 
     @property
     def ttft_bound_s(self) -> float | None:
-        """The loosest one on TTFT: a request that is later misses them all."""
+        """Loosest TTFT bound. A later request misses all of them."""
         return max((table.ttft_s for table in self.slo if table.ttft_s is not None), default=None)

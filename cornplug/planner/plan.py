@@ -1,4 +1,4 @@
-"""A plan, as `plan.json` holds it: readable without a solver, a GPU table or an engine."""
+"""A plan, as stored in `plan.json`. Reading it needs no solver, GPU table or engine."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ class PlannedNodes(PlanRecord):
     gpus: int
     count: int
     price_per_hour: float
-    """Of one."""
+    """Price of one node."""
     spot: bool = False
-    """The provider may take all of them back at once."""
+    """Whether the provider may reclaim all nodes together."""
     idle_gpus: float = 0.0
-    """Of all of them: paid for, and free for other work."""
+    """Idle GPUs of the whole class, paid for and free for other work."""
     hosts: list[str] = Field(default_factory=list)
 
 
 class PlannedHour(PlanRecord):
-    """An hour of the day: the plan's machines that its load needs."""
+    """Machines that the load of one hour of the day needs."""
 
     hour: int
-    """From its beginning, 0 to 23."""
+    """Start of the hour, 0 to 23."""
     nodes: dict[str, int]
-    """Class of nodes -> how many; the rest of `Plan.nodes` could be given back."""
+    """Number of nodes by node class. The rest of `Plan.nodes` could be released."""
     cost_per_hour: float
 
 
 class EngineSettings(PlanRecord):
-    """Decisions that become flags; None where the engine's own default stands."""
+    """Decisions that become engine flags. None keeps the engine's default."""
 
     max_model_len: int
     max_batch: int
-    """Requests that decode together, in each attention-DP group."""
+    """Maximum number of requests that decode together in each attention-DP group."""
     chunk_tokens: int
-    """Prompt tokens of one iteration, in each attention-DP group."""
+    """Prompt tokens per iteration in each attention-DP group."""
     kv_tokens: int
-    """Of each attention-DP group."""
+    """KV tokens of each attention-DP group."""
     kv_bytes: int
-    """Of the KV cache, one rank."""
+    """Bytes of the KV cache on one rank."""
     memory_share: float
-    """Of a GPU's memory, for this replica."""
+    """Share of a GPU's memory for this replica."""
     weights_bytes: int
-    """One rank."""
+    """Bytes of weights on one rank."""
     attention_backend: str | None = None
     speculative: Literal["none", "mtp", "eagle3"] = "none"
     speculative_tokens: int = 0
     speculative_model: str | None = None
     priority: int = 0
-    """Larger is more urgent; `vllm_flags.py` and `sglang_flags.py` know each engine's direction."""
+    """Larger is more urgent. `vllm_flags.py` and `sglang_flags.py` convert it to each engine's order."""
     prefill_tokens_s: float | None = None
-    """Prompt tokens a second that one replica computes, at its chunk size: for admission."""
+    """Prompt tokens per second and replica at its chunk size, for admission control."""
 
 
 class KVGeometry(PlanRecord):
-    """Dimensions that size the prefill-decode buffer (2·L·N·H·D·bytes)."""
+    """Dimensions that determine the size of the prefill-decode buffer (2·L·N·H·D·bytes)."""
 
     layers: int
     kv_heads: int
@@ -75,15 +75,15 @@ class KVGeometry(PlanRecord):
 
 
 class QueueForecast(PlanRecord):
-    """Most that waited at one replica in the plan's simulation: a limit below it rejects planned load."""
+    """Longest queue of one replica in the plan's simulation. A lower limit would reject planned load."""
 
     requests: int
     prompt_tokens: int
-    """Of requests whose prefill had not ended, cached tokens included."""
+    """Prompt tokens of requests that had not finished prefill, including cached tokens."""
 
 
 class PlannedNamespace(PlanRecord):
-    """An application's part of the store: the settings `store.namespaces.APP`."""
+    """An application's share of the store, as in the settings `store.namespaces.APP`."""
 
     share: float = 0.0
     ceiling: float = 1.0
@@ -93,95 +93,95 @@ class PlannedNamespace(PlanRecord):
 
 
 class PlannedApplication(PlanRecord):
-    """An application's settings beside its routes."""
+    """An application's settings, apart from its routes."""
 
     name: str
     tenant: str | None = None
-    """`cache_salt` of its requests."""
+    """`cache_salt` of the application's requests."""
     system_prompt: str | None = None
     prefixes: list[str] = Field(default_factory=list)
     namespace: PlannedNamespace | None = None
 
 
 class ReplicaGroup(PlanRecord):
-    """Equal replicas of one cell."""
+    """Identical replicas of one cell."""
 
     name: str
     service: str
     tasks: str
-    """Its tasks out of E (encode), P (prefill), D (decode), G (generate): "EPD"."""
+    """Tasks out of E (encode), P (prefill), D (decode), G (generate): "EPD"."""
     components: list[str]
     model: str
-    """Of its LLM (or tower, or generator), for the command line."""
+    """LLM (or tower, or generator), as on the command line."""
     encoder_models: list[str] = Field(default_factory=list)
     """Models whose towers an encoder group serves."""
     engine: Literal["vllm", "sglang", "cornplug", "external"]
-    """cornplug: the encoder service. external: a generator that some other server runs."""
+    """"cornplug" is the encoder service. "external" is a generator that another server runs."""
     nodes: str
     gpu: str
     tp: int
     pp: int
     dp: int = 1
-    """Attention-DP groups of a replica: each has `tp` GPUs, and requests and KV of its own."""
+    """Attention-DP groups per replica. Each has `tp` GPUs and its own requests and KV."""
     dcp: int = 1
-    """Decode context parallelism: GPUs of a group that divide a request's KV among them."""
+    """Decode context parallelism: GPUs of a group that share a request's KV."""
     pcp: int = 1
-    """Prefill context parallelism: groups of `tp` GPUs that divide each prompt's tokens."""
+    """Prefill context parallelism: groups of `tp` GPUs that share a prompt's tokens."""
     expert_parallel: bool = False
-    """Whole experts on each of the tp * dp * pcp GPUs."""
+    """Whether each of the tp * dp * pcp GPUs has whole experts."""
     share: float
-    """Of a GPU; 1 for whole ones."""
+    """Share of a GPU. 1 means whole GPUs."""
     quantisation: str
     replicas: int
     extra_replicas: int = 0
-    """Of `replicas`: on GPUs that would be idle. They cost nothing, and the SLOs do not need them."""
+    """Number of `replicas` on otherwise idle GPUs. They cost nothing, and the SLOs do not need them."""
     placement: list[list[int]] = Field(default_factory=list)
-    """For each replica: [node's number in its class, first GPU]."""
+    """[index of the node in its class, first GPU] of each replica."""
     utilisation: float
-    """Of its capacity, at the planned rates."""
+    """Utilisation at the planned rates, as a share of capacity."""
     capacity: dict[str, float]
-    """Request class -> rate of it alone, one replica."""
+    """Maximum rate by request class, if one replica serves only that class."""
     tier_s: float | None = None
     queue: QueueForecast | None = None
-    """None where the plan was not simulated."""
+    """None if the plan was not simulated."""
     settings: EngineSettings | None = None
     kv: KVGeometry | None = None
     workload: Literal["online", "semi-online", "offline"] = "online"
-    """The most urgent that it serves."""
+    """Most urgent workload that the group serves."""
     router: str = "power_of_two"
     apps: list[str] = Field(default_factory=list)
     profile: str
-    """Source of its times; "roofline ..." is an estimate, never a measurement."""
+    """Source of the times. "roofline ..." is an estimate, not a measurement."""
     since: float | None = None
-    """Unix time at which its replicas were started, for the minimum dwell."""
+    """Unix time at which the replicas were started, for the minimum dwell time."""
     ports: list[int] = Field(default_factory=list)
-    """Of each replica; empty: counted through on each host."""
+    """Port of each replica. Empty: consecutive ports on each host."""
     fixed_ports: bool = False
-    """An apps file names them: `--apply` gives no others."""
+    """Whether an apps file sets the ports, so that `--apply` keeps them."""
     tower: Literal["engine", "service"] = "engine"
-    """Place of the vision tower where encoder services have all media of an LLM's group."""
+    """Location of the vision tower if encoder services have all media of an LLM group."""
     flags: list[str] | None = None
-    """Of an apps file: these, and the engine's own defaults, in place of `settings`."""
+    """Flags from an apps file. They replace `settings`; all other flags keep the engine's defaults."""
     env: dict[str, str] = Field(default_factory=dict)
     command: list[str] = Field(default_factory=list)
-    """Of an external server that is launched, with "{port}" for its port."""
+    """Command of an external server to launch, with "{port}" as the placeholder for its port."""
     health: str = "/health"
-    """Path at which that server answers 200."""
+    """Path of that server's health check."""
 
     @property
     def ranks(self) -> int:
-        """Processes of one replica, one a GPU."""
+        """Number of processes (one per GPU) of one replica."""
         return self.tp * self.pp * self.dp * self.pcp
 
 
 class RouteStage(PlanRecord):
     tasks: str
     groups: dict[str, float]
-    """Group -> weight; the weights of a stage sum to 1."""
+    """Weight by group. The weights of a stage sum to 1."""
 
 
 class PlanRoute(PlanRecord):
-    """A share of a request class, and where it goes."""
+    """Route of a share of a request class."""
 
     app: str
     request: str
@@ -195,20 +195,20 @@ class CacheSize(PlanRecord):
     kind: Literal["embedding", "prefix"]
     component: str
     gib: float | None
-    """None, of an apps file: the host's memory decides when the store starts."""
+    """None in a plan from an apps file, for a share of the host's memory."""
     hit_rate: dict[str, float]
-    """Request class -> expected share of hits."""
+    """Expected hit rate by request class."""
 
 
 class QosReservation(PlanRecord):
-    """Part of an encoder service that a class of service is promised."""
+    """Share of an encoder service that is reserved for a class of service."""
 
     qos: str
     share: float
     priority: int
     deadline_s: float | None = None
     apps: list[str] = Field(default_factory=list)
-    """Applications of this class."""
+    """Applications in this class of service."""
 
 
 class OptimalityProof(PlanRecord):
@@ -220,32 +220,32 @@ class OptimalityProof(PlanRecord):
     bound: float
     gap: float
     unit: str = ""
-    """Of incumbent and bound."""
+    """Unit of `incumbent` and `bound`."""
     timed_out: bool = False
-    """The wall clock ended a search: another run may find another plan."""
+    """Whether a search reached the wall-clock limit. Another run may then find another plan."""
 
 
 class BindingConstraint(PlanRecord):
-    """A constraint that holds the cost up."""
+    """A constraint that keeps the cost from being lower."""
 
     constraint: str
     text: str
     slack: float
     saves_per_hour: float | None = None
-    """Dollars an hour that the plan would save without it, where computed."""
+    """Savings in dollars per hour without this constraint, if computed."""
 
 
 class PlanAlternative(PlanRecord):
     name: str
     text: str
     cost_per_hour: float | None
-    """None: it cannot meet the SLOs with this pool."""
+    """None if the alternative cannot meet the SLOs with this pool."""
     reason_against: str
 
 
 class CurvePoint(PlanRecord):
     slo_factor: float
-    """Every SLO bound times this."""
+    """Factor on every SLO bound."""
     cost_per_hour: float | None
 
 
@@ -253,13 +253,13 @@ class PlanExplanation(PlanRecord):
     binding: list[BindingConstraint] = Field(default_factory=list)
     alternatives: list[PlanAlternative] = Field(default_factory=list)
     monolith: str = ""
-    """When the monolith wins, and by how much it wins or loses here."""
+    """Conditions under which the monolith wins, and its advantage here."""
     curve: list[CurvePoint] = Field(default_factory=list)
     notes: list[str] = Field(default_factory=list)
 
 
 class TimesCorrection(PlanRecord):
-    """How much slower the replicas of a service are than their profile, by their engines' metrics."""
+    """Slowdown of a service's replicas relative to their profile, from their engines' metrics."""
 
     service: str
     engine: str
@@ -272,9 +272,9 @@ class TimesCorrection(PlanRecord):
     share: float
     quantisation: str
     prefill: float = 1.0
-    """Factor on the profile's times of encoding and prefill; below 1: faster than the profile."""
+    """Factor on the profile's encode and prefill times. Below 1 means faster than the profile."""
     decode: float = 1.0
-    """The same of decode iterations."""
+    """Factor on the profile's decode iteration times."""
 
 
 class Plan(PlanRecord):
@@ -287,31 +287,31 @@ class Plan(PlanRecord):
     groups: list[ReplicaGroup]
     routes: list[PlanRoute]
     hours: list[PlannedHour] = Field(default_factory=list)
-    """Of a day, where the input has rates by hour."""
+    """Nodes by hour of the day, if the input has hourly rates."""
     latency_forecasts: list[LatencyForecast]
     caches: list[CacheSize] = Field(default_factory=list)
     reservations: list[QosReservation] = Field(default_factory=list)
     applications: list[PlannedApplication] = Field(default_factory=list)
-    """Those with a tenant, a namespace or prompts."""
+    """Applications with a tenant, a namespace or prompts."""
     store_flags: list[str] = Field(default_factory=list)
-    """Of each host's store, beside those that follow from the plan."""
+    """Flags of each host's store, in addition to those that follow from the plan."""
     listen: str | None = None
-    """Address that servers listen at. None: every address of each host, or the address of the only host."""
+    """Address that servers listen on. None: all addresses of each host, or the address of the only host."""
     allow_anonymous: bool = False
-    """Encoder services that other hosts reach ask no caller for a key."""
+    """Whether encoder services that other hosts can reach accept requests without a key."""
     router_ports: int = 0
-    """Added to the routers' ports: `--apply` starts new routers beside the old ones."""
+    """Offset of the routers' ports. `--apply` starts new routers alongside the old ones."""
     proof: OptimalityProof
     explanation: PlanExplanation = PlanExplanation()
     corrections: list[TimesCorrection] = Field(default_factory=list)
-    """Of profiles, that `cornplug replan` found; a re-plan from this plan goes by them."""
+    """Corrections of profiles that `cornplug replan` found. A re-plan from this plan applies them."""
     input_digest: str
-    """SHA-256 of the input file's bytes."""
+    """SHA-256 of the input file."""
     cornplug: str
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """ConfigError: no plan, not one of this format, or edited into something that is none."""
+        """Read a plan. Raises ConfigError for an unreadable or invalid file."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except OSError as e:
@@ -322,7 +322,7 @@ class Plan(PlanRecord):
             first = e.errors()[0]
             field = ".".join(str(part) for part in first["loc"]) or "it"
             problem = f"{field}: {first['msg']}"
-            raise ConfigError(str(path), problem, "Write a new one with `cornplug plan`") from None
+            raise ConfigError(str(path), problem, "Create a new plan with `cornplug plan`") from None
 
     def save(self, path: Path) -> None:
         path.write_text(self.model_dump_json(indent=1) + "\n")

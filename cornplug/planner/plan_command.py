@@ -1,7 +1,7 @@
-"""`cornplug plan`: turns a TOML file into a plan, with its reasons, a report and the command lines of its
-processes.
+"""`cornplug plan`: computes a plan from a TOML file and writes it with explanations, a report and launch
+commands.
 
-`cornplug plan init` writes a first file, and `cornplug plan schema` prints the JSON schema of the file.
+`cornplug plan init` writes a first input file, and `cornplug plan schema` prints its JSON schema.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from cornplug.planner.report import terminal as summary
 from cornplug.planner.starter import init_command
 
 INFEASIBLE: Final = 1
-"""Exit status if no plan exists. 2 means wrong input, as in all commands."""
+"""Exit status if no plan exists. Status 2 means invalid input, as in all commands."""
 
 
 def main(argv: list[str]) -> int:
-    """Plan, print and write. Raises ConfigError for a wrong input, with its line and a remedy."""
+    """Plan, print and write the files. Raises ConfigError for invalid input, with the line and a remedy."""
     if argv[:1] == ["init"]:
         return init_command.main(argv[1:])
     if argv[:1] == ["schema"]:
@@ -83,12 +83,12 @@ def _check(plan_input: PlanInput, digest: str, folder: Path, transfer: Transfer)
 
 
 def read(path: Path) -> tuple[PlanInput, str]:
-    """Return the input and its digest."""
+    """Return the input and its SHA-256 digest."""
     return toml_reader.read(path), hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def planned(plan_input: PlanInput, digest: str, console: Console, *, quiet: bool, reasons: float) -> Plan:
-    """Return the plan with its reasons. Progress is shown on `console`."""
+    """Return the plan with its explanation, and show progress on `console`."""
     with progress.shown(console, quiet=quiet) as line:
         decision = decide(plan_input, digest=digest, progress=line.phase, watch=line.watch)
         plan = with_hours(decision)
@@ -105,7 +105,7 @@ def refused(command: str, error: PlanInfeasible | PlanUnfinished) -> int:
 
 
 def overridden(plan_input: PlanInput, args: argparse.Namespace) -> PlanInput:
-    """Return the input with values from the command line."""
+    """Return the input with overrides from the command line."""
     rules: dict[str, object] = {} if args.objective is None else {"objective": args.objective}
     rules |= {"simulate": False} if args.no_simulate else {}
     solver: dict[str, object] = {} if args.time_limit is None else {"time_limit_s": args.time_limit}
@@ -119,7 +119,7 @@ def overridden(plan_input: PlanInput, args: argparse.Namespace) -> PlanInput:
 
 
 def positive(text: str) -> float:
-    """Parse a number above 0, for argparse."""
+    """Parse a positive number, for argparse."""
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
@@ -157,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         "--gap",
         type=positive,
         metavar="SHARE",
-        help="gap to the solver's bound at which it stops; 0.01 is 1 %%",
+        help="gap to the solver's bound at which a solve stops; 0.01 is 1 %%",
     )
     parser.add_argument(
         "--no-simulate",
@@ -169,8 +169,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_work,
         default=explanation.WORK,
         metavar="WORK",
-        help="solver work for reasons, alternatives and the cost curve, in the unit of solver.work, of which "
-        "a core does 0.3 to 2.5 per second; 0 turns them off (default: %(default)g)",
+        help="solver work for reasons, alternatives and the cost curve, in units of solver.work (a core does "
+        "0.3 to 2.5 units per second); 0 turns them off (default: %(default)g)",
     )
     parser.add_argument(
         "--transfer",

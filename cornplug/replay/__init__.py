@@ -1,1 +1,1 @@
-"""Traces of requests, replayed against the store's rules: the savings of another size or other namespaces."""
+"""Replay of request traces against the store's rules: the savings of another size or other namespaces."""

@@ -1,37 +1,115 @@
-"""Well-known policies to compare the store's with: caches of bytes that ignore apps and places.
+"""Well-known policies for comparison with the store's: byte-sized caches that ignore apps and locations.
 
 Compared with libCacheSim's of the same names by a test: LRU, FIFO and SIEVE agree in every hit, GDSF to 0.1 %
 where the cache has a tenth of the bytes or more. An entry that misses is inserted; one larger
 than the cache is not.
+
+`offline_optimum` bounds the hits and saved seconds of any policy, also of one that knows the future. For
+equal sizes it is Belady's MIN with bypass, which is exact for hits. Otherwise it is the bound PFOO-L (Berger,
+Beckmann and Harchol-Balter, 2018): a stay of an entry between two of its uses takes its bytes times the
+accesses meanwhile. The most valuable stays share the cache's bytes times the trace's accesses, as if they
+could be packed without a gap.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from cornplug.replay.trace import TraceAccess, TraceRequest
+from cornplug.replay.trace_readers import TraceAccess, TraceRequest
 
 _NONE: Final = -1
-"""No key: keys are not below 0."""
+"""Placeholder for no key. Keys are not negative."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineOptimum:
+    """At most so many hits, and at most so many seconds saved."""
+
+    name: str
+    hits: float
+    saved_s: float
+
+
+def offline_optimum(accesses: Sequence[TraceAccess], capacity_bytes: int) -> OfflineOptimum:
+    """The optimum of accesses that each may be served alone: prefixes can only save less."""
+    sizes = {access.size_bytes for access in accesses}
+    costs = {access.cost_s for access in accesses}
+    if len(sizes) == 1 and len(costs) <= 1:
+        hits = _belady(accesses, capacity_bytes // max(1, *sizes, 1))
+        return OfflineOptimum("optimum (Belady)", hits, hits * (next(iter(costs), 0.0)))
+    return OfflineOptimum(
+        "optimum (PFOO-L bound)",
+        _pfoo(accesses, capacity_bytes, lambda access: 1.0),
+        _pfoo(accesses, capacity_bytes, lambda access: access.cost_s),
+    )
+
+
+def _belady(accesses: Sequence[TraceAccess], slots: int) -> int:
+    """Hits of MIN, which keeps the entries whose next use is nearest, and may keep the new one out."""
+    never = len(accesses)
+    following = [never] * len(accesses)
+    last: dict[int, int] = {}
+    for at in range(len(accesses) - 1, -1, -1):
+        key = accesses[at].key
+        following[at] = last.get(key, never)
+        last[key] = at
+    held: dict[int, int] = {}
+    farthest: list[tuple[int, int]] = []
+    hits = 0
+    for at, access in enumerate(accesses):
+        hits += held.pop(access.key, None) is not None
+        if following[at] == never:
+            continue
+        held[access.key] = following[at]
+        heapq.heappush(farthest, (-following[at], access.key))
+        while len(held) > slots:
+            use, key = heapq.heappop(farthest)
+            if held.get(key) == -use:
+                del held[key]
+    return hits
+
+
+def _pfoo(
+    accesses: Sequence[TraceAccess], capacity_bytes: int, value: Callable[[TraceAccess], float]
+) -> float:
+    """The value of the best stays whose room, times accesses, is no more than there is."""
+    last: dict[int, int] = {}
+    stays: list[tuple[float, float, float]] = []
+    for at, access in enumerate(accesses):
+        since = last.get(access.key)
+        last[access.key] = at
+        if since is None or access.size_bytes > capacity_bytes:
+            continue
+        room = float(max(1, access.size_bytes) * (at - since))
+        stays.append((value(access) / room, room, value(access)))
+    stays.sort(reverse=True)
+    left, total = float(capacity_bytes) * len(accesses), 0.0
+    for density, room, worth in stays:
+        if room >= left:
+            return total + density * left
+        left -= room
+        total += worth
+    return total
 
 
 class ReferenceCache:
     """A cache of `capacity_bytes`. Subclasses define the effect of a use, and the victim."""
 
     newcomers_compete = False
-    """A new entry may be the victim of its own insertion."""
+    """Whether a new entry can be the victim of its own insertion."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.sizes: OrderedDict[int, int] = OrderedDict()
-        """Key -> bytes, in the order of insertion unless a subclass moves them."""
+        """Bytes by key, in insertion order unless a subclass moves them."""
 
     def serve(self, request: TraceRequest) -> list[bool]:
-        """Whether each access finds its entry; the missing ones are inserted."""
+        """Return whether each access finds its entry, and insert the missing entries."""
         return [self._access(access) for access in request.accesses]
 
     def _access(self, access: TraceAccess) -> bool:
@@ -58,13 +136,13 @@ class ReferenceCache:
             self.used_bytes -= self.sizes.pop(self.victim())
 
     def use(self, access: TraceAccess) -> None:
-        """An entry was found."""
+        """Record that an entry was found."""
 
     def insert(self, access: TraceAccess) -> None:
-        """An entry is new."""
+        """Record that an entry is new."""
 
     def victim(self) -> int:
-        """The key of the entry to evict; the caller removes it from `sizes`."""
+        """Return the key of the entry to evict. The caller removes it from `sizes`."""
         return next(iter(self.sizes))
 
 
@@ -73,14 +151,15 @@ class FIFOCache(ReferenceCache):
 
 
 class LRUCache(ReferenceCache):
-    """Least recently used first out."""
+    """Least recently used."""
 
     def use(self, access: TraceAccess) -> None:
         self.sizes.move_to_end(access.key)
 
 
 class SieveCache(ReferenceCache):
-    """SIEVE (NSDI'24): a hand goes from old to new, spares entries used since its last visit, and forgets."""
+    """SIEVE (NSDI'24): a hand moves from old to new entries, skips those used since its last visit, and
+    resets them."""
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(capacity_bytes)
@@ -124,9 +203,10 @@ class SieveCache(ReferenceCache):
 
 
 class GDSFCache(ReferenceCache):
-    """Greedy-Dual-Size-Frequency: uses per byte, above the worth of the last victim.
+    """Greedy-Dual-Size-Frequency: uses per byte plus the value of the last victim.
 
-    As libCacheSim's, it inserts before it evicts (GDSF.cpp, `GDSF_get`)."""
+    Like libCacheSim's, it inserts before it evicts (GDSF.cpp, `GDSF_get`).
+    """
 
     newcomers_compete = True
 
@@ -155,7 +235,7 @@ class GDSFCache(ReferenceCache):
         return key
 
     def value(self, access: TraceAccess, uses: int) -> float:
-        """The worth of so many uses, as libCacheSim's."""
+        """Return the value of `uses` uses, as in libCacheSim."""
         return uses * 1e6 / max(1, access.size_bytes)
 
     def _push(self, access: TraceAccess) -> None:
@@ -166,7 +246,7 @@ class GDSFCache(ReferenceCache):
 
 
 class GDSFSecondsCache(GDSFCache):
-    """GDSF whose uses count seconds of recomputation."""
+    """GDSF with uses weighted by seconds of recomputation."""
 
     def value(self, access: TraceAccess, uses: int) -> float:
         return uses * access.cost_s * 1e9 / max(1, access.size_bytes)

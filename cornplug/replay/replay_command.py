@@ -12,13 +12,10 @@ from rich.table import Table
 
 from cornplug import config
 from cornplug.errors import ConfigError
-from cornplug.replay.offline_optimum import OfflineOptimum, offline_optimum
-from cornplug.replay.reference_policies import REFERENCES
-from cornplug.replay.scores import ReplayScore, replay
-from cornplug.replay.store_replay import StoreReplay
-from cornplug.replay.trace import TraceRequest, distinct_bytes
-from cornplug.replay.trace_readers import FORMATS, TokenCost, read_trace
-from cornplug.settings.byte_size import bytes_of
+from cornplug.replay.reference_policies import REFERENCES, OfflineOptimum, offline_optimum
+from cornplug.replay.scores import ReplayScore, StoreReplay, replay
+from cornplug.replay.trace_readers import FORMATS, TokenCost, TraceRequest, distinct_bytes, read_trace
+from cornplug.settings import bytes_of
 
 STORE: Final = "cornplug"
 _GIB: Final = 1 << 30
@@ -32,7 +29,7 @@ def main(argv: list[str]) -> int:
     cost = TokenCost(kv_bytes=options.token_bytes, prefill_s=options.token_us / 1e6)
     requests = read_trace(options.trace, cost, options.format)[: options.requests]
     if not requests:
-        raise ConfigError(str(options.trace), "has no request", "Use a trace with requests.")
+        raise ConfigError(str(options.trace), "has no requests", "Use a trace with requests.")
     sizes = [_size(text, requests) for text in options.store.split(",")]
     console = Console(highlight=False)
     console.width = max(console.width, _WIDTH)
@@ -71,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         "--store",
         required=True,
         metavar="SIZE[,SIZE...]",
-        help="sizes of the store, for example 64GiB, or 10%% for this part of all entries in the trace",
+        help="sizes of the store, for example 64GiB, or 10%% of the bytes of all entries in the trace",
     )
     parser.add_argument("--format", choices=FORMATS, help="format of the trace (default: detected)")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Readers of four formats of traces.
+"""Traces of requests, and readers of four formats.
 
     cornplug     JSONL that a running store writes (`store.access_log`): `cornplug/store/daemon/access_log.py`
     mooncake     JSONL {"timestamp": ms, "input_length", "output_length", "hash_ids"}, blocks of 512 tokens
@@ -7,15 +7,15 @@
                  tokens (alibaba-edu/qwen-bailian-usagetraces-anon); the type is the app
     oracle       libCacheSim's oracleGeneral: little-endian u32 time, u64 object, u32 size, i64 next access
 
-Each may be packed with gzip. Blocks of the second and third have neither bytes nor seconds: `TokenCost` gives
-them.
+Each may be compressed with gzip. Blocks of mooncake and qwen have neither bytes nor seconds, so `TokenCost`
+gives them.
 """
 
 from __future__ import annotations
 
 import gzip
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, cast
@@ -23,7 +23,6 @@ from typing import IO, Final, cast
 import msgspec
 
 from cornplug.errors import ConfigError
-from cornplug.replay.trace import TraceAccess, TraceRequest
 from cornplug.store.daemon.access_log import LoggedCall
 
 FORMATS: Final = ("cornplug", "mooncake", "qwen", "oracle")
@@ -34,13 +33,40 @@ _KEY_MASK: Final = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
+class TraceAccess:
+    """One entry that a request needs."""
+
+    key: int
+    """Below 2**64."""
+    size_bytes: int
+    cost_s: float
+    """Seconds that its recomputation takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request, with the entries that it looks up, and writes if they are missing."""
+
+    time_s: float
+    app: str
+    accesses: tuple[TraceAccess, ...]
+    is_prefix: bool
+    """Each entry continues the one before it, as KV pages do: without that one it saves nothing."""
+
+
+def distinct_bytes(requests: Iterable[TraceRequest]) -> int:
+    """Bytes of all entries of a trace, each once."""
+    return sum({access.key: access.size_bytes for one in requests for access in one.accesses}.values())
+
+
+@dataclass(frozen=True, slots=True)
 class TokenCost:
     """Bytes and seconds of a token's KV. Defaults: Llama-3.1-8B in bfloat16, at 0.6 ms of prefill per MiB."""
 
     kv_bytes: int = 131072
     prefill_s: float = 75e-6
     seconds_per_byte: float = 0.6e-3 / (1 << 20)
-    """Of entries whose format names no cost, and no tokens."""
+    """Cost of entries whose format has neither a cost nor tokens."""
 
 
 class _Blocks(msgspec.Struct):
@@ -50,15 +76,16 @@ class _Blocks(msgspec.Struct):
 
 
 def read_trace(path: Path, cost: TokenCost, format_name: str | None = None) -> list[TraceRequest]:
-    """The requests of a trace, in its order. Without `format_name`: as the file's beginning looks.
+    """Return the requests of a trace in order. Without `format_name`, the format is detected from the file's
+    beginning.
 
-    Raises ConfigError that names the line, and the remedy.
+    Raises ConfigError that names the line and the remedy.
     """
     try:
         with _open(path) as file:
             head = file.read(4096)
     except (OSError, EOFError) as e:
-        raise ConfigError(str(path), f"cannot read it: {e}", "Name a readable trace.") from e
+        raise ConfigError(str(path), f"cannot be read: {e}", "Pass the path of a readable trace.") from e
     name = format_name or _guess(head)
     if name == "oracle":
         return list(_oracle(path, cost))
@@ -88,7 +115,7 @@ def _lines(path: Path, read: Callable[[bytes], TraceRequest]) -> Iterator[TraceR
                 yield read(line)
             except (msgspec.MsgspecError, ValueError) as e:
                 raise ConfigError(
-                    f"{path}:{number}", f"no line of a trace: {e}", "Name its format with --format."
+                    f"{path}:{number}", f"not a valid trace line: {e}", "Set the format with --format."
                 ) from e
 
 
@@ -106,7 +133,7 @@ def _request(
     time_s: float, app: str, hash_ids: list[int], block_tokens: int, cost: TokenCost
 ) -> TraceRequest:
     size, seconds = block_tokens * cost.kv_bytes, block_tokens * cost.prefill_s
-    # A block may occur twice in a request (the digest of a pad); the store has it once.
+    # A block may occur twice in a request (the digest of padding). The store has it once.
     keys = dict.fromkeys(each & _KEY_MASK for each in hash_ids)
     return TraceRequest(time_s, app, tuple(TraceAccess(key, size, seconds) for key in keys), is_prefix=True)
 
@@ -119,7 +146,7 @@ def _cornplug(line: bytes, cost: TokenCost) -> TraceRequest:
         )
         for each in call.entries
     )
-    # A line has entries that were there, or that were written: there is no gap in it to look for.
+    # A line has only entries that were present or were written, so a missing prefix cannot be detected.
     return TraceRequest(call.t, call.app, accesses, is_prefix=False)
 
 
@@ -129,8 +156,8 @@ def _oracle(path: Path, cost: TokenCost) -> Iterator[TraceRequest]:
     if len(data) % _ORACLE.size:
         raise ConfigError(
             str(path),
-            f"{len(data)} bytes are no whole number of {_ORACLE.size}-byte records",
-            "Unpack it (zstd -d), or name its format with --format.",
+            f"{len(data)} bytes are not a whole number of {_ORACLE.size}-byte records",
+            "Decompress it (zstd -d), or set its format with --format.",
         )
     for time_s, key, size, _ in _ORACLE.iter_unpack(data):
         access = TraceAccess(key, size, size * cost.seconds_per_byte)

@@ -56,7 +56,7 @@ def turn_off() -> None:
 
 
 def need(parts: Iterable[str]) -> None:
-    """Set the parts of this package that the server's child processes need (`hook_selection.py`)."""
+    """Set the parts of this package that the server's child processes need (`hook_registry.py`)."""
     os.environ[_PARTS] = ",".join(sorted(parts))
     os.environ[_GROUP] = secrets.token_hex(16)
 

@@ -1,10 +1,13 @@
-"""Resumes sharing after SGLang updates a server's weights from another checkpoint folder.
+"""Checks loaded weights, and resumes sharing after SGLang updates them from another checkpoint folder.
+
+Each rank compares its weights with the files (`engine_common.weight_comparison`) before it serves, and
+notifies all processes of the server, because the tokenizer's process has no weights. During an update:
 
     tokenizer, each rank    the epoch is odd: no process shares
     each rank               loads, flushes its cache, compares its memory with the files, votes
     first rank              all votes are yes: names the folder, and the epoch is even
 
-At that point, nothing that was computed with the previous weights remains: SGLang's flush has ended its
+After an update, nothing that was computed with the previous weights remains: SGLang's flush has ended its
 storage threads and emptied its trees, and each rank has dropped page hashes, placeholders and embeddings. If
 a rank votes no, sharing ends until restart, because the running weights may be in no folder.
 """
@@ -18,16 +21,45 @@ from typing import Any, Final
 
 import torch
 
-from cornplug.engine_common import engine_state, weights_guard
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.engine_common import engine_state, weight_comparison, weights_guard
 from cornplug.engine_common.model_identity import declares_quantization
 from cornplug.engine_common.weight_comparison import differing
 from cornplug.errors import CheckpointError
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, logger
-from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS, started_model
+from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS, engine_model, started_model
 
+_RUNNER: Final = "sglang.srt.model_executor.model_runner.ModelRunner"
 _CALL: Final = "update_weights_from_disk"
 _trained: Final[set[bool]] = set()
+
+
+def _loaded(_result: Any, runner: Any) -> None:
+    """Called after weights are loaded. If they are fetched while graphs are captured, `load_model` returns
+    without them."""
+    if runner.startup_weight_load is None:
+        _check(runner)
+
+
+def _check(runner: Any) -> None:
+    # A draft model's weights are not part of any identity.
+    if activation.is_on() and not runner.is_draft_worker:
+        weight_comparison.check(runner.model, _checkpoint, logger)
+
+
+def _checkpoint() -> Checkpoint:
+    return engine_model().checkpoint
+
+
+def _fetched(_result: Any, runner: Any) -> None:
+    _check(runner)
+
+
+LOADED_HOOKS: tuple[Hook, ...] = (
+    Hook(f"{_RUNNER}.load_model", "after", _loaded),
+    Hook(f"{_RUNNER}.finalize_startup_weight_load", "after", _fetched),
+)
 
 
 def _asked(manager: Any, obj: Any, request: Any = None) -> None:
@@ -113,7 +145,7 @@ def forget() -> None:
     from sglang.srt.managers import mm_schedule
 
     from cornplug.sglang_hooks.kv import page_hash_hooks
-    from cornplug.sglang_hooks.mm import placeholder_tokens
+    from cornplug.sglang_hooks.media import placeholder_tokens
 
     page_hash_hooks.forget_pages()
     placeholder_tokens.forget()

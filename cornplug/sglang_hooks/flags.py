@@ -77,14 +77,14 @@ def _resolve_once(original: Callable[[Any], None], server_args: Any) -> None:
         original(server_args)
         return
     from cornplug.engine_common import engine_state
-    from cornplug.sglang_hooks import hook_registry, hook_selection, tokenizer_workers
+    from cornplug.sglang_hooks import hook_registry, tokenizer_workers
     from cornplug.sglang_hooks.kv import hicache_config
 
     engine_state.begin(anew=True)
-    hook_registry.install(hook_selection.RESOLUTION)
+    hook_registry.install(hook_registry.RESOLUTION)
     hicache_config.check(server_args, activation.config())
     original(server_args)
-    needed = hook_selection.needed(server_args)
+    needed = hook_registry.needed(server_args)
     activation.need(needed)
     tokenizer_workers.hook(server_args, needed)
     hook_registry.install(needed)

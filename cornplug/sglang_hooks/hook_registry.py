@@ -1,22 +1,89 @@
-"""Registers hooks with SGLang, and verifies that SGLang has applied them.
+"""Selects the hooks that a server needs, registers them with SGLang, and verifies that SGLang applied them.
 
-SGLang catches the exceptions of a plugin, and only logs the hooks that it could not apply.
+SGLang catches the exceptions of a plugin, and only logs the hooks that it could not apply. A hook that is not
+installed cannot break the server.
+
+The main process selects hooks from SGLang's resolved settings, and passes them to its child processes
+(`activation.need`). Each part names modules whose `HOOKS` it uses, or one such tuple of a module.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pkgutil
 from collections.abc import Iterable
 from types import MethodType
 from typing import Any, Final
 
+from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.errors import ConfigError
-from cornplug.sglang_hooks import hook_selection
+from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.activation import ENABLE
 from cornplug.sglang_hooks.compat import SUPPORTED_VERSIONS, Hook
 
+_ROOM: Final = "cornplug.sglang_hooks"
+
+# part -> modules, or one name in a module
+_MODULES: Final = {
+    # Used only in the main process, while SGLang resolves its settings.
+    "resolution": ("kv.hicache_config",),
+    "weights": ("model.weight_updates", "disk_updates", "trainer_updates"),
+    "loaded": ("disk_updates:LOADED_HOOKS",),
+    "kv": ("kv.page_hash_hooks", "kv.late_exclusions", "kv.prefetch_hooks"),
+    "idle_backups": ("kv.idle_hooks",),
+    "lora": ("kv_pages.namespace_roots",),
+    "images": ("media.placeholder_tokens", "media.mm_identifiers", "media.encoder_bypass"),
+    "cpu_images": ("media.cpu_preprocessing",),
+    "llava": ("media.media_digests:LLAVA_HOOKS",),
+    "encoder": ("media.epd", "media.epd_fallback"),
+}
+RESOLUTION: Final = frozenset({"resolution"})
+ALL: Final = frozenset(_MODULES)
 _registered: dict[str, Hook] = {}
+
+
+def needed(server_args: Any) -> frozenset[str]:
+    """Parts that a server with these resolved settings needs."""
+    from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
+
+    from cornplug.sglang_hooks.kv import hicache_config
+    from cornplug.sglang_hooks.media import cpu_preprocessing
+
+    settled = resolved_view(server_args)
+    found = {"weights"}
+    # SGLang does not resolve models with these names.
+    if str(settled.model_path).lower() in ("none", "dummy"):
+        return frozenset(found)
+    if settled.enable_hierarchical_cache and hicache_config.is_ours(settled):
+        found.add("kv")
+        if settled.hicache_write_policy == hicache_config.SECOND_SIGHT:
+            found.add("idle_backups")
+        # An adapter may be added at run time, but only if LoRA was enabled at start.
+        found |= {"lora"} if settled.enable_lora or settled.lora_paths else set()
+    model = model_config_of(server_args)
+    # Keys are digests of the checkpoint's files, so the weights must have been loaded from them.
+    found |= {"loaded"} if "kv" in found or model.is_multimodal else set()
+    if model.is_multimodal:
+        found.add("images")
+        # LLaVA's processor decodes images in separate processes.
+        family = str(model.hf_config.model_type)
+        dtype, device = dtype_name(model.dtype), str(settled.device)
+        if cpu_preprocessing.wanted(activation.config(), device=device, family=family, dtype=dtype):
+            found.add("cpu_images")
+        found |= {"llava"} if "llava" in family else set()
+        encoder = settled.language_only or settled.encoder_urls or settled.enable_adaptive_dispatch_to_encoder
+        found |= {"encoder"} if encoder else set()
+    return frozenset(found)
+
+
+def hooks(parts: Iterable[str]) -> tuple[Hook, ...]:
+    """Hooks of these parts."""
+    found: list[Hook] = []
+    for place in (place for part in sorted(parts) for place in _MODULES[part]):
+        module, _, name = place.partition(":")
+        found += getattr(importlib.import_module(f"{_ROOM}.{module}"), name or "HOOKS")
+    return tuple(found)
 
 
 def install(needed: Iterable[str]) -> None:
@@ -100,7 +167,7 @@ def misfit(hook: Hook) -> str:
 
 def register_parts(needed: Iterable[str]) -> None:
     """Register the hooks of these parts with SGLang, and the check that they are installed."""
-    register((*hook_selection.hooks(needed), _LAST))
+    register((*hooks(needed), _LAST))
 
 
 def register(hooks: tuple[Hook, ...]) -> None:

@@ -17,7 +17,7 @@ from cornplug.sglang_hooks.compat import logger
 APPLICATION: Final = "cornplug.sglang_hooks.http_workers:app"
 _VARIABLE: Final = "SGLANG_HTTP_SERVER_APP_PATH"
 _IMAGES: Final = "images"
-"""Part of this package (`hook_selection.py`) that the front ends need."""
+"""Part of this package (`hook_registry.py`) that the front ends need."""
 
 
 def hook(server_args: Any, needed: Iterable[str]) -> None:

@@ -1,1 +1,2 @@
-"""Key -> bytes, shared by every process of a host. The contract is `base`; `backends` chooses a store."""
+"""Store of bytes by key, shared by all processes of a host. `base` has the contract, `backends` selects a
+store."""

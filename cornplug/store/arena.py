@@ -4,31 +4,176 @@ It is a sealed memfd, not a file in /dev/shm. Containers have only 64 MiB of /de
 memfd cannot be truncated by a client, is freed when a daemon is killed, and has no name that another user
 could open. The daemon allocates pages *before* it returns reservations, and leaves enough memory for the
 host, so that writers never run out of memory.
+
+A table (`WriteFences`) shows which reservations can be written now. The daemon writes it, and clients map it
+read-only. A reservation has a slot, which contains its memory's generation as long as its writers may write.
+The store cannot revoke the mapping of a late writer, which may be another process than the one that reserved.
+`view` therefore checks the slot first, and a writer that passes the check has the quarantine to finish.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
 import mmap
 import os
 import secrets
-from typing import Final
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
 
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store.base import PayloadLocation
-from cornplug.store.host_memory import MemoryBound, host_memory
-from cornplug.store.write_fences import MappedFences
 
+_F_SEAL_FUTURE_WRITE: Final = 0x0010
+"""Linux 5.1; the standard library has no name for it."""
+SLOTS: Final = 1 << 16
+"""Maximum number of open reservations of all clients."""
+TABLE_BYTES: Final = 8 * SLOTS
+NO_SLOT: Final = -1
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+_PROC: Final = Path("/proc")
 STEP_BYTES: Final = 8 << 20
 """Minimum size of an allocation. It takes about 2 ms."""
 _MFD_NOEXEC_SEAL: Final = 8
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
 _log = logging.getLogger("cornplug.store")
-
 _REMEDY: Final = "Reduce store.size_bytes (--size), or add memory to this host or container."
+
+
+def sealed_memory(name: str, size_bytes: int, *, others_write: bool) -> tuple[int, mmap.mmap]:
+    """Return the descriptor and this process's writable map of `size_bytes` of zeros.
+
+    No process can truncate the memory. Unless `others_write`, only this map can be written, even by a process
+    that has the descriptor. Linux before 5.1 cannot enforce that, so readers verify what they read on any
+    version. Raises OSError if the kernel does not provide such memory.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size_bytes)
+    mapped = mmap.mmap(fd, size_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    if not others_write:
+        try:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+        except OSError as e:
+            if e.errno != errno.EINVAL:
+                raise
+    return fd, mapped
+
+
+class WriteFences:
+    """The daemon's side of the table of writable reservations. Without `shared`, the table is private."""
+
+    def __init__(self, *, shared: bool = False) -> None:
+        if shared:
+            self.fd, mapped = sealed_memory("cornplug-fences", TABLE_BYTES, others_write=False)
+        else:
+            self.fd, mapped = -1, mmap.mmap(-1, TABLE_BYTES)
+        self._table = memoryview(mapped).cast("Q")
+        self._free: list[int] = []
+        self._used = 0
+
+    def open(self, generation: int) -> int:
+        """Mark this generation as writable and return its slot, or NO_SLOT if all slots are in use."""
+        if self._free:
+            slot = self._free.pop()
+        elif self._used < SLOTS:
+            slot = self._used
+            self._used += 1
+        else:
+            return NO_SLOT
+        self._table[slot] = generation
+        return slot
+
+    def shut(self, slot: int) -> None:
+        """Free the slot. No further write to its reservation begins."""
+        self._table[slot] = 0
+        self._free.append(slot)
+
+    def holds(self, location: PayloadLocation) -> bool:
+        """Return whether this location is still reserved, and may be written."""
+        return _holds(self._table, location)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+class MappedFences:
+    """A client's side of the table."""
+
+    def __init__(self, fd: int) -> None:
+        """Map the table. Raises OSError or ValueError if `fd` is not a table."""
+        self._table = memoryview(mmap.mmap(fd, TABLE_BYTES, prot=mmap.PROT_READ)).cast("Q")
+
+    def holds(self, location: PayloadLocation) -> bool:
+        """See `WriteFences.holds`."""
+        return _holds(self._table, location)
+
+
+def _holds(table: memoryview, location: PayloadLocation) -> bool:
+    return 0 <= location.fence < SLOTS and table[location.fence] == location.generation
+
+
+class MemoryBound(NamedTuple):
+    """The tightest limit: the host's memory, or the limit of a cgroup."""
+
+    total_bytes: int
+    available_bytes: int
+    """Available memory. Page cache counts as available, because the kernel can reclaim it."""
+    of: str
+    """Name of the limit, for messages."""
+
+
+def host_memory(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> MemoryBound:
+    """Return the memory that this process can use now: the minimum over the host and all its cgroups.
+
+    Raises OSError if /proc is not mounted."""
+    return min([_host(proc), *_limits(proc, cgroups)], key=lambda memory: memory.available_bytes)
+
+
+def _host(proc: Path) -> MemoryBound:
+    found = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines() if ":" in line)
+    total, available = (int(found[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
+    return MemoryBound(total, available, "this host's memory")
+
+
+def _limits(proc: Path, cgroups: Path) -> Iterator[MemoryBound]:
+    for line in (proc / "self" / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            # Processes beyond "high" are not killed, but their allocations are slowed down.
+            for limit in ("memory.max", "memory.high"):
+                yield from _walk(cgroups, path, limit, "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _walk(cgroups / "memory", path, *names)
+
+
+def _walk(root: Path, path: str, limit: str, usage: str, cache: str) -> Iterator[MemoryBound]:
+    """Yield the limits of a group and of the groups that contain it. In a container the path may be the
+    host's. Then only the root is visible, which is the container's own group."""
+    at = root / path.lstrip("/")
+    for group in [at, *at.parents]:
+        # "No limit" is the text "max" in version 2, and the largest number of pages in version 1.
+        with contextlib.suppress(OSError, ValueError):
+            total = int((group / limit).read_text())
+            used = int((group / usage).read_text())
+            if total < 1 << 60:
+                spare = _field(group / "memory.stat", cache)
+                yield MemoryBound(total, max(0, total - used + spare), f"the limit of cgroup {group}")
+        if group == root:
+            return
+
+
+def _field(path: Path, name: str) -> int:
+    for line in path.read_text().splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
 
 
 def fitting_size(size_bytes: int | None, *, clamp: bool, memory: MemoryBound | None = None) -> int:
@@ -91,7 +236,7 @@ class SharedArena:
         step = min(max(want_bytes, STEP_BYTES), left)
         memory = host_memory()
         if memory.available_bytes - step < _kept_free(memory):
-            # The kernel would not refuse the allocation, but kill a process for it.
+            # The kernel would not reject the allocation, but would kill a process for it.
             self._ran_out(f"{memory.of} has {memory.available_bytes >> 20} MiB left")
             return 0
         try:
@@ -130,7 +275,7 @@ def _memfd() -> int:
 
 
 class MappedArena:
-    """A client's side: the whole arena mapped; pages appear as the daemon sets them aside."""
+    """A client's map of the whole arena. Pages become available as the daemon allocates them."""
 
     def __init__(self, fd: int, arena_id: bytes, capacity_bytes: int, fences: MappedFences) -> None:
         self.id = arena_id
@@ -139,9 +284,8 @@ class MappedArena:
         self._fences = fences
 
     def view(self, location: PayloadLocation, *, writable: bool) -> memoryview:
-        """The bytes of a location. The mapping lives as long as any view of it.
-
-        Raises StoreUnavailable("stale_location") as `Store.view`."""
+        """Return the bytes of a location. The mapping exists as long as any view of it. Raises
+        StoreUnavailable("stale_location") like `Store.view`."""
         end = location.offset + location.size
         if location.arena_id != self.id or location.offset < 0 or end > self.capacity_bytes:
             raise StoreUnavailable("location of another arena", reason="stale_location")
@@ -150,6 +294,6 @@ class MappedArena:
         return self.bytes_at(location.offset, location.size, writable=writable)
 
     def bytes_at(self, offset: int, size: int, *, writable: bool = False) -> memoryview:
-        """Bytes inside the arena, whatever they belong to."""
+        """Return bytes of the arena, without checking which entry they belong to."""
         view = memoryview(self._map)[offset : offset + size]
         return view if writable else view.toreadonly()

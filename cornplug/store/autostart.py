@@ -23,13 +23,13 @@ from cornplug.private_paths import open_file, open_folder
 
 IDLE_EXIT_S: Final = 600.0
 _SPAWN_S: Final = 20.0
-"""The starter returns when the daemon's interpreter has come up, not when it serves."""
+"""Time limit for the starter, which returns when the daemon's interpreter has started, before it serves."""
 LOG_BYTES: Final = 1 << 20
 """Size beyond which the log of an auto-started daemon is emptied."""
 
-# The daemon's own module rather than the whole command line: it starts in a third of the time, and no
-# optional room can keep the store from starting. Its package comes last on the path, and the engine's
-# folder not at all: a user's secrets.py there is not the standard library's.
+# The daemon's own module starts in a third of the time of the whole command line, and a broken optional
+# package cannot keep the store from starting. Its package is last on the path, and the engine's folder is
+# not on it, so that a user's secrets.py does not replace the standard library's.
 _START: Final = (
     "import json, sys; sys.path.append(sys.argv.pop(1)); "
     "from cornplug.store.daemon.main import main; sys.exit(main(sys.argv[1:], json.load(sys.stdin)))"
@@ -40,9 +40,10 @@ _log = logging.getLogger("cornplug.store")
 
 @contextlib.contextmanager
 def start_lock(socket_path: Path) -> Iterator[bool]:
-    """Yield True if this is the client that may start a daemon now.
+    """Yield True if this client may start a daemon now.
 
-    Raises ConfigError for a folder that is not ours alone, OSError where no file can be made."""
+    Raises ConfigError if other users have access to the folder, and OSError if no file can be created.
+    """
     folder = open_folder(socket_path.parent, setting="store.socket")
     try:
         fd = open_file(folder, socket_path.name + ".start", os.O_RDWR)
@@ -73,12 +74,13 @@ def _log_file(path: Path) -> BinaryIO:
 def spawn(config: StoreConfig, *, idle_exit_s: float) -> None:
     """Start a daemon and return. It is ready a moment later, or logs why it failed.
 
-    Raises OSError when no process can be made, ConfigError for a folder that is not ours alone."""
+    Raises OSError if no process can be created, and ConfigError if other users have access to the folder.
+    """
     command = [sys.executable, "-P", "-c", _START, str(Path(cornplug.__file__).parents[1])]
     command += ["--clamp", "--detach", "--idle-exit-s", str(idle_exit_s)]
-    # For people who read the list of processes.
+    # The command line shows the socket to users who list the processes.
     command += ["--socket", str(config.socket.absolute())]
-    # Not on its command line, which any user of the host can read: a URL may have a password.
+    # The settings are not on the command line, which any user can read: a URL may have a password.
     settings = json.dumps(portable(Config(store=config))).encode()
     path = log_path(config.socket)
     with _log_file(path) as log:

@@ -11,44 +11,51 @@ map.
 
 Contract, which `cornplug.testing.StoreContract` checks for every implementation:
 
-* An entry is visible only after `commit`. After that, `meta` and payload never change. * If two connections
-write the same key, the first `reserve` wins. The other gets `PENDING`, or `PRESENT` after the commit. Entries
-are never overwritten. * Several connections can write one entry together (`WriterPart`). Each reserves the
-key as its part of a group, gets its own token for the same memory, writes its bytes and commits its checksums
-of the header. The entry is visible when all parts are committed. If one part is released, or its connection
-ends, the reservation ends for all parts. * A lease keeps its entry in place until it is released, until it
-expires, or until its connection ends. Leases of one call can have the same token. They then end together. * A
-reservation ends when it is released, when its connection ends, or after `reservation_s`. Its key can then be
-reserved again immediately. Its memory is not reused yet, because the writer may still be writing. It is
-reused after a late commit (which shows that the writer is done), after the quarantine if the reservation was
-released or its connection ended, or after `reclaim_s`. Once a reservation has ended, no process gets a
-writable view of its memory. * Every call returns or raises `StoreUnavailable` within its `deadline_s`. * The
-leases of one connection can hold at most three quarters of the store (and always at least one entry). Beyond
-that, a present key is reported as absent. * Lookups (`contains`, `stat`) do not refresh LRU. They change only
-`found` and `absent` of `StoreStat`. * `reserve` with `only_seen` succeeds only for keys that an earlier
-request reserved with `only_seen`. Other keys get FIRST_SIGHT, and are remembered for a while in bounded
-memory. A request makes one call per key, or one per part. Calls without `only_seen` do not depend on these
-records and do not add to them. * A full store evicts entries without leases. If that is not enough, it
-returns `FULL`.
+* An entry is visible only after `commit`. After that, `meta` and payload never change.
+* If two connections write the same key, the first `reserve` wins. The other gets `PENDING`, or `PRESENT`
+  after the commit. Entries are never overwritten.
+* Several connections can write one entry together (`WriterPart`). Each reserves the key as its part of a
+  group, gets its own token for the same memory, writes its bytes and commits its checksums of the header. The
+  entry is visible when all parts are committed. If one part is released, or its connection ends, the
+  reservation ends for all parts.
+* A lease keeps its entry in place until it is released, until it expires, or until its connection ends.
+  Leases of one call can have the same token. They then end together.
+* A reservation ends when it is released, when its connection ends, or after `reservation_s`. Its key can then
+  be reserved again immediately. Its memory is not reused yet, because the writer may still be writing. It is
+  reused after a late commit (which shows that the writer is done), after the quarantine if the reservation
+  was released or its connection ended, or after `reclaim_s`. Once a reservation has ended, no process gets a
+  writable view of its memory.
+* Every call returns or raises `StoreUnavailable` within its `deadline_s`.
+* The leases of one connection can hold at most three quarters of the store (and always at least one entry).
+  Beyond that, a present key is reported as absent.
+* Lookups (`contains`, `stat`) do not refresh LRU. They change only `found` and `absent` of `StoreStat`.
+* `reserve` with `only_seen` succeeds only for keys that an earlier request reserved with `only_seen`. Other
+  keys get FIRST_SIGHT, and are remembered for a while in bounded memory. A request makes one call per key, or
+  one per part. Calls without `only_seen` do not depend on these records and do not add to them.
+* A full store evicts entries without leases. If that is not enough, it returns `FULL`.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Final, Protocol, overload, runtime_checkable
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from cornplug.store.stats.store_stats import StoreStat
-
-if TYPE_CHECKING:
-    from cornplug.store.leases import Leases
+from cornplug.store.store_stats import StoreStat
 
 KEY_BYTES = 32
 PROMOTED = 1 << 63
-"""Bit in the generation of an entry that was recalled from disk. Its generation says nothing about its
-age."""
+"""Bit in the generation of an entry that was recalled from disk. Its generation does not show its age."""
+PLACE: Final = struct.Struct("=QQQ")
+"""Location of a payload: offset, size, generation. All zeros if there is no payload."""
+NO_PLACE: Final = bytes(PLACE.size)
 
 
 class PayloadLocation(msgspec.Struct, frozen=True, array_like=True):
@@ -64,7 +71,7 @@ class PayloadLocation(msgspec.Struct, frozen=True, array_like=True):
     """Number that increases with every reservation in this arena (apart from the bit PROMOTED), so that it
     changes whenever memory is reused."""
     fence: int = -1
-    """Slot that shows whether `generation` can still be written, see `write_fences.py`."""
+    """Slot that shows whether `generation` can still be written, see `arena.WriteFences`."""
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
@@ -206,7 +213,7 @@ class Unfound(enum.Enum):
 
     ABSENT = "absent"
     UNKNOWN = "unknown"
-    """Only the daemon can tell. Use `Store.lease`."""
+    """Presence is unknown to this client. Use `Store.lease`."""
 
 
 class UnleasedEntry(Protocol):
@@ -288,7 +295,7 @@ class PeekableStore(Protocol):
     """Optional interface of stores: lookups that send no message and do not count."""
 
     def peek(self, keys: Sequence[bytes]) -> bytes:
-        """Return a `Tier` per key, or MEMORY if only the daemon can tell. Raises StoreUnavailable."""
+        """Return a `Tier` per key, or MEMORY if the client does not know. Raises StoreUnavailable."""
 
 
 @runtime_checkable
@@ -312,3 +319,72 @@ class MappedStore(Protocol):
         Access only locations that the store returned, because other pages may not be allocated. The rules of
         `view` apply to each location: hold a lease to read it, and call `view` right before writing.
         """
+
+
+def place(location: PayloadLocation) -> bytes:
+    """Encode a location within its arena."""
+    return PLACE.pack(location.offset, location.size, location.generation)
+
+
+@dataclass(frozen=True, slots=True)
+class Leases(Sequence[Lease | None]):
+    """Leases by key, or None for each key that is absent. A slice is `Leases`."""
+
+    arena_id: bytes
+    keys: Sequence[bytes]
+    metas: Sequence[bytes | None]
+    """Header of each entry, or None if the key is absent."""
+    places: bytes
+    """One `PLACE` per key."""
+    tokens: Sequence[int]
+    """One token per key, or 0 if there is no lease."""
+
+    @classmethod
+    def joined(cls, arena_id: bytes, parts: Sequence[Leases]) -> Leases:
+        """Join the leases of several replies for one arena."""
+        keys = list(chain.from_iterable(part.keys for part in parts))
+        metas = list(chain.from_iterable(part.metas for part in parts))
+        tokens = list(chain.from_iterable(part.tokens for part in parts))
+        return cls(arena_id, keys, metas, b"".join([part.places for part in parts]), tokens)
+
+    @property
+    def held(self) -> list[int]:
+        """Tokens to release, without duplicates."""
+        return [token for token in dict.fromkeys(self.tokens) if token]
+
+    @property
+    def sizes(self) -> NDArray[np.uint64]:
+        """Sizes of the payloads in bytes."""
+        return np.frombuffer(self.places, np.uint64)[1::3]
+
+    @property
+    def generations(self) -> NDArray[np.uint64]:
+        """Generations of the payloads, or 0 if there is no payload."""
+        return np.frombuffer(self.places, np.uint64)[2::3]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @overload
+    def __getitem__(self, index: int) -> Lease | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> Leases: ...
+    def __getitem__(self, index: int | slice) -> Lease | Leases | None:
+        if isinstance(index, slice):
+            start, stop, _ = index.indices(len(self))
+            places = self.places[start * PLACE.size : stop * PLACE.size]
+            keys, metas, tokens = self.keys[index], self.metas[index], self.tokens[index]
+            return Leases(self.arena_id, keys, metas, places, tokens)
+        at = range(len(self))[index]
+        return next(iter(self[at : at + 1]))
+
+    def __iter__(self) -> Iterator[Lease | None]:
+        rows = zip(self.tokens, self.keys, self.metas, PLACE.iter_unpack(self.places), strict=True)
+        for token, key, meta, (offset, size, generation) in rows:
+            if meta is None:
+                yield None
+            else:
+                yield Lease(token, key, meta, PayloadLocation(self.arena_id, offset, size, generation))
+
+
+NO_LEASES: Final = Leases(b"", (), (), b"", ())

@@ -14,7 +14,7 @@ _PAUSES_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 class CircuitBreaker:
-    """Times are of one monotonic clock. Not thread-safe: its owner calls under a lock."""
+    """Failures by deadline. All times are of one monotonic clock. Not thread-safe: callers hold a lock."""
 
     def __init__(self) -> None:
         self._missed: dict[int, tuple[int, float]] = {}

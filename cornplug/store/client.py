@@ -2,20 +2,31 @@
 
 While no daemon is running, every call raises `StoreUnavailable("store_down")` immediately, and a background
 thread tries to connect (`daemon_link.py`).
-"""
+
+`find_in_table` reads an entry from the store's table in shared memory, without a message to the daemon and
+without a lease. `SoughtKeys` remembers absent keys that this process has looked up in far stores."""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import os
+import secrets
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from cornplug.config import StoreConfig
 from cornplug.errors import StoreUnavailable
 from cornplug.store import messages
+from cornplug.store.arena import MappedArena
 from cornplug.store.autostart import IDLE_EXIT_S
 from cornplug.store.base import (
+    PLACE,
+    Leases,
     PayloadLocation,
     PurgeCount,
     PurgeRule,
@@ -27,13 +38,10 @@ from cornplug.store.base import (
 )
 from cornplug.store.connection import DaemonConnection
 from cornplug.store.daemon_link import DaemonLink
-from cornplug.store.far.sought_keys import SoughtKeys
-from cornplug.store.leases import PLACE, Leases
+from cornplug.store.entry_table import ABSENT, PRESENT, UNLISTED, EntryRecord, MappedEntryTable
 from cornplug.store.posted import PostedCommit, PostedReserve, ReserveTerms
-from cornplug.store.stats.store_stats import StoreStat
-from cornplug.store.table import unleased
-from cornplug.store.table.entry_table import ABSENT, PRESENT, UNLISTED
-from cornplug.store.table.unleased import TableEntry
+from cornplug.store.store_stats import StoreStat
+from cornplug.store.use_notes import ClientNotes
 from cornplug.store.validation import (
     check_app,
     check_cost,
@@ -45,7 +53,86 @@ from cornplug.store.validation import (
     check_ttl,
 )
 
+SOUGHT_S: Final = 1.0
+"""Time before a key is looked up again, in seconds."""
+OPEN_S: Final = 0.5
+"""Maximum time that callers wait for a ticket, in seconds. A far store must reply within 0.25 s, and a later
+ticket may have replaced a completed ticket in the table."""
+_MOST: Final = 1 << 14
+_NEVER: Final = (-math.inf, 0)
 _AS_PRESENT: Final = bytes.maketrans(bytes([UNLISTED]), bytes([PRESENT]))
+
+
+@dataclass(frozen=True, slots=True)
+class TableEntry:
+    """`UnleasedEntry` of one connection."""
+
+    record: EntryRecord
+    payload: memoryview
+    table: MappedEntryTable
+    notes: ClientNotes
+
+    @property
+    def meta(self) -> bytes:
+        return self.record.meta
+
+    def confirm(self) -> bool:
+        if not self.table.still(self.record):
+            return False
+        self.notes.hit(self.record.number)
+        return True
+
+
+def find_in_table(
+    key: bytes, arena: MappedArena, table: MappedEntryTable, notes: ClientNotes | None
+) -> TableEntry | Unfound:
+    """Look up an entry like `UnleasedReads.find_unleased`. Raises StoreUnavailable if the daemon has shut
+    down."""
+    if notes is None:
+        return Unfound.UNKNOWN
+    number = table.find(key)
+    if number == 0:
+        notes.miss()
+        return Unfound.ABSENT
+    record = table.read(number)
+    if record is None or record.offset + record.size > arena.capacity_bytes:
+        return Unfound.UNKNOWN
+    return TableEntry(record, arena.bytes_at(record.offset, record.size), table, notes)
+
+
+class SoughtKeys:
+    """Newest keys that were looked up in far stores, with their tickets. Thread-safe. A burst of equal
+    lookups sends one request, with one ticket."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._asked: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
+
+    def begin(self, keys: Sequence[bytes], now_s: float) -> tuple[list[bytes], int]:
+        """Return the keys to look up now, and the ticket to wait for.
+
+        If a key is new, the ticket is new too, and the daemon completes it after all earlier lookups.
+        Otherwise it is the ticket of the latest lookup of one of the keys, or 0 if that was at least `OPEN_S`
+        ago.
+        """
+        if os.getpid() != self._process:
+            # In a forked child, a thread of the parent may have held the lock.
+            self._process, self._lock = os.getpid(), threading.Lock()
+        with self._lock:
+            asked = [self._asked.get(key, _NEVER) for key in keys]
+            new = [key for key, (asked_s, _) in zip(keys, asked, strict=True) if now_s - asked_s >= SOUGHT_S]
+            if not new:
+                asked_s, ticket = max(asked, default=_NEVER)
+                return [], ticket if now_s - asked_s < OPEN_S else 0
+            # Forked processes share the state of `random`.
+            ticket = 1 + secrets.randbits(63)
+            for key in new:
+                self._asked[key] = now_s, ticket
+                self._asked.move_to_end(key)
+            while len(self._asked) > _MOST:
+                self._asked.popitem(last=False)
+            return new, ticket
 
 
 class PoolStore:
@@ -106,16 +193,16 @@ class PoolStore:
 
     @property
     def has_disk(self) -> bool:
-        """As `TieredReads.has_disk`."""
+        """See `TieredReads.has_disk`."""
         connection = self._link.connection
         return connection is not None and connection.table.has_disk
 
     def tiers(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
-        """As `TieredReads.tiers`."""
+        """See `TieredReads.tiers`."""
         return self._tiers(keys, lambda: self.contains(keys, deadline_s=deadline_s))
 
     def peek(self, keys: Sequence[bytes]) -> bytes:
-        """As `PeekableStore.peek`."""
+        """See `PeekableStore.peek`."""
         return self._tiers(keys, lambda: self._link.reachable().table.contains(keys).translate(_AS_PRESENT))
 
     def _tiers(self, keys: Sequence[bytes], in_memory: Callable[[], bytes]) -> bytes:
@@ -132,7 +219,7 @@ class PoolStore:
         return bytes([tier or Tier.DISK * there for tier, there in zip(mask, on_disk, strict=True)])
 
     def recall(self, keys: Sequence[bytes]) -> None:
-        """As `TieredReads.recall`."""
+        """See `TieredReads.recall`."""
         self._recall(keys)
 
     def _recall(self, keys: Sequence[bytes], ticket: int = 0) -> None:
@@ -145,12 +232,12 @@ class PoolStore:
 
     @property
     def far_answers(self) -> bool:
-        """As `FarReads.far_answers`."""
+        """See `FarReads.far_answers`."""
         connection = self._link.connection
         return connection is not None and connection.table.far_answers
 
     def seek(self, keys: Sequence[bytes]) -> int:
-        """As `FarReads.seek`."""
+        """See `FarReads.seek`."""
         if not self.far_answers:
             return 0
         new, ticket = self._sought.begin(keys, time.monotonic())
@@ -162,12 +249,12 @@ class PoolStore:
         return ticket
 
     def answered(self, ticket: int) -> bool:
-        """As `FarReads.answered`."""
+        """See `FarReads.answered`."""
         connection = self._link.connection
         return connection is not None and connection.table.shows_ticket(ticket)
 
     def contains_by_message(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
-        """Like `contains`, but with a message to the daemon."""
+        """Look up keys like `contains`, but with a message to the daemon."""
         connection, end_s = self._link.reachable(), time.monotonic() + deadline_s
         masks = []
         for some in messages.batches(keys, messages.MAX_LOOKUP_KEYS):
@@ -176,10 +263,10 @@ class PoolStore:
         return b"".join(masks)
 
     def find_unleased(self, key: bytes) -> TableEntry | Unfound:
-        """As `UnleasedReads.find_unleased`, for `payload.py`."""
+        """See `UnleasedReads.find_unleased`. Used by `payload.py`."""
         check_keys([key])
         connection = self._link.reachable()
-        return unleased.find(key, connection.arena, connection.table, connection.notes)
+        return find_in_table(key, connection.arena, connection.table, connection.notes)
 
     def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> Leases:
         check_keys(keys)
@@ -225,7 +312,7 @@ class PoolStore:
         only_seen: bool = False,
         cost_s: float = 0.0,
     ) -> PostedReserve:
-        """Send a `reserve` whose result is taken later."""
+        """Send a `reserve` whose result is read later."""
         check_entries(entries)
         check_app(app)
         check_part(part)
@@ -237,7 +324,7 @@ class PoolStore:
         return self.post_commit(written, deadline_s=deadline_s).wait()
 
     def post_commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> PostedCommit:
-        """Send a `commit` whose result is taken later."""
+        """Send a `commit` whose result is read later."""
         for _, meta in written:
             check_meta(meta)
         return PostedCommit(self._link.reachable(), written, deadline_s)
@@ -254,7 +341,7 @@ class PoolStore:
         return dropped
 
     def purge(self, rule: PurgeRule, *, deadline_s: float) -> PurgeCount:
-        """As `PurgeableStore.purge`."""
+        """See `PurgeableStore.purge`."""
         check_purge(rule)
         connection, begins, more = self._link.reachable(), True, True
         entries = size_bytes = leased = writing = 0
@@ -277,7 +364,7 @@ class PoolStore:
         return arena.view(location, writable=writable)
 
     def mapped(self, arena_id: bytes) -> memoryview | None:
-        """As `MappedStore.mapped`."""
+        """See `MappedStore.mapped`."""
         arena = self._link.arena
         if arena is None or arena.id != arena_id:
             return None

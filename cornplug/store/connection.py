@@ -28,16 +28,15 @@ import msgspec
 from cornplug.errors import ConfigError, ProtocolError, StoreUnavailable
 from cornplug.local_socket import foreign_user
 from cornplug.store import messages
-from cornplug.store.arena import MappedArena
+from cornplug.store.arena import MappedArena, MappedFences
 from cornplug.store.base import Reservation
 from cornplug.store.circuit_breaker import CircuitBreaker
-from cornplug.store.table.entry_table import MappedEntryTable
-from cornplug.store.table.use_notes import NO_PAGE, ClientNotes
-from cornplug.store.write_fences import MappedFences
+from cornplug.store.entry_table import MappedEntryTable
+from cornplug.store.use_notes import NO_PAGE, ClientNotes
 
 _CHUNK_BYTES: Final = 256 << 10
 _WELCOME_FDS: Final = 4
-"""Descriptors beside `DaemonWelcome`: the arena, its fences, the table of its entries, the notes of reads."""
+"""Descriptors that accompany `DaemonWelcome`: arena, write fences, table of entries, and notes of reads."""
 _log = logging.getLogger("cornplug.store")
 
 _LAST_NUMBER: Final = (1 << 32) - 1
@@ -47,11 +46,11 @@ R = TypeVar("R", bound=messages.Reply)
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A question to the daemon; its number leads there."""
+    """Pending request to the daemon, found by its number."""
 
     asked_s: float
     timeout_s: float
-    """Of the caller that asked."""
+    """Maximum time that the caller waits for the reply, in seconds."""
     abandoned: bool = False
     answer: memoryview | None = None
 
@@ -212,8 +211,8 @@ class DaemonConnection:
         wanted = select.POLLIN | (select.POLLOUT if self._outbox else 0)
         poller = select.poll()
         poller.register(self._sock, wanted)
-        # A daemon that has just answered is awake, so sleeping here would cost more than its
-        # answer; one that sleeps is woken best on this very core, by sleeping too.
+        # A daemon that has just replied is awake, so sleeping here would take longer than its next reply. A
+        # sleeping daemon is woken fastest on this core, which happens if this thread sleeps too.
         if now_s - self._answered_s < messages.ALERT_S:
             alert_until_s = min(now_s + messages.ALERT_S / 2, end_s)
             while time.monotonic() < alert_until_s:
@@ -285,7 +284,7 @@ class DaemonConnection:
 
     def _end(self, why: OSError) -> StoreUnavailable:
         """End this connection for all threads, and return the error to raise."""
-        # The traceback refers to this connection. It would keep the arena until a garbage collection.
+        # The traceback refers to this connection, and would keep the arena until a garbage collection.
         self._ended = self._ended or why.with_traceback(None)
         self.shutdown()
         return gone(why)

@@ -1,4 +1,4 @@
-"""Maintains the connection of a process to the host's daemon, and starts the daemon if allowed."""
+"""Connection of a process to the host's daemon: reconnects, and starts the daemon if allowed."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _HELLO_S: Final = 1.0
 _START_WAIT_S: Final = 5.0
 _FIRST_PAUSE_S: Final = 1.0
 _LAST_PAUSE_S: Final = 60.0
-"""Between starts of a daemon that does not come up: each is an interpreter, on the engine's cores."""
+"""Longest pause between attempts to start a daemon that fails. Each attempt uses the engine's cores."""
 
 _log = logging.getLogger("cornplug.store")
 _open_links: weakref.WeakSet[DaemonLink] = weakref.WeakSet()
 
 
 class DaemonLink:
-    """The connection to the daemon at `config.socket`, while there is one; a thread looks for it.
+    """Connection to the daemon at `config.socket`, maintained by a background thread.
 
-    No caller ever waits for a connection, except in the constructor. Arguments and errors as `PoolStore`.
+    Only the constructor waits for a connection. Arguments and errors are those of `PoolStore`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class DaemonLink:
         self._idle_exit_s = idle_exit_s
         self.connection: DaemonConnection | None = None
         self.arena: MappedArena | None = None
-        """Of the last connection."""
+        """Arena of the latest connection."""
         self._refused = False
         self._why = "not connected to a store yet"
         self._said = ""
@@ -56,7 +56,7 @@ class DaemonLink:
         self._settled = threading.Event()
         self._closing = threading.Event()
         self._keeping = threading.Lock()
-        """Held for ever once the thread runs that keeps this process connected."""
+        """Held permanently once the thread that keeps this process connected has started."""
         _open_links.add(self)
         self.keep()
         if connect_timeout_s is None:
@@ -117,7 +117,7 @@ class DaemonLink:
             return None
         try:
             with start_lock(self._config.socket) as ours:
-                # Somebody may have started one since we asked.
+                # Another process may have started a daemon since the last attempt.
                 connection = self._connect() if ours else None
                 if not ours or connection is not None:
                     return connection
@@ -146,7 +146,7 @@ class DaemonLink:
             self._refused = True
             self._say_why(str(e))
         except OSError as e:
-            # One that refused us may have gone since: another may be started.
+            # The daemon that rejected this client may have ended, so another may be started.
             self._refused = False
             self._why = f"no store is running at {self._config.socket}: {e}"
         return None
@@ -157,10 +157,10 @@ class DaemonLink:
         self._why = self._said = why
 
     def abandon_in_child(self) -> None:
-        """In a child the socket is the parent's: two processes on it would mix their answers. One of
-        its own is made when it first asks; many children never do."""
+        """Close the connection in a forked child. The socket is the parent's, and two processes on it would
+        mix their replies. The child connects at its first request, which many children never send."""
         self._why = f"process {os.getpid()} was forked and has no connection of its own yet"
-        # Threads that are not here may have held the parent's locks.
+        # Threads that do not exist in the child may have held the parent's locks.
         closed, self._closing = self._closing.is_set(), threading.Event()
         self._settled, self._keeping = threading.Event(), threading.Lock()
         if closed:

@@ -1,4 +1,4 @@
-"""The naive store: one process, one lock, no socket. The specification you can run.
+"""Reference store in one process, with one lock and no socket. It serves as an executable specification.
 
 store = MemoryStore(capacity_bytes=64 << 20)
 writer, reader = store.connect(), store.connect()
@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from cornplug.errors import StoreUnavailable
-from cornplug.settings.store_settings import NamespaceConfig
-from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, WriterPart
+from cornplug.settings import NamespaceConfig
+from cornplug.store.arena import WriteFences
+from cornplug.store.base import Leases, PayloadLocation, Reservation, ReserveRefusal, WriterPart
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
-from cornplug.store.leases import Leases
-from cornplug.store.stats.store_stats import StoreStat
+from cornplug.store.store_stats import StoreStat
 from cornplug.store.validation import (
     check_app,
     check_cost,
@@ -29,11 +29,10 @@ from cornplug.store.validation import (
     check_part,
     check_ttl,
 )
-from cornplug.store.write_fences import WriteFences
 
 
 class MemoryStore:
-    """Entries in this process's memory, shared by its connections. `clock` gives seconds."""
+    """Entries in this process's memory, shared by all connections. `clock` returns seconds."""
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class MemoryStore:
     ) -> None:
         self.clock = clock
         self.lock = threading.Lock()
-        # Anonymous memory costs nothing before it is written; a bytearray would be zeroed at once.
+        # Anonymous memory takes no time until it is written. A bytearray would be zeroed immediately.
         self.arena = mmap.mmap(-1, max(capacity_bytes, mmap.PAGESIZE))
         self.fences = WriteFences()
         self.index = StoreIndex(
@@ -57,12 +56,12 @@ class MemoryStore:
         self._owners = itertools.count(1)
 
     def connect(self) -> MemoryConnection:
-        """A new connection. Closing it ends its leases and reservations."""
+        """Return a new connection. Closing it ends its leases and reservations."""
         return MemoryConnection(self, next(self._owners))
 
 
 class MemoryConnection:
-    """A `Store` over a `MemoryStore`. Deadlines never pass here, since nothing waits."""
+    """`Store` on a `MemoryStore`. It never waits, so no deadline is missed."""
 
     def __init__(self, store: MemoryStore, owner: int) -> None:
         self._store = store
@@ -131,15 +130,16 @@ class MemoryConnection:
         return view if writable else view.toreadonly()
 
     def peek(self, keys: Sequence[bytes]) -> bytes:
-        """As `PeekableStore.peek`."""
+        """See `PeekableStore.peek`."""
         return self.contains(keys, deadline_s=0)
 
     def mapped(self, arena_id: bytes) -> memoryview | None:
-        """As `MappedStore.mapped`."""
+        """See `MappedStore.mapped`."""
         return memoryview(self._store.arena) if arena_id == self._store.index.arena_id else None
 
     def raw(self, location: PayloadLocation) -> memoryview:
-        """The bytes of a location, writable, without the checks of `view`: for tests of damage."""
+        """Return the bytes of a location, writable and without the checks of `view`. For tests of damaged
+        entries."""
         return memoryview(self._store.arena)[location.offset : location.offset + location.size]
 
     def close(self) -> None:

@@ -1,13 +1,13 @@
 """Messages between a client and the daemon, each in a frame of `cornplug/local_socket.py`.
 
     greetings     one msgpack message, of any version: `ClientHello`, `DaemonWelcome`, `ClientRejected`
-    all others    u32 number | one msgpack message; an answer has its request's number
+    all others    u32 number | one msgpack message. A reply has the number of its request
 
-One request, one reply (but for `ReleaseRequest` and `RecallRequest`), in order. A client that no longer waits
-for an answer knows it by its number when it comes. No request and no answer is large: the client cuts its
-requests (`MAX_KEYS`), the daemon its answers (`LeaseReply`), so that no client waits for another's. Keys
-travel joined into one blob: 256 of them decode as one object instead of 256. Bytes of payloads never
-travel; the arena and its tables do, once, as file descriptors beside `DaemonWelcome`.
+Each request except `ReleaseRequest` and `RecallRequest` has one reply, in order. A client recognizes a late
+reply by its number. The client splits large requests (`MAX_KEYS`) and the daemon truncates large replies
+(`LeaseReply`), so that a client does not wait long for another's request. Keys are joined into one blob,
+because 256 keys then decode as one object instead of 256. Payload bytes are never sent. The arena and its
+tables are sent once, as file descriptors that accompany `DaemonWelcome`.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from cornplug import local_socket
 from cornplug.config import STORE_PROTOCOL
 from cornplug.errors import ProtocolError
 from cornplug.store.base import KEY_BYTES, PurgeCount, PurgeRule, Reservation, WriterPart
-from cornplug.store.stats.store_stats import StoreStat
+from cornplug.store.store_stats import StoreStat
 
 T = TypeVar("T")
 
 PROTOCOL_VERSION: Final = STORE_PROTOCOL
 MAX_FRAME_BYTES: Final = 16 << 20
 MAX_LOOKUP_KEYS: Final = 8192
-"""Keys of one `ContainsRequest`; about half a millisecond of the daemon's time."""
+"""Maximum number of keys in a `ContainsRequest`, which the daemon handles in about half a millisecond."""
 MAX_KEYS: Final = 1024
-"""Keys of any other request; a few milliseconds."""
+"""Maximum number of keys in any other request, which the daemon handles in a few milliseconds."""
 MAX_TOKENS: Final = 16
-"""Tokens of a `ReleaseRequest`: the leases of a whole `TakeLeases` may have the same."""
+"""Maximum number of tokens in a `ReleaseRequest`. All leases of a `TakeLeases` may have the same token."""
 CUT_LOOKS: Final = 1024
-"""Room for no further key is looked for once so many entries were looked at for those before."""
+"""Number of entries examined to find memory, after which a reply is truncated at the next key."""
 BATCH_BYTES: Final = 1 << 20
-"""An answer or a `CommitRequest` grows no further once it is as large as this."""
+"""Size in bytes at which a reply or a `CommitRequest` is truncated."""
 ALERT_S: Final = 150e-6
-"""How long the daemon looks for the next request before it sleeps. Waking a sleeping core costs
-more than any answer, and a client that reserves soon commits."""
+"""Time that the daemon polls for the next request before it sleeps, in seconds. Waking a sleeping core takes
+longer than any reply, and a client that reserves soon commits."""
 NUMBER: Final = struct.Struct("<I")
 
 
@@ -68,7 +68,7 @@ class ReserveRequest(msgspec.Struct, frozen=True, array_like=True, tag=3):
     part: WriterPart | None = None
     only_seen: bool = False
     cost_s: float = 0.0
-    """Of one entry. A daemon without namespaces passes over it, and one of an older release."""
+    """Seconds to recompute one entry. Ignored by daemons without namespaces or of an older release."""
 
 
 class CommitRequest(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -77,8 +77,8 @@ class CommitRequest(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class ReleaseRequest(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Without an answer: a reader of one entry would wait as long for it as for a quarter of a MiB. The same
-    client's next request sees it done."""
+    """Release of leases or reservations, without a reply. Waiting for one would take a reader of one entry as
+    long as copying a quarter of a MiB. The client's next request is handled after it."""
 
     tokens: list[int]
 
@@ -92,29 +92,29 @@ class StatRequest(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class PurgeRequest(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """A portion of a purge: the client asks again while the answer says `more`."""
+    """Part of a purge. The client sends another request while the reply has `more`."""
 
     rule: PurgeRule
     begins: bool
 
 
 class RecallRequest(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Without an answer: the table of entries shows which ones have come, and the ticket once far stores have
-    answered for the absent ones."""
+    """Recall of entries, without a reply. The table of entries shows which entries have been recalled, and
+    the ticket when the far-store lookup of absent keys is complete."""
 
     keys: bytes
     ticket: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """By chance, of the client's; 0: none. A daemon of an older release passes over it."""
+    """Random number chosen by the client, or 0 for none. A daemon of an older release ignores it."""
 
 
 class DaemonWelcome(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """Answer to `ClientHello`; the file descriptors of the arena, of its write fences, of the table of its
-    entries and of the notes of reads come with it."""
+    """Reply to `ClientHello`. It is accompanied by the file descriptors of the arena, its write fences, the
+    table of entries and the notes of reads."""
 
     arena_id: bytes
     capacity_bytes: int
     notes_page: int
-    """Where this client notes its reads (`use_notes.py`); -1: nowhere, it asks."""
+    """Page in which this client notes its reads (`use_notes.py`). -1: none, reads need messages."""
 
 
 class ContainsReply(msgspec.Struct, frozen=True, array_like=True, tag=11):
@@ -122,19 +122,19 @@ class ContainsReply(msgspec.Struct, frozen=True, array_like=True, tag=11):
 
 
 class LeaseReply(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """Of the first so many keys, at least one: the answer is cut where it would grow large."""
+    """Leases for the first keys of the request, at least one. The reply is truncated if it is large."""
 
     token: int
-    """Of all these leases; 0 where no key is present."""
+    """Token of all these leases, or 0 if no key is present."""
     metas: list[bytes | None]
-    """None where the key is absent."""
+    """Header of each entry, or None if the key is absent."""
     places: bytes
-    """As `Leases.places`."""
+    """Locations, encoded like `Leases.places`."""
 
 
 class ReserveReply(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """A reservation, or the value of a `Refusal`, for each of the first so many keys, at least one:
-    the answer is cut where making room takes long."""
+    """Reservation, or the value of a `ReserveRefusal`, for each of the first keys, at least one. The reply is
+    truncated if finding memory takes long."""
 
     answers: list[Reservation | str]
 
@@ -152,20 +152,20 @@ class StatReply(msgspec.Struct, frozen=True, array_like=True, tag=17):
 
 
 class ClientRejected(msgspec.Struct, frozen=True, array_like=True, tag=18):
-    """The daemon will not talk to this client; it closes the connection after this."""
+    """Rejection of a client. The daemon closes the connection after it."""
 
     reason: Literal["version", "secret"]
     message: str
 
 
 class RequestFault(msgspec.Struct, frozen=True, array_like=True, tag=19):
-    """The daemon will not do this request, and has not; the connection goes on."""
+    """Rejection of a request, which was not executed. The connection stays open."""
 
     message: str
 
 
 class PurgeReply(msgspec.Struct, frozen=True, array_like=True, tag=20):
-    """Of this portion."""
+    """Result of one part of a purge."""
 
     count: PurgeCount
     more: bool
@@ -202,12 +202,12 @@ reply_decoder: Final = msgspec.msgpack.Decoder(Reply)
 
 
 def secret_tag(secret: bytes) -> bytes:
-    """The 8 bytes by which both sides see whether they have the same secret; else they share nothing."""
+    """Return 8 bytes by which both sides check that they have the same secret."""
     return hashlib.sha256(secret).digest()[:8]
 
 
 def frame(message: Request | Reply, number: int | None = None) -> bytes:
-    """A message as it goes over the socket. Raises ValueError when it exceeds MAX_FRAME_BYTES."""
+    """Return the frame of a message. Raises ValueError if it exceeds MAX_FRAME_BYTES."""
     body = _encoder.encode(message)
     if number is not None:
         body = NUMBER.pack(number) + body
@@ -215,7 +215,8 @@ def frame(message: Request | Reply, number: int | None = None) -> bytes:
 
 
 def batches(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
-    """The items in portions of at most `most`; one empty portion of none, so that there is a request."""
+    """Yield the items in batches of at most `most`, or one empty batch if there are none, so that a request
+    is sent."""
     for start in range(0, max(len(items), 1), most):
         yield items[start : start + most]
 
@@ -223,7 +224,7 @@ def batches(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
 def commit_batches(
     written: Sequence[tuple[Reservation, bytes]],
 ) -> Iterator[Sequence[tuple[Reservation, bytes]]]:
-    """Portions of at most MAX_KEYS, and of about BATCH_BYTES."""
+    """Yield batches of at most MAX_KEYS entries and about BATCH_BYTES."""
     start = size = 0
     for at, (_, meta) in enumerate(written):
         size += len(meta)
@@ -234,30 +235,31 @@ def commit_batches(
 
 
 def check_count(count: int, most: int = MAX_KEYS) -> None:
-    """Raises ValueError for more keys or tokens than one request may have."""
+    """Raise ValueError if there are more keys or tokens than a request may have."""
     if count > most:
         raise ValueError(f"{count} keys or tokens in one request, at most {most}")
 
 
 def split_keys(blob: bytes, most: int = MAX_KEYS) -> list[bytes]:
-    """Joined keys apart. Raises ValueError when it is no whole number of them, or more than `most`."""
+    """Split joined keys. Raises ValueError if the length is not a multiple of the key size, or for more than
+    `most` keys."""
     if len(blob) % KEY_BYTES:
         raise ValueError(f"{len(blob)} bytes are no whole number of keys")
     check_count(len(blob) // KEY_BYTES, most)
-    # Five times as fast as slicing in a loop.
+    # This is five times as fast as slicing in a loop.
     return list(struct.unpack(f"{KEY_BYTES}s" * (len(blob) // KEY_BYTES), blob))
 
 
 def take_number(body: bytes) -> tuple[int, memoryview]:
-    """A numbered body's number and message. Raises ProtocolError when it is too short for one."""
+    """Return the number and the message of a body. Raises ProtocolError if it is too short."""
     if len(body) < NUMBER.size:
         raise ProtocolError("a message without its number")
     return NUMBER.unpack_from(body)[0], memoryview(body)[NUMBER.size :]
 
 
 def take_frame(buffer: bytearray) -> bytes | None:
-    """The body of the first frame of `buffer`, which is removed; None while the frame is incomplete.
+    """Remove the first frame from `buffer` and return its body, or None if the frame is incomplete.
 
-    Raises ProtocolError for a length out of bounds.
+    Raises ProtocolError if the length is out of bounds.
     """
     return local_socket.take_frame(buffer, limit=MAX_FRAME_BYTES)

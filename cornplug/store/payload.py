@@ -4,11 +4,15 @@ Measured on one core of an EPYC (benchmarks/store_vs_memcpy.py): slices of memor
 or numpy, and XXH3 of each piece right after its copy finds the piece in the cache. Pieces have 1 MiB, because
 the C library uses non-temporal stores only from this size on. With smaller pieces, every written cache line
 is first read from memory (8 GB/s instead of 13).
+
+`reserve` retries for callers that can wait until memory is allocated. `recalled` and `sought` wait for
+entries on disk or in far stores, and do nothing for a store without these.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Literal, TypeVar, cast
 
@@ -16,26 +20,126 @@ import xxhash
 
 from cornplug import codec
 from cornplug.errors import CodecError, StoreUnavailable
-from cornplug.store import reserve_retry
 from cornplug.store.base import (
+    FarReads,
     Lease,
     Reservation,
     ReserveRefusal,
     Store,
     Tier,
+    TieredReads,
     Unfound,
     UnleasedEntry,
     UnleasedReads,
+    WriterPart,
 )
-from cornplug.store.recall import has_disk, recalled
 
+_FIRST_PAUSE_S: Final = 0.5e-3
+_LAST_PAUSE_S: Final = 5e-3
+"""Maximum pause between lookups in the table, which send no message."""
+MOST_SOUGHT: Final = 512
+"""Maximum number of absent entries that one request looks up in far stores. Computing the keys takes 1 ms."""
+FAR_WAIT_S: Final = 5e-3
+"""Maximum time that a reader waits for a far store's lookup. A later result is used by the next request."""
+_PAUSE_S: Final = 0.005
 PIECE_BYTES: Final = 1 << 20
 LEASE_S: Final = 30.0
-
 _Found = TypeVar("_Found")
-
 Outcome = Literal["stored", "present", "pending", "growing", "full", "too_large", "lost"]
 """Result of `put_payload`. "lost" means that the reservation ended before the commit."""
+
+
+def has_disk(store: Store) -> bool:
+    """Return whether entries can be on disk only."""
+    return isinstance(store, TieredReads) and store.has_disk
+
+
+def tiers_of(store: Store, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
+    """Return a `Tier` per key. For a store without a disk, use `Store.contains`. Raises StoreUnavailable."""
+    if isinstance(store, TieredReads):
+        return store.tiers(keys, deadline_s=deadline_s)
+    return store.contains(keys, deadline_s=deadline_s)
+
+
+def begin_recall(store: Store, keys: Sequence[bytes], tiers: bytes) -> bool:
+    """Start to read entries that are on disk only into memory, and return whether there are any.
+
+    Raises StoreUnavailable."""
+    on_disk = [key for key, tier in zip(keys, tiers, strict=True) if tier == Tier.DISK]
+    if on_disk and isinstance(store, TieredReads):
+        store.recall(on_disk)
+    return bool(on_disk)
+
+
+def sought(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s: float) -> bytes:
+    """Return a `Tier` per key when far stores have replied for absent keys, or after `within_s` seconds. For
+    background threads. Raises StoreUnavailable.
+
+    Args:
+        deadline_s: Time limit of each request to the store.
+    """
+    tiers = tiers_of(store, keys, deadline_s=deadline_s)
+    if Tier.ABSENT not in tiers or not isinstance(store, FarReads):
+        return tiers
+    absent = [key for key, tier in zip(keys, tiers, strict=True) if tier == Tier.ABSENT]
+    ticket = store.seek(absent[:MOST_SOUGHT])
+    if not ticket:
+        # The lookup of another caller may have completed since the first check.
+        return tiers_of(store, keys, deadline_s=deadline_s)
+    end_s, over = time.monotonic() + within_s, False
+    while not over and Tier.ABSENT in tiers and time.monotonic() < end_s:
+        time.sleep(_FIRST_PAUSE_S)
+        # Check this before `tiers`, because found entries are shown before the ticket.
+        over = store.answered(ticket)
+        tiers = tiers_of(store, keys, deadline_s=deadline_s)
+    return tiers
+
+
+def recalled(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s: float) -> bytes:
+    """Return a `Tier` per key when no entry is on disk only, or after `within_s` seconds. For background
+    threads.
+
+    Absent keys are first looked up in far stores, for at most FAR_WAIT_S. Raises StoreUnavailable.
+
+    Args:
+        deadline_s: Time limit of each request to the store.
+    """
+    tiers = sought(store, keys, within_s=min(FAR_WAIT_S, within_s), deadline_s=deadline_s)
+    if not begin_recall(store, keys, tiers):
+        return tiers
+    end_s, pause_s = time.monotonic() + within_s, _FIRST_PAUSE_S
+    while Tier.DISK in tiers and (left_s := end_s - time.monotonic()) > 0:
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+        tiers = tiers_of(store, keys, deadline_s=deadline_s)
+    return tiers
+
+
+def reserve(
+    store: Store,
+    entries: Sequence[tuple[bytes, int]],
+    *,
+    app: str,
+    deadline_s: float,
+    part: WriterPart | None = None,
+    cost_s: float = 0.0,
+) -> list[Reservation | ReserveRefusal]:
+    """Reserve memory like `Store.reserve`, but retry GROWING until the deadline. Raises StoreUnavailable."""
+    end_s = time.monotonic() + deadline_s
+    answers = store.reserve(entries, app=app, deadline_s=deadline_s, part=part, cost_s=cost_s)
+    while growing := [i for i, answer in enumerate(answers) if answer is ReserveRefusal.GROWING]:
+        left_s = end_s - time.monotonic() - _PAUSE_S
+        if left_s <= 0:
+            break
+        time.sleep(_PAUSE_S)
+        # Reservations so far are valid even if a retry fails.
+        with contextlib.suppress(StoreUnavailable):
+            again = store.reserve(
+                [entries[i] for i in growing], app=app, deadline_s=left_s, part=part, cost_s=cost_s
+            )
+            for i, answer in zip(growing, again, strict=True):
+                answers[i] = answer
+    return answers
 
 
 def copy_checksummed(
@@ -102,7 +206,7 @@ def get_payload_into(
     lease_s: float = LEASE_S,
     recall_s: float | None = None,
 ) -> codec.PayloadHeader | None:
-    """Like `get_payload`, but copy into `target` (flat bytes), which is faster for large payloads.
+    """Copy a payload into `target` (flat bytes). This is faster than `get_payload` for large payloads.
 
     Raises ValueError if `target` has another size. Other errors are those of `get_payload`. After an error,
     the content of `target` is undefined.
@@ -168,11 +272,9 @@ def put_payload(
     source = memoryview(payload).cast("B")
     if segments < 1 or source.nbytes % segments:
         raise ValueError(f"{source.nbytes} bytes are not {segments} equal segments")
-    answer = reserve_retry.reserve(
-        store, [(key, source.nbytes)], app=app, deadline_s=deadline_s, cost_s=cost_s
-    )[0]
+    answer = reserve(store, [(key, source.nbytes)], app=app, deadline_s=deadline_s, cost_s=cost_s)[0]
     if isinstance(answer, ReserveRefusal):
-        return cast(Outcome, answer.value)  # FIRST_SIGHT answers calls with `only_seen`
+        return cast(Outcome, answer.value)  # FIRST_SIGHT is returned only for calls with `only_seen`
     with contextlib.ExitStack() as on_error:
         on_error.callback(_give_up, store, answer, deadline_s)
         target = store.view(answer.location, writable=True)
@@ -252,7 +354,7 @@ def _released(store: Store, lease: Lease, deadline_s: float) -> Iterator[None]:
     try:
         yield
     finally:
-        # If the store is gone, the lease has ended, and the copy is complete nevertheless.
+        # If the store has ended, so has the lease. The copy is complete nevertheless.
         with contextlib.suppress(StoreUnavailable):
             store.release([lease.token], deadline_s=deadline_s)
 

@@ -1,4 +1,4 @@
-"""Requests to the daemon whose answers are taken later: an engine's scheduler goes on with its step."""
+"""Requests to the daemon whose replies are read later, so that a scheduler can continue its step."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Posted(Protocol[T_co]):
-    """A request that was sent."""
+    """Request that was sent."""
 
     def take(self) -> T_co | None:
-        """The answer once it is there, None until then. Never waits.
+        """Return the reply, or None if it has not arrived. Never waits.
 
-        Raises StoreUnavailable where none has come within the request's deadline, or none can come: what a
-        late answer grants is given back."""
+        Raises StoreUnavailable if no reply arrived within the request's deadline, or none can arrive. Leases
+        and reservations of a late reply are released.
+        """
 
 
 @runtime_checkable
 class PostingStore(Store, Protocol):
-    """A `Store` that can send requests without waiting for their answers."""
+    """`Store` that can send requests without waiting for their replies."""
 
     def post_reserve(
         self,
@@ -41,16 +42,16 @@ class PostingStore(Store, Protocol):
         only_seen: bool = False,
         cost_s: float = 0.0,
     ) -> Posted[list[Reservation | ReserveRefusal]]:
-        """`reserve`, answered later."""
+        """Send a `reserve`, answered later."""
 
     def post_commit(
         self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float
     ) -> Posted[list[bool]]:
-        """`commit`, answered later."""
+        """Send a `commit`, answered later."""
 
 
 class Answered(Generic[T]):
-    """The answer of a store that has answered already."""
+    """Result of a store that replied immediately."""
 
     def __init__(self, answer: T) -> None:
         self._answer = answer
@@ -61,7 +62,7 @@ class Answered(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class ReserveTerms:
-    """What all entries of one `reserve` have in common, see `Store.reserve`."""
+    """Arguments that apply to all entries of one `reserve`, see `Store.reserve`."""
 
     app: str
     part: WriterPart | None
@@ -70,7 +71,8 @@ class ReserveTerms:
 
 
 class PostedReserve:
-    """A posted `reserve`. The daemon cuts long answers: the rest is asked for when they are there."""
+    """Posted `reserve`. The daemon truncates long replies. The remaining entries are requested when a reply
+    arrives."""
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class PostedReserve:
             raise
 
     def wait(self) -> list[Reservation | ReserveRefusal]:
-        """The answer, waited for until the deadline."""
+        """Return the reply, waiting for it until the deadline."""
         try:
             while not self._whole(self._connection.awaited(self._waiter, messages.ReserveReply, self._end_s)):
                 pass
@@ -110,7 +112,7 @@ class PostedReserve:
         return self._given()
 
     def _whole(self, reply: messages.ReserveReply) -> bool:
-        """Whether all keys are answered with this reply; if not, asks for the others."""
+        """Return whether this reply completes the result. If not, request the remaining entries."""
         if not reply.answers and self._entries:
             raise StoreUnavailable("the store's reply covers too few keys", reason="store_fault")
         self._answers += reply.answers
@@ -129,7 +131,7 @@ class PostedReserve:
 
 
 class PostedCommit:
-    """A posted `commit`, in as many messages as its size needs."""
+    """Posted `commit`, split into several messages if it is large."""
 
     def __init__(
         self, connection: DaemonConnection, written: Sequence[tuple[Reservation, bytes]], deadline_s: float
@@ -153,7 +155,7 @@ class PostedCommit:
         return self._done
 
     def wait(self) -> list[bool]:
-        """The answer, waited for until the deadline."""
+        """Return the reply, waiting for it until the deadline."""
         for asked in self._asked:
             self._done += self._connection.awaited(asked, messages.CommitReply, self._end_s).done
         return self._done

@@ -18,14 +18,14 @@ MAX_PARTS: Final = 1024
 
 
 def check_keys(keys: Sequence[bytes]) -> None:
-    """Raises ValueError unless every key is 32 bytes."""
-    # Without a loop in Python, as there may be hundreds.
+    """Raise ValueError unless every key has 32 bytes."""
+    # No loop in Python, because there may be hundreds of keys.
     if others := set(map(len, keys)) - {KEY_BYTES}:
         raise ValueError(f"a key must have {KEY_BYTES} bytes, not {min(others)}")
 
 
 def check_entries(entries: Sequence[tuple[bytes, int]]) -> None:
-    """Raises ValueError for a bad key or a size below zero."""
+    """Raise ValueError if a key is invalid or a size is negative."""
     check_keys([key for key, _ in entries])
     for _, size in entries:
         if size < 0:
@@ -33,7 +33,7 @@ def check_entries(entries: Sequence[tuple[bytes, int]]) -> None:
 
 
 def check_part(part: WriterPart | None) -> None:
-    """Raises ValueError for a part that no group can have."""
+    """Raise ValueError if the part is not valid in any group."""
     if part is None:
         return
     if not 16 <= len(part.group) <= 32:
@@ -43,13 +43,13 @@ def check_part(part: WriterPart | None) -> None:
 
 
 def check_ttl(ttl_s: float) -> None:
-    """Raises ValueError for a lease that would end before it begins, or never."""
+    """Raise ValueError if `ttl_s` is not above 0 and at most MAX_TTL_S."""
     if not 0 < ttl_s <= MAX_TTL_S:
         raise ValueError(f"ttl_s is {ttl_s}; it must be above 0 and at most {MAX_TTL_S:g}")
 
 
 def check_app(app: str) -> None:
-    """Raises ValueError for a name that is too long for a label."""
+    """Raise ValueError if the name has more than MAX_APP_BYTES bytes."""
     if len(app.encode()) > MAX_APP_BYTES:
         raise ValueError(
             f"the name of an app must have at most {MAX_APP_BYTES} bytes, not {len(app.encode())}"
@@ -57,13 +57,13 @@ def check_app(app: str) -> None:
 
 
 def check_cost(cost_s: float) -> None:
-    """Raises ValueError for a time of recomputation that no entry can have."""
+    """Raise ValueError if the recomputation time is not between 0 and MAX_COST_S."""
     if not 0 <= cost_s <= MAX_COST_S:
         raise ValueError(f"cost_s is {cost_s}; it must be between 0 and {MAX_COST_S:g}")
 
 
 def check_purge(rule: PurgeRule) -> None:
-    """Raises ValueError for a rule of an app or age that no entry can have."""
+    """Raise ValueError if the app or an age is invalid."""
     if rule.app is not None:
         check_app(rule.app)
     for age_s in (rule.older_s, rule.unused_s):
@@ -72,6 +72,6 @@ def check_purge(rule: PurgeRule) -> None:
 
 
 def check_meta(meta: bytes) -> None:
-    """Raises ValueError for a meta larger than MAX_META_BYTES."""
+    """Raise ValueError if `meta` is larger than MAX_META_BYTES."""
     if len(meta) > MAX_META_BYTES:
         raise ValueError(f"meta has {len(meta)} bytes, the maximum is {MAX_META_BYTES}")

@@ -1,6 +1,6 @@
-"""For authors of a store: the contract that every store must pass, and faults to pass it under.
+"""Contract tests that every store must pass, and a store with injected faults, for authors of a store.
 
-Loaded when asked for: `StoreContract` needs pytest, which the other modules here do not.
+Modules are imported lazily, because only `StoreContract` needs pytest.
 """
 
 from __future__ import annotations

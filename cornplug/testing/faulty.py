@@ -1,4 +1,4 @@
-"""Any store, with the faults that a caller must survive, on demand."""
+"""Wrapper of any store that injects the faults that a caller must survive."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from cornplug.errors import StoreUnavailable
 from cornplug.store.base import (
+    Leases,
     MappedStore,
     PayloadLocation,
     PeekableStore,
@@ -15,21 +16,20 @@ from cornplug.store.base import (
     Store,
     WriterPart,
 )
-from cornplug.store.leases import Leases
-from cornplug.store.stats.store_stats import StoreStat
+from cornplug.store.store_stats import StoreStat
 
 
 class FaultyStore:
-    """Passes everything on to `inner`, but for the faults that are set at that moment.
+    """Store that forwards calls to `inner`, except for the faults that are currently set.
 
     Attributes:
-        unavailable: every call raises StoreUnavailable("store_down") at once.
-        slow_s: every call takes so long; beyond its deadline it raises "store_timeout"
-            after the deadline, and the inner store never sees it.
-        full: `reserve` answers FULL to all.
-        growing: `reserve` answers GROWING to all but the first so many of a call; None: as `inner` does.
+        unavailable: every call raises StoreUnavailable("store_down") immediately.
+        slow_s: delay of every call. If it exceeds the call's deadline, the call raises "store_timeout" after
+            the deadline, and does not reach `inner`.
+        full: `reserve` returns FULL for all entries.
+        growing: number of entries of a call after which `reserve` returns GROWING, or None.
         corrupt_reads: a read-only `view` is a copy with one bit of its last byte flipped.
-        calls: how often each method was called, faults included.
+        calls: number of calls by method, including faults.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -85,13 +85,14 @@ class FaultyStore:
         return self.inner.stat(deadline_s=deadline_s)
 
     def peek(self, keys: Sequence[bytes]) -> bytes:
-        """As `PeekableStore.peek`, of an inner store that has it."""
+        """Forward `PeekableStore.peek` to an inner store that supports it."""
         self._fault("peek", self.slow_s)
         assert isinstance(self.inner, PeekableStore)
         return self.inner.peek(keys)
 
     def mapped(self, arena_id: bytes) -> memoryview | None:
-        """As `MappedStore.mapped`: a device's copies would see no fault of `view`."""
+        """Forward `MappedStore.mapped`. Returns None with `corrupt_reads`, because copies by a device would
+        bypass `view`."""
         return (
             None
             if self.corrupt_reads or not isinstance(self.inner, MappedStore)

@@ -16,12 +16,12 @@ import pytest
 
 from cornplug.codec import PayloadKind
 from cornplug.errors import CodecError, StoreUnavailable
-from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, Store
+from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, Store, WriterPart
 from cornplug.store.payload import get_payload, get_payload_into, put_payload
-from cornplug.testing.store_sightings import SightingContract
-from cornplug.testing.store_stage import (
+from cornplug.testing.store_writing import (
     DEADLINE_S,
     StoreStage,
+    WritingContract,
     fill,
     key,
     lease,
@@ -29,13 +29,82 @@ from cornplug.testing.store_stage import (
     put,
     reserve,
 )
-from cornplug.testing.store_writing import WritingContract
 
+_GROUP = b"g" * 16
 __all__ = ["DEADLINE_S", "StoreContract", "StoreStage", "fill", "key", "lease", "present", "put", "reserve"]
 
 
+def reserve_seen(
+    store: Store, name: object, size_bytes: int = 64, part: WriterPart | None = None
+) -> Reservation | ReserveRefusal:
+    """The answer to one request that wants room only for a key that another one named."""
+    entries = [(key(name), size_bytes)]
+    return store.reserve(entries, app="test", part=part, deadline_s=DEADLINE_S, only_seen=True)[0]
+
+
+class SightingContract:
+    """Part of `StoreContract`."""
+
+    capacity_bytes: ClassVar[int]
+
+    @pytest.mark.parametrize("elsewhere", [False, True])
+    def test_the_second_request_for_a_key_gets_room(
+        self, store: Store, other: Store, elsewhere: bool
+    ) -> None:
+        assert reserve_seen(store, "a") is ReserveRefusal.FIRST_SIGHT
+        assert reserve_seen(store, "b") is ReserveRefusal.FIRST_SIGHT
+        assert isinstance(reserve_seen(other if elsewhere else store, "a"), Reservation)
+        assert reserve_seen(store, "a") is ReserveRefusal.PENDING
+
+    def test_a_key_twice_in_a_batch_is_of_two_requests(self, store: Store) -> None:
+        entries = [(key("a"), 64), (key("a"), 64)]
+        answers = store.reserve(entries, app="test", deadline_s=DEADLINE_S, only_seen=True)
+        assert answers[0] is ReserveRefusal.FIRST_SIGHT
+        assert isinstance(answers[1], Reservation)
+
+    def test_other_questions_are_no_sightings(self, store: Store) -> None:
+        assert present(store, "a") == b"\0"
+        room = reserve(store, "a", 64)
+        assert isinstance(room, Reservation)
+        store.release([room.token], deadline_s=DEADLINE_S)
+        assert reserve_seen(store, "a") is ReserveRefusal.FIRST_SIGHT
+
+    def test_a_present_key_is_present_seen_or_not(self, store: Store) -> None:
+        fill(store, "a", b"payload")
+        assert reserve_seen(store, "a") is ReserveRefusal.PRESENT
+        assert reserve_seen(store, "big", self.capacity_bytes + 1) is ReserveRefusal.FIRST_SIGHT
+        assert reserve_seen(store, "big", self.capacity_bytes + 1) is ReserveRefusal.TOO_LARGE
+
+    def test_a_key_that_was_stored_and_is_gone_is_still_seen(self, store: Store) -> None:
+        assert reserve_seen(store, "a") is ReserveRefusal.FIRST_SIGHT
+        room = reserve_seen(store, "a")
+        assert isinstance(room, Reservation)
+        assert store.commit([(room, b"")], deadline_s=DEADLINE_S) == [True]
+        assert store.delete([key("a")], deadline_s=DEADLINE_S) == 1
+        assert isinstance(reserve_seen(store, "a"), Reservation)
+
+    @pytest.mark.parametrize("order", [(0, 1, 0, 1), (0, 1, 1, 0), (1, 0, 0, 1)])
+    def test_parts_of_one_request_are_one_sighting(
+        self, store: Store, other: Store, order: tuple[int, ...]
+    ) -> None:
+        ranks = store, other
+        answers = [reserve_seen(ranks[i], "a", 128, WriterPart(_GROUP, i, 2)) for i in order]
+        assert answers[:2] == [ReserveRefusal.FIRST_SIGHT] * 2
+        assert all(isinstance(answer, Reservation) for answer in answers[2:])
+
+    def test_a_part_is_seen_once_a_writer_outside_its_group_was(self, stage: StoreStage) -> None:
+        ranks = [stage.connect(), stage.connect()]
+        assert reserve_seen(stage.connect(), "a", 128) is ReserveRefusal.FIRST_SIGHT
+        for i in range(2):
+            assert isinstance(reserve_seen(ranks[i], "a", 128, WriterPart(_GROUP, i, 2)), Reservation)
+
+    def test_a_group_counts_for_other_writers(self, store: Store, other: Store) -> None:
+        assert reserve_seen(store, "a", 128, WriterPart(_GROUP, 0, 2)) is ReserveRefusal.FIRST_SIGHT
+        assert isinstance(reserve_seen(other, "a", 128), Reservation)
+
+
 class StoreContract(WritingContract, SightingContract):
-    """Inherit, set `capacity_bytes` to the store's and give the fixture `stage`."""
+    """Contract tests. Inherit, set the store's `capacity_bytes` and define the fixture `stage`."""
 
     capacity_bytes: ClassVar[int] = 1 << 20
 
@@ -132,7 +201,7 @@ class StoreContract(WritingContract, SightingContract):
         before = store.stat(deadline_s=DEADLINE_S)
         assert present(store, 0) == b"\1"
         after = store.stat(deadline_s=DEADLINE_S)
-        # Entries may be on their way to a disk, or to far stores.
+        # Entries may be written to a disk or to far stores at this time.
         same = msgspec.structs.replace(
             after, found=before.found, absent=before.absent, disk=before.disk, far=before.far
         )

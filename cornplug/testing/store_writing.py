@@ -1,34 +1,98 @@
-"""The contract's half about writing: reservations that end, parts, late writers."""
+"""Helpers of the store's contract, and its tests of writing: reservations that end, parts, late writers."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 
+from cornplug import codec
+from cornplug.codec import PayloadKind
 from cornplug.errors import StoreUnavailable
-from cornplug.store.base import Reservation, ReserveRefusal, Store
-from cornplug.store.payload import get_payload
-from cornplug.testing.store_stage import (
-    DEADLINE_S,
-    StoreStage,
-    fill,
-    key,
-    lease,
-    present,
-    reserve,
-    reserve_part,
-    write_part,
-)
+from cornplug.store.base import Lease, PayloadLocation, Reservation, ReserveRefusal, Store, WriterPart
+from cornplug.store.payload import get_payload, put_payload
+
+DEADLINE_S = 5.0
+
+
+@dataclass(frozen=True)
+class StoreStage:
+    """The stage of a test: one store of `StoreContract.capacity_bytes`, with these times."""
+
+    connect: Callable[[], Store]
+    """A new connection to the one store; the stage closes it."""
+    advance: Callable[[float], None]
+    """Let so many seconds pass for the store: by a clock, or by waiting."""
+    quarantine_s: float
+    reservation_s: float
+    """When a reservation ends by itself."""
+    reclaim_s: float
+    """When its room is given to others although its writer, alive, has said nothing."""
+    raw: Callable[[Store, PayloadLocation], memoryview]
+    """The bytes of a location, writable, past all checks of `view`, as a stray write would reach them."""
+
+
+def key(name: object) -> bytes:
+    """A key for a test."""
+    return hashlib.sha256(repr(name).encode()).digest()
+
+
+def reserve(store: Store, name: object, size_bytes: int, app: str = "test") -> Reservation | ReserveRefusal:
+    return store.reserve([(key(name), size_bytes)], app=app, deadline_s=DEADLINE_S)[0]
+
+
+def reserve_part(
+    store: Store, name: object, size_bytes: int, index: int, count: int = 2, group: bytes = b"g" * 16
+) -> Reservation | ReserveRefusal:
+    part = WriterPart(group, index, count)
+    return store.reserve([(key(name), size_bytes)], app="test", part=part, deadline_s=DEADLINE_S)[0]
+
+
+def write_part(store: Store, room: Reservation, payload: bytes, segments: int, mine: range) -> bool:
+    """Write and commit the segments `mine` of a payload; whether they are in."""
+    step = len(payload) // segments
+    view = store.view(room.location, writable=True)
+    view[mine.start * step : mine.stop * step] = payload[mine.start * step : mine.stop * step]
+    sums = {i: codec.checksum(payload[i * step : (i + 1) * step]) for i in mine}
+    meta = codec.encode_part(PayloadKind.KV_PAGE, room.key, "float16", (len(payload) // 2,), segments, sums)
+    return store.commit([(room, meta)], deadline_s=DEADLINE_S) == [True]
+
+
+def fill(store: Store, name: object, payload: bytes, app: str = "test") -> None:
+    """Reserve, write and commit one entry with meta b"meta"; fails the test if refused."""
+    room = reserve(store, name, len(payload), app)
+    assert isinstance(room, Reservation), room
+    store.view(room.location, writable=True)[:] = payload
+    assert store.commit([(room, b"meta")], deadline_s=DEADLINE_S) == [True]
+
+
+def lease(store: Store, name: object, ttl_s: float = 60.0) -> Lease | None:
+    return store.lease([key(name)], ttl_s=ttl_s, deadline_s=DEADLINE_S)[0]
+
+
+def present(store: Store, *names: object) -> bytes:
+    return store.contains([key(name) for name in names], deadline_s=DEADLINE_S)
+
+
+def put(store: Store, payload: bytes, segments: int) -> str:
+    """Store `payload` under key("e") as 64 float16 rows."""
+    shape = (64, len(payload) // 128)
+    return put_payload(
+        store, payload, kind=PayloadKind.EMBEDDING, key=key("e"), dtype="float16", shape=shape, app="test",
+        deadline_s=DEADLINE_S, segments=segments,
+    )  # fmt: skip
 
 
 class WritingContract:
-    """Part of `StoreContract`."""
+    """Tests of writing, part of `StoreContract`."""
 
     capacity_bytes: ClassVar[int]
 
     def test_store_released_reservation_is_gone(self, stage: StoreStage, store: Store) -> None:
-        """Its room a little later: another process of its owner's may be in the middle of writing."""
+        """The space is reused later, because another process of the owner may still be writing."""
         room = reserve(store, "a", self.capacity_bytes)
         assert isinstance(room, Reservation)
         store.release([room.token], deadline_s=DEADLINE_S)
@@ -39,7 +103,7 @@ class WritingContract:
 
     @pytest.mark.parametrize("how", ["committed", "released", "expired", "gone"])
     def test_store_late_writer_damages_no_entry(self, stage: StoreStage, store: Store, how: str) -> None:
-        """A worker process that writes where the scheduler's process has reserved, and is late."""
+        """A worker process writes late to the space that the scheduler's process reserved."""
         size, scheduler, worker = self.capacity_bytes, stage.connect(), stage.connect()
         room = reserve(scheduler, "a", size)
         assert isinstance(room, Reservation)
@@ -82,8 +146,8 @@ class WritingContract:
     def test_store_expired_reservation_room_waits_for_its_writer(
         self, stage: StoreStage, store: Store, other: Store
     ) -> None:
-        """A stopped or hung client: its key must not stay taken for ever, nor its room be given away
-        while it may write there."""
+        """The key of a stopped or hung client must become available, but its space must not be reused while
+        it may still write."""
         room = reserve(store, "a", self.capacity_bytes)
         assert isinstance(room, Reservation)
         assert reserve(other, "a", 64) is ReserveRefusal.PENDING

@@ -17,7 +17,7 @@ from cornplug.engine_common.shared_flags import settings
 from cornplug.sharing_verdict import first_line
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
-from cornplug.vllm_connector.no_tower import engine_arguments
+from cornplug.vllm_connector.media import no_tower_settings
 from cornplug.vllm_connector.several_connectors import (
     connectors,
     has_ours,
@@ -55,7 +55,7 @@ def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -
     _offload_beside(args)
     # vLLM sets this flag itself for every engine with a connector that loads embeddings.
     by_value = bool(getattr(args, "enable_mm_embeds", False))
-    without_tower = engine_arguments.leave_out(args)
+    without_tower = no_tower_settings.leave_out(args)
     # vLLM writes resolved values into the arguments, so a second attempt needs a copy of the original.
     given = copy.deepcopy(args)
 
@@ -80,7 +80,7 @@ def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -
     _settle(config)
     _complete_settings(config)
     if without_tower:
-        engine_arguments.check_model(config)
+        no_tower_settings.check_model(config)
     return config
 
 
@@ -210,7 +210,7 @@ def _complete_settings(config: Any) -> None:
     # The caller may use these objects for another engine in another environment.
     config.kv_transfer_config = copy.deepcopy(config.kv_transfer_config)
     config.ec_transfer_config = copy.deepcopy(config.ec_transfer_config)
-    for extra in engine_arguments.settings_in(config):
+    for extra in no_tower_settings.settings_in(config):
         extra.update(portable(settings(extra)))
 
 

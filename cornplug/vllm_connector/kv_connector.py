@@ -19,21 +19,19 @@ from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, log_store_size
 from cornplug.errors import ConfigError, LayoutError
 from cornplug.metrics import Tally
-from cornplug.store.leases import NO_LEASES
+from cornplug.store.base import NO_LEASES
 from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.engine_alarm import IdleRest
 from cornplug.vllm_connector.fence import called_again, fenced
-from cornplug.vllm_connector.kv import idle_steps, resets
+from cornplug.vllm_connector.kv import cpu_use, resets
 from cornplug.vllm_connector.kv.cache_geometry import in_page_order, rank_slice
-from cornplug.vllm_connector.kv.disabled_worker import DisabledKVWorker
-from cornplug.vllm_connector.kv.idle_rest import IdleRest
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata, PageLoad
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
-from cornplug.vllm_connector.kv.worker import KVWorker
+from cornplug.vllm_connector.kv.worker import DisabledKVWorker, KVWorker
 from cornplug.vllm_connector.kv_groups.groups_scheduler import GroupsScheduler
-from cornplug.vllm_connector.kv_groups.groups_worker import GroupsWorker
+from cornplug.vllm_connector.kv_groups.groups_worker import GroupsWorker, StateWorker
 from cornplug.vllm_connector.kv_groups.page_kinds import PageKind, page_kinds, whole_page
-from cornplug.vllm_connector.kv_groups.state_worker import StateWorker
-from cornplug.vllm_connector.model.kv_scales import Scales, checkpoint_scales, of_layers
+from cornplug.vllm_connector.model.cache_specs import Scales, checkpoint_scales, scales_of_layers
 from cornplug.vllm_connector.runtime import runtime
 from cornplug.vllm_connector.stats import KVProm, KVStats, drained_kv
 
@@ -103,7 +101,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             if kind.geometry.state:
                 workers.append(StateWorker(pages, timeout_s, beside=beside, share=share))
             else:
-                known = of_layers(scales, kind.layer_names)
+                known = scales_of_layers(scales, kind.layer_names)
                 worker = KVWorker(pages, kind.block_size, timeout_s, beside=beside, share=share, scales=known)
                 workers.append(worker)
         return GroupsWorker(workers, [kind.layer_names for kind in kinds]) if len(kinds) > 1 else workers[0]
@@ -124,7 +122,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         # Both model runners call this first in each step.
         moves = kv_connector_metadata
         assert isinstance(moves, CornplugKVMetadata)
-        idle_steps.began(computes=moves.computes)
+        cpu_use.began(computes=moves.computes)
         if self._worker is not None:
             self._worker.begin_step(computes=moves.computes)
             if moves.given_up:
@@ -136,7 +134,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         self._end_copies()
 
     def _end_copies(self) -> None:
-        """End all copies before sleep frees the engine's memory (`kv/in_process.py`)."""
+        """End all copies before sleep frees the engine's memory (`kv/copies_in_flight.py`)."""
         if self._worker is not None:
             self._worker.drain()
 
@@ -280,7 +278,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def _detach_load(self, request: Request) -> bool:
-        """Continue the load of a finished request without the request (`kv/repeated_ids.py`)."""
+        """Continue the load of a finished request without the request (`kv/copies_in_flight.py`)."""
         manager, half = self._kv_cache_manager, self._scheduler
         if half is None or manager is None or not half.detach_load(request):
             return False

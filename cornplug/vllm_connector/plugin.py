@@ -57,23 +57,14 @@ def _install_flags(why: str) -> None:
 def _seams() -> list[tuple[str, str, Callable[..., Any]]]:
     """vLLM's functions to wrap, with their wrappers."""
     from cornplug.vllm_connector import connector_config, engine_alarm, flags, rendered_elsewhere
-    from cornplug.vllm_connector.ec import encoder_only, mm_identifiers
-    from cornplug.vllm_connector.kv import (
-        cpu_cores,
-        idle_steps,
-        in_process,
-        keys_ahead,
-        provenance,
-        repeated_ids,
-        resets,
-    )
-    from cornplug.vllm_connector.model import loaded_weights, reloads, weight_transfers, weight_updates
-    from cornplug.vllm_connector.no_tower import left_out_weights, served_images
+    from cornplug.vllm_connector.kv import copies_in_flight, cpu_use, page_keys, provenance, resets
+    from cornplug.vllm_connector.media import encoder_only, left_out_weights, mm_identifiers, served_images
+    from cornplug.vllm_connector.model import reloads, weight_updates
 
-    kv = cpu_cores, idle_steps, in_process, keys_ahead, provenance, repeated_ids, resets
+    kv = cpu_use, copies_in_flight, page_keys, provenance, resets
     ec = encoder_only, mm_identifiers
     no_tower = left_out_weights, served_images
-    weights = loaded_weights, reloads, weight_transfers, weight_updates
+    weights = reloads, weight_updates
     rooms = (flags, connector_config, engine_alarm, rendered_elsewhere, *ec, *kv, *no_tower, *weights)
     return [seam for room in rooms for seam in room.WRAPS]
 
@@ -82,8 +73,7 @@ def _install() -> None:
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from cornplug.vllm_connector.ec import mm_identifiers
-    from cornplug.vllm_connector.no_tower import served_images
+    from cornplug.vllm_connector.media import mm_identifiers, served_images
 
     compat.wrap_all(_seams())
     if KV_CONNECTOR not in KVConnectorFactory._registry:

@@ -1,7 +1,7 @@
 """Requests with media that another process has rendered: `vllm launch render` (used by llm-d), or a client.
 
 They send processed inputs and a name for each medium to `/inference/v1/generate`. Nothing proves that the
-name belongs to the inputs, so media of such a request have no key (`ec/mm_identifiers.py`). A server that
+name belongs to the inputs, so media of such a request have no key (`media/mm_identifiers.py`). A server that
 accepts such requests logs this at start.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.no_tower.engine_arguments import settings_in
+from cornplug.vllm_connector.media.no_tower_settings import settings_in
 
 NOT_SHARED: Final = (
     "requests with media from another process (/inference/v1/generate) share neither embeddings nor KV "

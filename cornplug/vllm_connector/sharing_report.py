@@ -21,12 +21,11 @@ from cornplug.errors import ConfigError, LayoutError
 from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, asked, does_not_run, first_line
 from cornplug.vllm_connector import rendered_elsewhere
 from cornplug.vllm_connector.connector_config import why_not
-from cornplug.vllm_connector.ec.processor_outputs import IN_WORKERS_ONLY, in_workers_only
 from cornplug.vllm_connector.flags import NAME
 from cornplug.vllm_connector.kv.cache_geometry import rank_slice
-from cornplug.vllm_connector.kv_groups.draft_layers import DRAFT_PREFIX
-from cornplug.vllm_connector.kv_groups.page_kinds import page_kinds
-from cornplug.vllm_connector.model.kv_scales import checkpoint_scales
+from cornplug.vllm_connector.kv_groups.page_kinds import DRAFT_PREFIX, page_kinds
+from cornplug.vllm_connector.media.encoder_requests import IN_WORKERS_ONLY, in_workers_only
+from cornplug.vllm_connector.model.cache_specs import checkpoint_scales
 from cornplug.vllm_connector.model.model_config import drafts_with_kv, kv_identity, tower_identity
 from cornplug.vllm_connector.several_connectors import has_ours, our_settings
 

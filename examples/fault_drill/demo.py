@@ -131,12 +131,12 @@ def parts(launcher: int, far: RedisServer, clients: PacedClients) -> list[Deploy
         far.wait_end(10)
         time.sleep(FAR_DOWN_S)
         far.start()
-        written_before = total(STORE, "cornplug_store_far_writes_total", put="written")
+        written_before = total(STORE, "cornplug_store_far_writes_total", outcome="written")
 
     def far_takes_entries(_: float) -> bool:
         """Whether the store has written an entry to it since its restart."""
         up = total(STORE, "cornplug_store_far_up") == 1
-        return up and total(STORE, "cornplug_store_far_writes_total", put="written") > written_before
+        return up and total(STORE, "cornplug_store_far_writes_total", outcome="written") > written_before
 
     port = ENGINES[1].rpartition(":")[2]
     return [
@@ -211,7 +211,7 @@ def shares(clients: PacedClients) -> bool:
         {answer.url for answer in clients.answers} == set(ENGINES)
         and total(TOWER, "cornplug_encoder_tower_passes_total") > 0
         and total(STORE, "cornplug_store_hits_total") > 0
-        and total(STORE, "cornplug_store_far_writes_total", put="written") > 0
+        and total(STORE, "cornplug_store_far_writes_total", outcome="written") > 0
     )
 
 

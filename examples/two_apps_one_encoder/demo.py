@@ -52,7 +52,7 @@ ROUNDS: Final = 3
 _TOKENS: Final = 8
 # A tower whose pass and a language model whose prefill of 1,500 tokens cost seconds on two cores.
 _TOWER: Final[Mapping[str, Any]] = {"depth": 6, "embed_dim": 1024, "num_heads": 16, "mlp_ratio": 4}
-_HELPDESK: Final[Mapping[str, Any]] = {"hidden_size": 1024, "layers": 12, "heads": 16, "kv_heads": 4}
+_HELPDESK: Final[Mapping[str, Any]] = {"hidden_size": 1024, "layers": 16, "heads": 16, "kv_heads": 4}
 _CATALOGUE: Final[Mapping[str, Any]] = {"hidden_size": 512, "layers": 4, "heads": 8}
 _IMAGES: Final = ("rocket.jpg", "astronaut.png", "coffee.png", "camera.png")
 """One image a round, and one to warm up with."""
@@ -324,7 +324,7 @@ def _ask(engine: EngineServer, words: str, images: Sequence[bytes] = ()) -> Answ
 
 def _received(engine: EngineServer) -> tuple[int, int]:
     """(embeddings, tokens of KV) that an engine has had from elsewhere so far."""
-    embeddings = engine.metric("cornplug_hits_total", what="embedding")
+    embeddings = engine.metric("cornplug_hits_total", kind="embedding")
     return int(embeddings), int(engine.metric("cornplug_saved_tokens_total"))
 
 

@@ -45,13 +45,13 @@ _ENGINES: Final = (
         "Hit rate",
         "KV pages and embeddings found, of those asked for; falls after a restart of a store without a disk.",
         "percentunit",
-        {"{{what}}": _hit_rate(_rate("cornplug_hits_total", "what"), _rate("cornplug_misses_total", "what"))},
+        {"{{kind}}": _hit_rate(_rate("cornplug_hits_total", "kind"), _rate("cornplug_misses_total", "kind"))},
     ),
     Panel(
         "Misses by reason",
         "absent is new work; each other reason has a remedy in docs/troubleshooting.md.",
         "ops",
-        {"{{what}} {{reason}}": _rate("cornplug_misses_total", "what, reason")},
+        {"{{kind}} {{reason}}": _rate("cornplug_misses_total", "kind, reason")},
     ),
     Panel(
         "Prompt tokens not computed",
@@ -70,15 +70,15 @@ _ENGINES: Final = (
         "Seconds that requests waited; p99 near a deadline of docs/configuration.md means late answers.",
         "s",
         {
-            "p50 {{what}}": _quantile(0.5, "cornplug_wait_seconds", "what"),
-            "p99 {{what}}": _quantile(0.99, "cornplug_wait_seconds", "what"),
+            "p50 {{kind}}": _quantile(0.5, "cornplug_wait_seconds", "kind"),
+            "p99 {{kind}}": _quantile(0.99, "cornplug_wait_seconds", "kind"),
         },
     ),
     Panel(
         "Bytes moved",
         "Payload bytes to and from the store.",
         "Bps",
-        {"{{direction}} {{what}}": _rate("cornplug_bytes_total", "direction, what")},
+        {"{{direction}} {{kind}}": _rate("cornplug_bytes_total", "direction, kind")},
     ),
     Panel(
         "Saves by outcome",
@@ -188,19 +188,19 @@ _STORE: Final = (
         "Removals by cause",
         "damaged is never normal: check memory and disk.",
         "ops",
-        {"{{cause}}": _rate("cornplug_store_removals_total", "cause")},
+        {"{{reason}}": _rate("cornplug_store_removals_total", "reason")},
     ),
     Panel(
         "Reservations by answer",
         "full: every entry is leased or being written.",
         "ops",
-        {"{{answer}}": _rate("cornplug_store_reservations_total", "answer")},
+        {"{{outcome}}": _rate("cornplug_store_reservations_total", "outcome")},
     ),
     Panel(
         "Seconds of an answer",
         "Time of the store's thread, by kind of message.",
         "s",
-        {"p99 {{request}}": _quantile(0.99, "cornplug_store_answer_seconds", "request")},
+        {"p99 {{request}}": _quantile(0.99, "cornplug_store_request_seconds", "request")},
     ),
     Panel(
         "Disk and far stores: entries that wait",
@@ -215,7 +215,7 @@ _STORE: Final = (
         "Far stores: reads by outcome",
         "damaged or error: see docs/deploy-many-hosts.md.",
         "ops",
-        {"{{far}} {{fetch}}": _rate("cornplug_store_far_reads_total", "far, fetch")},
+        {"{{far}} {{outcome}}": _rate("cornplug_store_far_reads_total", "far, outcome")},
     ),
 )
 

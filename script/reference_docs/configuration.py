@@ -1,4 +1,4 @@
-"""docs/configuration.md, from cornplug/config.py and cornplug/settings."""
+"""docs/configuration.md, from cornplug/config.py and cornplug/settings.py."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ Sockets are created in `/tmp/cornplug-UID`, where UID is the user's id. To use a
 
 def page() -> str:
     """The text of docs/configuration.md."""
-    parts = [_INTRO.format(notice=notice("`cornplug/config.py` and `cornplug/settings`"))]
+    parts = [_INTRO.format(notice=notice("`cornplug/config.py` and `cornplug/settings.py`"))]
     for section, field in config.Config.model_fields.items():
         model = field.annotation
         assert isinstance(model, type)
@@ -157,7 +157,7 @@ def _type(field: FieldInfo) -> str:
         ("pathlib.", ""),
         ("typing.", ""),
         ("cornplug.config.", ""),
-        ("cornplug.settings.store_settings.", ""),
+        ("cornplug.settings.", ""),
         ("NoneType", "None"),
     ):
         text = text.replace(long, short)
@@ -165,7 +165,9 @@ def _type(field: FieldInfo) -> str:
     inner = [one for one in getattr(annotation, "__args__", ()) if hasattr(one, "__metadata__")]
     if type(None) in getattr(annotation, "__args__", ()) and inner:
         text = f"{inner[0].__origin__.__name__} | None"
-    names = {"Path": "path", "SecretStr": "text", "str": "text", "tuple[str, ...]": "list of text"}
+    if text.startswith("tuple["):
+        return "list of text"
+    names = {"Path": "path", "SecretStr": "text", "str": "text"}
     if text.startswith("dict["):
         return "table"
     if text.startswith("Literal["):

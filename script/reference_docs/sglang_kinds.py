@@ -7,20 +7,18 @@ from typing import Final
 
 from cornplug.codec import ITEM_BYTES
 from cornplug.kv_page import QUANTISED
-from cornplug.sglang_hooks.drafts.draft_exclusions import (
+from cornplug.sglang_hooks.kv.exclusions import (
     BESIDE_DRAFT,
+    BESIDE_WINDOWS,
+    DEPLOYMENTS,
     DRAFT_SETTINGS,
     DRAFT_TREES,
     DRAFTS,
-    TREES,
-)
-from cornplug.sglang_hooks.excluded_flag import ExcludedFlag
-from cornplug.sglang_hooks.kv.exclusions import (
-    BESIDE_WINDOWS,
-    DEPLOYMENTS,
     HYBRID_FIELDS,
     NO_PAGE_OF_PAIR,
+    TREES,
     WINDOWS,
+    ExcludedFlag,
 )
 from cornplug.sglang_hooks.kv.hicache_config import RIVALS
 from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS

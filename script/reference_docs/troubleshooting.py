@@ -22,9 +22,9 @@ This page is for operators whose engines do not share what they should.
 3. Read the counters at the engine's `/metrics` ([list](metrics.md)):
 
 ```text
-cornplug_hits_total{{app="chat",what="embedding",source="service_cached"}} 20
-cornplug_misses_total{{app="chat",what="kv_page",reason="absent"}} 3
-cornplug_saves_total{{app="chat",what="kv_page",outcome="stored"}} 12
+cornplug_hits_total{{app="chat",kind="embedding",source="service_cached"}} 20
+cornplug_misses_total{{app="chat",kind="kv_page",reason="absent"}} 3
+cornplug_saves_total{{app="chat",kind="kv_page",outcome="stored"}} 12
 ```
 
 | counters | meaning |

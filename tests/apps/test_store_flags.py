@@ -8,7 +8,7 @@ import pytest
 
 from cornplug import config
 from cornplug.apps import plan_of
-from cornplug.apps.store_flags import ALLOWED
+from cornplug.apps.launch_checks import ALLOWED
 from cornplug.errors import ConfigError
 from cornplug.planner.launch.command_lines import commands
 from cornplug.planner.plan import Plan

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cornplug.apps.toml_text import toml_text
+from cornplug.apps.apps_file import toml_text
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from cornplug import cli
 from cornplug.commands import top
 from cornplug.config import StoreConfig
 from cornplug.store.client import PoolStore
-from cornplug.store.stats.store_stats import NamespaceStat, StoreStat
+from cornplug.store.store_stats import NamespaceStat, StoreStat
 from cornplug.testing.store import fill, lease
 
 

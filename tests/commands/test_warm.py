@@ -55,11 +55,11 @@ class ApiStub(ThreadingHTTPServer):
     def metrics(self) -> str:
         lines = ["# TYPE cornplug_saves_total counter", "# TYPE cornplug_bytes_total counter"]
         lines += [
-            f'cornplug_saves_total{{app="x",what="kv_page",outcome="{name}"}} {count}'
+            f'cornplug_saves_total{{app="x",kind="kv_page",outcome="{name}"}} {count}'
             for name, count in self.outcomes.items()
         ]
         saved = self.outcomes.get("stored", 0) << 20
-        lines.append(f'cornplug_bytes_total{{app="x",what="kv_page",direction="save"}} {saved}')
+        lines.append(f'cornplug_bytes_total{{app="x",kind="kv_page",direction="save"}} {saved}')
         lines.append('cornplug_saved_tokens_total{app="x"} 7')
         return "\n".join(lines) + "\n"
 

@@ -23,8 +23,8 @@ from PIL import Image
 from time_limits import TimeLimits
 
 from cornplug.config import Config
+from cornplug.encoder_service import server
 from cornplug.encoder_service.client.unix_client import SocketEncoder
-from cornplug.encoder_service.http import head_timeout
 from cornplug.encoder_service.server import RENEW_S, web_settings
 from cornplug.private_paths import read_secret
 from devkit.processes import EncoderProcess
@@ -146,15 +146,15 @@ async def _app(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(head_timeout, "HEAD_S", 0.15)
+    monkeypatch.setattr(server, "HEAD_S", 0.15)
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(
-        uvicorn.Config(_app, http=head_timeout.HeadTimeoutProtocol, lifespan="off", log_level="error")
+    running = uvicorn.Server(
+        uvicorn.Config(_app, http=server.HeadTimeoutProtocol, lifespan="off", log_level="error")
     )
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     thread.start()
     yield listener.getsockname()[1]
-    server.should_exit = True
+    running.should_exit = True
     thread.join()
     listener.close()
 

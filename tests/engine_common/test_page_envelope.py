@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from cornplug.codec import PayloadHeader, PayloadKind, checksum, encode_header
-from cornplug.engine_common.page_envelope import page_header, read_page_header, whole_pages
+from cornplug.engine_common.rank_pages import page_header, read_page_header, whole_pages
 from cornplug.errors import CodecError
 from cornplug.kv_page import PageGeometry
-from cornplug.store.base import Lease, PayloadLocation
-from cornplug.store.leases import Leases, place
+from cornplug.store.base import Lease, Leases, PayloadLocation, place
 
 PAGE = PageGeometry(page_tokens=64, heads=2, layers=3, dim=8, dtype="bfloat16")
 KEY = bytes(range(32))

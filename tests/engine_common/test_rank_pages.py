@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from cornplug.codec import checksum
-from cornplug.engine_common.page_envelope import page_header
-from cornplug.engine_common.rank_pages import RankPages
+from cornplug.engine_common.rank_pages import RankPages, page_header
 from cornplug.errors import CodecError
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.store.base import Lease, Reservation

@@ -7,10 +7,9 @@ import logging
 import pytest
 
 from cornplug.config import Config
-from cornplug.engine_common.runtime import EngineRuntime, log_store_size
+from cornplug.engine_common.runtime import EngineRuntime, OffStore, log_store_size
 from cornplug.kv_page import PageGeometry
 from cornplug.store.base import Store
-from cornplug.store.disabled import OffStore
 from cornplug.store.memory import MemoryStore
 
 LLAMA_8B = PageGeometry(page_tokens=64, heads=8, layers=32, dim=128, dtype="bfloat16")

@@ -15,8 +15,7 @@ import torch
 pytest.importorskip("sglang")
 pytest.importorskip("sgl_kernel.kvcacheio")
 
-from cornplug.engine_common.page_envelope import page_header
-from cornplug.engine_common.rank_pages import RankPages
+from cornplug.engine_common.rank_pages import RankPages, page_header
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.sglang_hooks.kv_pages.layout import host_pages, verify
 from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PagePart, copy_threads

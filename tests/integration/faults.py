@@ -67,8 +67,8 @@ def check(stack: Stack, seen: Seen, subject: Subject) -> None:
 
 def sharing_resumes(engine: EngineServer, what: str, source: str) -> None:
     """Hits grow again; only the failed process was restarted."""
-    before = count(engine, "hits_total", what=what, source=source)
-    wait_for_more(engine, "hits_total", above=before, what=what, source=source)
+    before = count(engine, "hits_total", kind=what, source=source)
+    wait_for_more(engine, "hits_total", above=before, kind=what, source=source)
 
 
 def store_killed(stack: Stack, subject: Subject) -> None:
@@ -121,13 +121,13 @@ def arena_corrupted(stack: Stack, subject: Subject) -> None:
         stack.same_as_stock(subject.stock, i, ask.put(subject.server))
     # Bits that were flipped for another engine are right once more after a second time: have whole pages.
     settle_saves(subject.server, stack.store)
-    corrupt = count(subject.server, "misses_total", what="kv_page", reason="corrupt")
+    corrupt = count(subject.server, "misses_total", kind="kv_page", reason="corrupt")
     with stream(subject.server, "corrupt") as seen:
         answered(seen, 5)
         flip_everything(stack.store.pid)
         with seen.alone():
             forget_prefixes(subject.server)
-        wait_for_more(subject.server, "misses_total", above=corrupt, what="kv_page", reason="corrupt")
+        wait_for_more(subject.server, "misses_total", above=corrupt, kind="kv_page", reason="corrupt")
         answered(seen, 15)
         sharing_resumes(subject.server, "kv_page", "store")
     check(stack, seen, subject)
@@ -135,11 +135,11 @@ def arena_corrupted(stack: Stack, subject: Subject) -> None:
 
 def encoder_killed(stack: Stack, subject: Subject) -> None:
     """The encoder service is killed and started again; meanwhile the engine encodes `UNSEEN`."""
-    down = count(subject.server, "misses_total", what="embedding", reason="encoder_down")
+    down = count(subject.server, "misses_total", kind="embedding", reason="encoder_down")
     with stream(subject.server, "encoder-killed") as seen:
         answered(seen, 5)
         stack.encoder.kill()
-        wait_for_more(subject.server, "misses_total", above=down, what="embedding", reason="encoder_down")
+        wait_for_more(subject.server, "misses_total", above=down, kind="embedding", reason="encoder_down")
         answered(seen, 10)
         Ask("What did the engine see itself?", (UNSEEN,)).put(subject.server)
         stack.encoder.start()

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from cornplug.host import free_port
-from cornplug.store.stats.store_stats import StoreStat
+from cornplug.store.store_stats import StoreStat
 from devkit.engines import (
     Answer,
     EncoderProcess,

@@ -59,7 +59,7 @@ def served_by_the_other(server: VllmServer, first: Answer, app: str) -> None:
     forget_prefixes(server)
     again = server.chat(WORDS, max_tokens=8)
     assert again.token_ids == first.token_ids
-    assert count(server, "hits_total", app=app, what="kv_page") == 0
+    assert count(server, "hits_total", app=app, kind="kv_page") == 0
     assert server.metric(EXTERNAL) >= 0.9 * (first.prompt_tokens - PAGE)
 
 
@@ -70,7 +70,7 @@ def wait_for_pages(server: VllmServer, first: Answer, app: str) -> None:
     pages = (first.prompt_tokens - 1) // PAGE
 
     def stored() -> bool:
-        return count(server, "saves_total", app=app, what="kv_page", outcome="stored") >= 0.9 * pages
+        return count(server, "saves_total", app=app, kind="kv_page", outcome="stored") >= 0.9 * pages
 
     wait_for_saves(server, stored, what="the prompt's pages")
 

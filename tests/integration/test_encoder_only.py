@@ -80,29 +80,29 @@ def test_engine_takes_the_rows_of_an_engine_that_runs_its_encoder_only(bed: str,
         for name, answer in stock.items():
             same_answers([ask(consumer, name)], [answer])
         assert hits(consumer) == len(MEDIA), missed(consumer)
-        assert count(consumer, "misses_total", what="embedding") == 0, "its tower ran"
-        assert count(consumer, "saves_total", what="embedding") == 0
+        assert count(consumer, "misses_total", kind="embedding") == 0, "its tower ran"
+        assert count(consumer, "saves_total", kind="embedding") == 0
         the_producer_reports_its_saves(producer)
         rows_that_the_store_has_lost_come_again(stack, producer)
 
 
 def hits(server: EngineServer) -> float:
-    return count(server, "hits_total", what="embedding", source="store")
+    return count(server, "hits_total", kind="embedding", source="store")
 
 
 def absent(producer: EngineServer) -> float:
     """Media that its tower encoded."""
-    return producer.metric("cornplug_misses_total", what="embedding", reason="absent")
+    return producer.metric("cornplug_misses_total", kind="embedding", reason="absent")
 
 
 def the_producer_reports_its_saves(producer: EngineServer) -> None:
     def reported() -> bool:
         encode(producer, TEXT)
-        return producer.metric("cornplug_saves_total", what="embedding", outcome="stored") == len(MEDIA)
+        return producer.metric("cornplug_saves_total", kind="embedding", outcome="stored") == len(MEDIA)
 
     wait_until(reported, deadline_s=20, what="counted saves")
     assert absent(producer) == len(MEDIA)
-    assert not [name for name in producer.metrics() if 'what="kv_page"' in name]
+    assert not [name for name in producer.metrics() if 'kind="kv_page"' in name]
 
 
 def rows_that_the_store_has_lost_come_again(stack: Stack, producer: EngineServer) -> None:

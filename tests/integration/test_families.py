@@ -155,24 +155,24 @@ def counters(server: EngineServer) -> dict[str, float]:
 
 def serves_as_it_computes(server: EngineServer, encoder: EncoderProcess, model: str) -> None:
     # SGLang warms up with another image.
-    before = count(server, "hits_total", what="embedding")
-    missed = count(server, "misses_total", what="embedding")
+    before = count(server, "hits_total", kind="embedding")
+    missed = count(server, "misses_total", kind="embedding")
     taken = ask(server, TAKES + server.log.stem)
-    ran = count(server, "hits_total", what="embedding", source="service_computed")
+    ran = count(server, "hits_total", kind="embedding", source="service_computed")
     assert ran == before + len(IMAGES), counters(server)
     # Made for a client: found by the content of model and image alone.
     with EncoderClient(encoder.url) as client:
         for data in IMAGES:
             client.encode(data, model=model, cache_salt=OTHERS)
     same_answers(ask(server, OTHERS), taken)
-    assert count(server, "hits_total", what="embedding", source="store") == len(IMAGES)
-    assert count(server, "misses_total", what="embedding") == missed
+    assert count(server, "hits_total", kind="embedding", source="store") == len(IMAGES)
+    assert count(server, "misses_total", kind="embedding") == missed
     encoder.freeze()
     try:
         computed = ask(server, COMPUTES + server.log.stem)
     finally:
         encoder.cont()
-    assert count(server, "misses_total", what="embedding") == missed + len(IMAGES)
+    assert count(server, "misses_total", kind="embedding") == missed + len(IMAGES)
     same_answers(taken, computed)
     # Else the comparison would say nothing: the model looks at its images.
     first, second = (answer.top_logprobs[0] for answer in computed)
@@ -247,7 +247,7 @@ def test_sglang_family_not_compared_asks_no_service(scene: Scene, line: str) -> 
     server = scene.engines.get(line)
     passes = scene.encoder.tower_passes()
     ask(server, TAKES)
-    assert count(server, "hits_total", what="embedding") == 0
+    assert count(server, "hits_total", kind="embedding") == 0
     assert scene.encoder.tower_passes() == passes
     family = line.partition("-")[2]
     lines = server.log.read_text().splitlines()

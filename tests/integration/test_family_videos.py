@@ -126,7 +126,7 @@ def started(folder: Path, bed: str, family: str, dtype: str) -> Iterator[Scene]:
 
 
 def embeddings(server: EngineServer, name: str, **labels: str) -> float:
-    return count(server, f"{name}_total", what="embedding", **labels)
+    return count(server, f"{name}_total", kind="embedding", **labels)
 
 
 def taken(server: EngineServer) -> float:

@@ -129,11 +129,11 @@ def test_tower_llm_of_another_width_shares_features(scene: Scene) -> None:
     # differently: so both are asked of engines.
     base, wider = scene.engines.get("base"), scene.engines.get("wider")
     SHARED.put(base, salt="widths")
-    assert count(base, "hits_total", what="embedding", source="service_computed") == 1
+    assert count(base, "hits_total", kind="embedding", source="service_computed") == 1
     passes = scene.encoder.tower_passes()
     answer = SHARED.put(wider, salt="widths")
     assert scene.encoder.tower_passes() == passes
-    assert count(wider, "hits_total", what="embedding", source="service_cached") == 1
+    assert count(wider, "hits_total", kind="embedding", source="service_cached") == 1
     same(answer, scene.own(wider))
 
 
@@ -143,7 +143,7 @@ def test_tower_fine_tune_with_quantised_llm_shares_embeddings(scene: Scene) -> N
     tuned, passes = scene.engines.get("tuned"), scene.encoder.tower_passes()
     answer = SHARED.put(tuned, salt=SALT)
     assert scene.encoder.tower_passes() == passes
-    assert count(tuned, "hits_total", what="embedding", source="store") == 1
+    assert count(tuned, "hits_total", kind="embedding", source="store") == 1
     assert count(tuned, "saved_tower_passes_total") == 1
     same(answer, scene.own(tuned))
 
@@ -152,6 +152,6 @@ def test_tower_one_value_changed_shares_nothing(scene: Scene) -> None:
     touched, passes = scene.engines.get("touched"), scene.encoder.tower_passes()
     answer = SHARED.put(touched, salt=SALT)
     assert scene.encoder.tower_passes() == passes
-    assert count(touched, "hits_total", what="embedding") == 0
-    assert count(touched, "misses_total", what="embedding") == 1
+    assert count(touched, "hits_total", kind="embedding") == 0
+    assert count(touched, "misses_total", kind="embedding") == 1
     same(answer, scene.own(touched))

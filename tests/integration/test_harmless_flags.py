@@ -93,8 +93,8 @@ def takes_all_from_the_store(server: EngineServer, expected: list[Answer]) -> No
         assert answer.logprobs == pytest.approx(known.logprobs, abs=1e-4), f"prompt {i}\n{account(server)}"
     shareable = sum((answer.prompt_tokens - 1) // PAGE * PAGE for answer in expected)
     assert count(server, "saved_tokens_total") >= 0.5 * shareable, account(server)
-    assert count(server, "hits_total", what="kv_page") >= 4, account(server)
-    assert count(server, "hits_total", what="embedding") >= 1, account(server)
+    assert count(server, "hits_total", kind="kv_page") >= 4, account(server)
+    assert count(server, "hits_total", kind="embedding") >= 1, account(server)
 
 
 def account(server: EngineServer) -> str:

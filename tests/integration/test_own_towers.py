@@ -5,7 +5,7 @@ The families that SGLang's servers share so in a dtype are the lines that passed
 trial (`devkit/family_trials.py`).
 
 No encoder service runs. The server keeps no embeddings itself, so that a repeated medium comes out of the
-store; `tests/sglang_hooks/mm/test_tower_inputs.py` shows that another process has the same keys.
+store; `tests/sglang_hooks/media/test_tower_inputs.py` shows that another process has the same keys.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def each(server: EngineServer, modality: str, salt: str) -> list[Answer]:
 
 
 def embeddings(server: EngineServer, name: str, **labels: str) -> float:
-    return count(server, f"{name}_total", what="embedding", **labels)
+    return count(server, f"{name}_total", kind="embedding", **labels)
 
 
 @needs_sglang

@@ -54,7 +54,7 @@ class Sides:
 
     def loaded(self) -> float:
         """Pages that came from the store so far."""
-        return count(self.ours, "hits_total", what="kv_page")
+        return count(self.ours, "hits_total", kind="kv_page")
 
 
 @pytest.fixture(scope="module")

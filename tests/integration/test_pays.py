@@ -28,8 +28,8 @@ def test_engine_default_settings_measure_loads_and_answer_alike(tmp_path: Path, 
             httpx.post(f"{server.url}/reset_prefix_cache", timeout=10, trust_env=False).raise_for_status()
             for prompt, answer in zip(prompts, answers, strict=True):
                 assert server.chat(prompt, max_tokens=4).token_ids == answer.token_ids
-        hits = server.metric("cornplug_hits_total", what="kv_page")
-        cheaper = server.metric("cornplug_misses_total", what="kv_page", reason="cheaper")
+        hits = server.metric("cornplug_hits_total", kind="kv_page")
+        cheaper = server.metric("cornplug_misses_total", kind="kv_page", reason="cheaper")
         assert hits + cheaper > 0
     log = (tmp_path / "log").read_text()
     lines = [line for line in log.splitlines() if "measured: KV loads at" in line]

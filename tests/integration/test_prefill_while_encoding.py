@@ -59,8 +59,8 @@ def test_engine_prefills_before_images_in_flight_and_answers_as_stock(
             several = _ask(engine, range(4))
             assert several.token_ids == _ask(stock, range(4)).token_ids
             assert count(engine, "early_prefills_total") >= 1
-            assert count(engine, "hits_total", what="embedding") == 4
-            assert count(engine, "misses_total", what="embedding") == 0
+            assert count(engine, "hits_total", kind="embedding") == 4
+            assert count(engine, "misses_total", kind="embedding") == 0
             with _stopped(service), ThreadPoolExecutor(1) as pool:
                 late = pool.submit(_ask, engine, (4, 5))
                 time.sleep(0.5)

@@ -200,7 +200,7 @@ def test_images_in_shared_memory_are_shared(tmp_path: Path, sockets: Path) -> No
         with together(fresh):
             for n, answer in zip((1, 0), expected, strict=True):
                 same(fresh.chat(WORDS, images=[picture()] * n, max_tokens=8), answer)
-            assert count(fresh, "hits_total", what="kv_page") >= 2
+            assert count(fresh, "hits_total", kind="kv_page") >= 2
 
 
 def test_engine_without_tower_lays_transparent_images_on_white_as_its_release_does(

@@ -480,5 +480,5 @@ def test_requests_rendered_elsewhere_share_text_and_count_images(
                 for request, known in zip(rendered, expected, strict=True):
                     assert tokens(fresh, request) == known.token_ids
             assert loaded(fresh) >= 2 * PAGE
-            assert count(fresh, "misses_total", what="embedding", reason="foreign_name") > 0
+            assert count(fresh, "misses_total", kind="embedding", reason="foreign_name") > 0
             assert "media from another process" in fresh.log.read_text()

@@ -61,7 +61,9 @@ def test_workers_under_ray_use_the_store_of_the_engines_environment(
 ) -> None:
     model, prompt = checkpoints.qwen2_text(tmp_path / "model"), ids(7, 5 * PAGE)
     flags = ("--block-size", "32")
-    of_ray = {"RAY_ADDRESS": cluster, "PYTHONPATH": path_of_modules}
+    # vLLM's newer executor copies its whole environment to the workers.
+    executor = {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0"}
+    of_ray = {"RAY_ADDRESS": cluster, "PYTHONPATH": path_of_modules, **executor}
     with StoreProcess(sockets / "s", log=tmp_path / "store.log") as store:
         ours = {"CORNPLUG_STORE_SOCKET": str(store.socket), "CORNPLUG_STORE_AUTOSTART": "false"}
         shares = ("--kv-connector", "cornplug", "--cornplug-save", "always", "--cornplug-app", "ray")

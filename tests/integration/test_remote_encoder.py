@@ -86,8 +86,8 @@ def test_remote_encoder_engine_pulls_rows_and_encodes_when_it_is_killed(
         for ask in FROM_SERVICE:
             assert ask.put(engine).token_ids == expected[ask]
         images = warm + 2
-        assert count(engine, "hits_total", what="embedding", source="service_computed") == images
-        assert count(engine, "misses_total", what="embedding") == 0
+        assert count(engine, "hits_total", kind="embedding", source="service_computed") == images
+        assert count(engine, "misses_total", kind="embedding") == 0
         assert service.tower_passes() == images
         wait_until(lambda: ours.stat().entries == images, deadline_s=60, what="images in the engine's store")
         service.kill()

@@ -113,15 +113,15 @@ def server(scene: Scene, request: pytest.FixtureRequest) -> Iterator[SglangServe
 
 
 def embeddings(server: SglangServer) -> float:
-    return server.metric("cornplug_hits_total", what="embedding", source="service_epd")
+    return server.metric("cornplug_hits_total", kind="embedding", source="service_epd")
 
 
 def misses(server: SglangServer) -> float:
-    return server.metric("cornplug_misses_total", what="embedding")
+    return server.metric("cornplug_misses_total", kind="embedding")
 
 
 def saved(server: SglangServer) -> float:
-    return server.metric("cornplug_saves_total", what="kv_page", outcome="stored")
+    return server.metric("cornplug_saves_total", kind="kv_page", outcome="stored")
 
 
 def test_sglang_epd_answers_equal_stock_and_nothing_runs_twice(scene: Scene, server: SglangServer) -> None:

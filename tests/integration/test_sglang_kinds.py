@@ -162,10 +162,10 @@ def test_sglang_two_tokenizers_images_are_shared(store: StoreProcess, tmp_path: 
         )
         # Other words before the same images: now the embeddings are needed, from whichever tokenizer.
         forget_prefixes(second)
-        before = count(second, "hits_total", what="embedding")
+        before = count(second, "hits_total", kind="embedding")
         with ThreadPoolExecutor(len(asks)) as pool:
             list(pool.map(lambda i: Ask(f"Look at {i}.", (i,)).put(second), range(len(asks))))
-        assert count(second, "hits_total", what="embedding") == before + len(asks)
+        assert count(second, "hits_total", kind="embedding") == before + len(asks)
         log = second.log.read_text()
         assert log.count("Start multi-tokenizer worker process") == 2
         assert "images are not shared" not in log

@@ -85,7 +85,7 @@ def test_sglang_pages_of_pipeline_stages_are_read_by_one_rank_and_back(store: St
         continues(stages, OTHERS, wrote)
         # The store has nothing of this prompt, and no stage waits for another.
         assert stages.generate([9, *THEIRS], max_tokens=1).cached["storage"] == 0
-        assert stages.metric("cornplug_saves_total", what="kv_page", outcome="write_failed") == 0
+        assert stages.metric("cornplug_saves_total", kind="kv_page", outcome="write_failed") == 0
 
 
 class Pair:
@@ -141,7 +141,7 @@ def test_sglang_prefill_server_shares_pages_and_its_decode_server_runs_as_stock(
         assert of_prefill.cached["storage"] >= 0.9 * SHAREABLE
         assert of_decode.output_ids == wrote.output_ids
         # SGLang counts for both halves of a pair; cornplug's counts are of this server alone.
-        assert pair.decode.metric("cornplug_saves_total", what="kv_page") == 0
-        assert pair.decode.metric("cornplug_hits_total", what="kv_page") == 0
+        assert pair.decode.metric("cornplug_saves_total", kind="kv_page") == 0
+        assert pair.decode.metric("cornplug_hits_total", kind="kv_page") == 0
     said = pair.decode.log.read_text()
     assert "KV is not shared, only embeddings: --disaggregation-mode decode" in said

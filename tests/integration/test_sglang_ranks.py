@@ -86,7 +86,7 @@ def test_sglang_pages_of_two_ranks_are_read_by_one(
     assert read.output_ids == wrote.output_ids
     # The store has nothing of this prompt, and the server waits for nothing.
     assert one.generate([9, *TOKENS], max_tokens=1).cached["storage"] == 0
-    assert two.metric("cornplug_saves_total", what="kv_page", outcome="write_failed") == 0
+    assert two.metric("cornplug_saves_total", kind="kv_page", outcome="write_failed") == 0
 
 
 def test_sglang_flags_without_shareable_kv_run_as_stock(

@@ -250,16 +250,16 @@ def test_media_of_one_hash_keep_their_own_rows(sockets: Path, tmp_path: Path) ->
             # SGLang's own words: so the hashes were equal.
             assert "token-count mismatch" in collided.log.read_text()
             wait_until(
-                lambda: count(collided, "saves_total", what="embedding", outcome="stored") >= 2,
+                lambda: count(collided, "saves_total", kind="embedding", outcome="stored") >= 2,
                 deadline_s=60,
                 what="both embeddings in the store",
             )
             settle_saves(collided, store)
         with fresh:
             # The embedding that the other server published is this image's.
-            before = count(fresh, "hits_total", what="embedding", source="store")
+            before = count(fresh, "hits_total", kind="embedding", source="store")
             equal(fresh.chat("Another question.", images=[small], max_tokens=8), other)
-            assert count(fresh, "hits_total", what="embedding", source="store") > before
+            assert count(fresh, "hits_total", kind="embedding", source="store") > before
             # A client's hash of 64 bits says nothing of the image.
             for answer, known in zip(named(fresh, mm_hashes=["ab" * 8]), theirs, strict=True):
                 same(answer, known)

@@ -40,17 +40,17 @@ def forget(stack: Stack, engine: EngineServer) -> None:
 def test_tower_image_of_both_apps_runs_once(asked: Stack) -> None:
     a, b = asked.servers["a"], asked.servers["b"]
     assert count(a, "saved_tower_passes_total", app="a") == len(IMAGES)
-    assert count(a, "hits_total", app="a", what="embedding", source="service_computed") == len(IMAGES)
-    assert count(b, "hits_total", app="b", what="embedding", source="service_cached") == len(IMAGES)
-    assert count(b, "misses_total", app="b", what="embedding") == 0
+    assert count(a, "hits_total", app="a", kind="embedding", source="service_computed") == len(IMAGES)
+    assert count(b, "hits_total", app="b", kind="embedding", source="service_cached") == len(IMAGES)
+    assert count(b, "misses_total", app="b", kind="embedding") == 0
 
 
 def test_kv_pages_of_two_models_are_not_shared(asked: Stack) -> None:
     b = asked.servers["b"]
-    stored = count(b, "saves_total", app="b", what="kv_page", outcome="stored")
+    stored = count(b, "saves_total", app="b", kind="kv_page", outcome="stored")
     # b was asked exactly as a was; every page that it met in the store is its own.
     assert stored > 0
-    assert count(b, "hits_total", app="b", what="kv_page") < stored
+    assert count(b, "hits_total", app="b", kind="kv_page") < stored
 
 
 @pytest.mark.support("Sharing", "pages return when the engine dropped its own prefix cache")
@@ -166,8 +166,8 @@ def test_vllm_fresh_engine_reuses_entries_of_the_first(
         shareable += (answer.prompt_tokens - 1) // 64 * 64
     assert count(fresh, "saved_tokens_total", app="fresh") >= 0.9 * shareable
     assert asked.tower_passes() == passes
-    assert count(fresh, "hits_total", app="fresh", what="embedding", source="store") > 0
-    assert count(fresh, "misses_total", app="fresh", what="embedding") == 0
+    assert count(fresh, "hits_total", app="fresh", kind="embedding", source="store") > 0
+    assert count(fresh, "misses_total", app="fresh", kind="embedding") == 0
 
 
 @pytest.mark.support("Sharing", "preempted requests")
@@ -197,7 +197,7 @@ def test_vllm_qwen2_vl_answers_as_stock(asked: Stack, later: Mapping[str, Engine
         asked.same_as_stock("q", i, ask.put(q))
     assert asked.tower_passes() - passes == len(IMAGES)
     assert count(q, "saved_tower_passes_total", app="q") == len(IMAGES)
-    assert count(q, "misses_total", app="q", what="embedding") == 0
+    assert count(q, "misses_total", app="q", kind="embedding") == 0
     forget(asked, q)
     asked.same_as_stock("q", 7, ASKS[7].put(q))
     assert count(q, "saved_tokens_total", app="q") > 0

@@ -78,10 +78,10 @@ def test_engine_store_full_answers_as_stock(stack: Stack, engine: EngineServer, 
     assert stack.store is not None
     stack.store.kill()
     stack.start_store("192KiB")
-    full = count(engine, "saves_total", what="kv_page", outcome="full")
+    full = count(engine, "saves_total", kind="kv_page", outcome="full")
     with stream(engine, "store-full") as seen:
         answered(seen, 10)
-        wait_for_more(engine, "saves_total", above=full, what="kv_page", outcome="full")
+        wait_for_more(engine, "saves_total", above=full, kind="kv_page", outcome="full")
         answered(seen, 5)
         stack.store.kill()
         stack.start_store()
@@ -129,12 +129,12 @@ def test_engine_publishes_the_embedding_that_the_service_computes(
 @VLLM_FIRST
 @pytest.mark.support("Faults", "the encoder service hangs", engine="{subject}")
 def test_engine_encoder_slow_answers_as_stock(stack: Stack, engine: EngineServer, subject: Subject) -> None:
-    late = count(engine, "misses_total", what="embedding", reason="encoder_timeout")
+    late = count(engine, "misses_total", kind="embedding", reason="encoder_timeout")
     with stream(engine, "encoder-slow") as seen:
         answered(seen, 5)
         stack.encoder.freeze()
         try:
-            wait_for_more(engine, "misses_total", above=late, what="embedding", reason="encoder_timeout")
+            wait_for_more(engine, "misses_total", above=late, kind="embedding", reason="encoder_timeout")
             answered(seen, 10)
         finally:
             stack.encoder.cont()
@@ -147,11 +147,11 @@ def test_engine_encoder_slow_answers_as_stock(stack: Stack, engine: EngineServer
 def test_engine_encoder_answers_random_bytes_answers_as_stock(
     stack: Stack, engine: EngineServer, subject: Subject
 ) -> None:
-    bad = count(engine, "misses_total", what="embedding", reason="encoder_bad_response")
+    bad = count(engine, "misses_total", kind="embedding", reason="encoder_bad_response")
     stack.encoder.stop()
     with stream(engine, "encoder-garbage") as seen:
         with babbler(stack.encoder.socket):
-            wait_for_more(engine, "misses_total", above=bad, what="embedding", reason="encoder_bad_response")
+            wait_for_more(engine, "misses_total", above=bad, kind="embedding", reason="encoder_bad_response")
             answered(seen, 10)
         stack.encoder.start()
         sharing_resumes(engine, "embedding", "service_computed")

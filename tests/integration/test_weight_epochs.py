@@ -80,7 +80,7 @@ def answer(server: SglangServer) -> tuple[tuple[int, ...], int]:
 def wait_for_image(server: EngineServer) -> None:
     """Until the server has counted one that it took from the store."""
     wait_until(
-        lambda: server.metric("cornplug_hits_total", what="embedding", source="store") > 0,
+        lambda: server.metric("cornplug_hits_total", kind="embedding", source="store") > 0,
         deadline_s=20,
         what="an embedding from the store",
     )
@@ -106,7 +106,7 @@ def test_sglang_whose_weights_were_updated_shares_as_the_new_checkpoint(
         update(updated, models["new"])
         assert answer(updated) == (expected, 0), "no page of the old weights"
         assert look(updated) == seen_expected
-        assert updated.metric("cornplug_hits_total", what="embedding") == 0, "none of the old tower"
+        assert updated.metric("cornplug_hits_total", kind="embedding") == 0, "none of the old tower"
         old_entries = store.stat().entries
         wait_until(
             lambda: store.stat().entries > old_entries + SHAREABLE // 64 - 2, deadline_s=30, what="new pages"
@@ -202,9 +202,9 @@ def reload(server: VllmServer, path: Path) -> None:
 
 def ask(server: VllmServer) -> tuple[tuple[int, ...], float]:
     """(tokens, pages that came from the store)"""
-    before = server.metric("cornplug_hits_total", what="kv_page")
+    before = server.metric("cornplug_hits_total", kind="kv_page")
     tokens = server.chat(f"{PREAMBLE} What is a cache?", max_tokens=8, ignore_eos=True).token_ids
-    return tokens, server.metric("cornplug_hits_total", what="kv_page") - before
+    return tokens, server.metric("cornplug_hits_total", kind="kv_page") - before
 
 
 def ask_until_stored(server: VllmServer) -> tuple[int, ...]:
@@ -247,10 +247,10 @@ def test_vllm_whose_weights_were_reloaded_shares_as_the_new_checkpoint(
         post(reloaded, "pause", mode="abort")
         reload(reloaded, models["new"])
         post(reloaded, "resume")
-        held = reloaded.metric("cornplug_hits_total", what="embedding")
+        held = reloaded.metric("cornplug_hits_total", kind="embedding")
         assert ask(reloaded) == (expected, 0), "no page of the old weights"
         assert look(reloaded) == seen_expected
-        assert reloaded.metric("cornplug_hits_total", what="embedding") == held, "none of the old tower"
+        assert reloaded.metric("cornplug_hits_total", kind="embedding") == held, "none of the old tower"
         assert ask_until_stored(reloaded) == expected
 
         reload(reloaded, models["old"])

@@ -20,10 +20,10 @@ from cornplug.errors import CheckpointError
 from cornplug.identity import medium_lineage, page_key, placeholder_tokens
 from cornplug.kv_page import PageGeometry
 from cornplug.sglang_hooks import activation
+from cornplug.sglang_hooks.kv_pages import namespace_roots
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
-from cornplug.sglang_hooks.mm import mm_identifiers
-from cornplug.sglang_hooks.model import lora_adapters
+from cornplug.sglang_hooks.media import mm_identifiers
 from cornplug.sglang_hooks.model.model_config import describe
 
 from .deployments import TEXT_BEFORE, Deployment
@@ -113,5 +113,5 @@ def _loaded(adapter: Path) -> str:
     weights = {"layers.0.q_proj.lora_A.weight": None}
     loaded = SimpleNamespace(layers=[SimpleNamespace(weights=weights)], embedding_layers={})
     manager = SimpleNamespace(loras={name: loaded}, target_modules={"q_proj", "v_proj"})
-    lora_adapters._managers[name], lora_adapters._paths[name] = manager, str(adapter)
+    namespace_roots._managers[name], namespace_roots._paths[name] = manager, str(adapter)
     return name

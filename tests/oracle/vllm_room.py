@@ -21,8 +21,8 @@ from cornplug.engine_common.model_identity import EngineModel, TowerIdentity
 from cornplug.kv_page import PageGeometry
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import validated_families
-from cornplug.vllm_connector.ec.mm_identifiers import MmIdentifiers, key_of
 from cornplug.vllm_connector.kv.page_keys import PageKeys
+from cornplug.vllm_connector.media.mm_identifiers import MmIdentifiers, key_of
 
 from .deployments import TEXT_BEFORE, Deployment
 from .numbers import PAGE, updated

@@ -27,17 +27,17 @@ def asked(apps: Stack) -> Stack:
 @pytest.mark.support("Sharing", "one tower pass an image for two models")
 def test_image_of_two_apps_is_encoded_once(asked: Stack) -> None:
     a, b = asked.servers["a"], asked.servers["b"]
-    assert count(a, "hits_total", app="a", what="embedding", source="service_computed") == len(IMAGES)
-    assert count(b, "hits_total", app="b", what="embedding", source="service_cached") == len(IMAGES)
-    assert count(b, "misses_total", app="b", what="embedding") == 0
+    assert count(a, "hits_total", app="a", kind="embedding", source="service_computed") == len(IMAGES)
+    assert count(b, "hits_total", app="b", kind="embedding", source="service_cached") == len(IMAGES)
+    assert count(b, "misses_total", app="b", kind="embedding") == 0
 
 
 def test_kv_of_other_weights_is_not_used(asked: Stack) -> None:
     """b was asked exactly what a was asked, after a had stored its pages."""
     b = asked.servers["b"]
-    stored = count(b, "saves_total", app="b", what="kv_page", outcome="stored")
+    stored = count(b, "saves_total", app="b", kind="kv_page", outcome="stored")
     assert stored > 0
-    assert count(b, "hits_total", app="b", what="kv_page") < stored
+    assert count(b, "hits_total", app="b", kind="kv_page") < stored
 
 
 @pytest.mark.support("Both engines", "each continues the other's prefixes", engine="vllm sglang")

@@ -12,10 +12,8 @@ import pytest
 
 from cornplug.config import NamespaceConfig
 from cornplug.replay.reference_policies import LRUCache
-from cornplug.replay.scores import ReplayScore, replay
-from cornplug.replay.store_replay import StoreReplay
-from cornplug.replay.trace import TraceAccess, TraceRequest, distinct_bytes
-from cornplug.replay.trace_readers import TokenCost, read_trace
+from cornplug.replay.scores import ReplayScore, StoreReplay, replay
+from cornplug.replay.trace_readers import TokenCost, TraceAccess, TraceRequest, distinct_bytes, read_trace
 
 MOONCAKE = Path(__file__).parents[2] / "benchmarks" / "traces"
 MIB, GIB = 1 << 20, 1 << 30

@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.replay.offline_optimum import offline_optimum
-from cornplug.replay.reference_policies import REFERENCES, LRUCache
-from cornplug.replay.scores import replay
-from cornplug.replay.store_replay import StoreReplay
-from cornplug.replay.trace import TraceAccess, TraceRequest, distinct_bytes
+from cornplug.replay.reference_policies import REFERENCES, LRUCache, offline_optimum
+from cornplug.replay.scores import StoreReplay, replay
+from cornplug.replay.trace_readers import TraceAccess, TraceRequest, distinct_bytes
 
 
 def alone(accesses: Sequence[TraceAccess]) -> list[TraceRequest]:

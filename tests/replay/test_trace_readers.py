@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.replay.trace import TraceAccess, TraceRequest, distinct_bytes
-from cornplug.replay.trace_readers import TokenCost, read_trace
+from cornplug.replay.trace_readers import TokenCost, TraceAccess, TraceRequest, distinct_bytes, read_trace
 from cornplug.store.daemon.access_log import AccessLog
 from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.index import StoreIndex

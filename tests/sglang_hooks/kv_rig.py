@@ -36,14 +36,15 @@ from cornplug.sglang_hooks.kv import hicache_config, hicache_storage, page_hash_
 from cornplug.sglang_hooks.kv_pages.costs import LoadPace
 from cornplug.sglang_hooks.kv_pages.layout import (
     HostPages,
+    RankPlace,
     host_pages,
+    layers_of_stages,
     page_geometry,
     quantised_format,
     rank_heads,
 )
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
-from cornplug.sglang_hooks.kv_pages.rank_place import RankPlace, layers_of_stages
 from cornplug.sglang_hooks.kv_pages.reader import PageReader
 from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
 from cornplug.store.base import Store

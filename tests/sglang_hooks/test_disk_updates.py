@@ -22,7 +22,7 @@ from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.model_identity import EngineModel, StartedModel
 from cornplug.errors import CheckpointError
 from cornplug.sglang_hooks import disk_updates
-from cornplug.sglang_hooks.mm import placeholder_tokens
+from cornplug.sglang_hooks.media import placeholder_tokens
 from cornplug.sglang_hooks.model import model_config
 from devkit import checkpoints
 

@@ -10,7 +10,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from cornplug.errors import ConfigError
-from cornplug.sglang_hooks import activation, hook_registry, hook_selection
+from cornplug.sglang_hooks import activation, hook_registry
 from cornplug.sglang_hooks.compat import Hook
 
 from .zygote import Zygote
@@ -40,7 +40,7 @@ def test_plugin_inactive_hooks_only_server_args(zygote: Zygote) -> None:
         for name in ("add_cli_args", "from_cli_args", "resolve_once")
     }
     assert "cornplug.sglang_hooks.kv.hicache_storage" not in modules
-    assert "cornplug.sglang_hooks.mm.mm_identifiers" not in modules
+    assert "cornplug.sglang_hooks.media.mm_identifiers" not in modules
 
 
 @pytest.mark.parametrize(
@@ -59,16 +59,16 @@ def test_plugin_in_child_installs_needed_hooks(
     zygote: Zygote, said: str, hooked: str, free: tuple[str, ...]
 ) -> None:
     targets, _ = loaded_process(zygote, CORNPLUG_SGLANG="{}", CORNPLUG_SGLANG_PARTS=said)
-    assert targets >= {hook.target for hook in hook_selection.hooks(said.split(","))}
+    assert targets >= {hook.target for hook in hook_registry.hooks(said.split(","))}
     assert any(target.endswith(hooked) for target in targets)
     assert not any(other in target for target in targets for other in free)
 
 
 def test_install_repeated_hooks_every_target_once() -> None:
     load_plugins()
-    hook_registry.install(hook_selection.ALL)
-    hook_registry.install(hook_selection.ALL)
-    for hook in hook_selection.hooks(hook_selection.ALL):
+    hook_registry.install(hook_registry.ALL)
+    hook_registry.install(hook_registry.ALL)
+    for hook in hook_registry.hooks(hook_registry.ALL):
         assert hook_registry.is_applied(hook), hook
         assert hook_registry.misfit(hook) == "", hook
         ours = [f for _, f, _ in HookRegistry._hooks[hook.target] if f is hook.function]
@@ -110,7 +110,7 @@ def test_hooks_in_inactive_server_change_nothing() -> None:
     from sglang.srt.server_args import prepare_server_args
 
     load_plugins()
-    hook_registry.install(hook_selection.ALL)
+    hook_registry.install(hook_registry.ALL)
     activation.turn_off()
     record = prepare_server_args(["--model-path", "dummy", "--device", "cpu"])
     record.resolve_once()

@@ -52,8 +52,8 @@ def test_stats_of_processes_add_up_without_other_ranks(zygote: Zygote, tmp_path:
         ("scheduler", "metrics", 0),
         ("scheduler", "metrics", 1),
     )
-    assert 'cornplug_hits_total{app="chat",source="store",what="kv_page"} 6.0' in text
-    assert 'cornplug_wait_seconds_count{app="chat",what="kv_page"} 2.0' in text
+    assert 'cornplug_hits_total{app="chat",kind="kv_page",source="store"} 6.0' in text
+    assert 'cornplug_wait_seconds_count{app="chat",kind="kv_page"} 2.0' in text
     assert "too_early" not in text
 
 

@@ -22,7 +22,7 @@ from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWei
 from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.model_identity import StartedModel
 from cornplug.sglang_hooks import disk_updates, trainer_updates
-from cornplug.sglang_hooks.mm import placeholder_tokens
+from cornplug.sglang_hooks.media import placeholder_tokens
 from cornplug.sglang_hooks.model import model_config, weight_updates
 from devkit import checkpoints
 

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from cornplug.store.base import Store, Tier
-from cornplug.store.leases import Leases
+from cornplug.store.base import Leases, Store, Tier
 
 _NO_KEY = bytes(32)
 

@@ -21,16 +21,16 @@ from cornplug.errors import StoreUnavailable
 from cornplug.local_socket import receive_frame
 from cornplug.private_paths import read_secret
 from cornplug.store import messages
+from cornplug.store.arena import WriteFences
 from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.client import PoolStore
 from cornplug.store.connection import CircuitBreaker
+from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.index import SWEEP, StoreIndex
 from cornplug.store.daemon.placement import MAX_LOOKS
-from cornplug.store.stats.store_stats import OTHER_APPS
-from cornplug.store.table.entry_table_layout import TableShape
-from cornplug.store.table.entry_table_writer import EntryTableWriter
-from cornplug.store.table.use_notes import NO_PAGE
-from cornplug.store.write_fences import WriteFences
+from cornplug.store.entry_table import TableShape
+from cornplug.store.store_stats import OTHER_APPS
+from cornplug.store.use_notes import NO_PAGE
 from cornplug.testing.store import fill, key, lease, reserve
 
 from .conftest import eventually

@@ -6,9 +6,8 @@ import pickle
 
 import pytest
 
-from cornplug.store.base import Lease, PayloadLocation
-from cornplug.store.leases import NO_PLACE, Leases, place
-from cornplug.testing.store_stage import key
+from cornplug.store.base import NO_PLACE, Lease, Leases, PayloadLocation, place
+from cornplug.testing.store_writing import key
 
 ARENA = b"a" * 16
 

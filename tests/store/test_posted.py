@@ -18,7 +18,7 @@ from cornplug.store.client import PoolStore
 from cornplug.store.memory import MemoryStore
 from cornplug.store.posted import Posted, PostingStore
 from cornplug.testing.store import fill, present
-from cornplug.testing.store_stage import key
+from cornplug.testing.store_writing import key
 
 from .conftest import eventually
 

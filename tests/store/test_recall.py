@@ -9,8 +9,7 @@ from time_limits import TimeLimits
 
 from cornplug.store.base import Tier, TieredReads
 from cornplug.store.memory import MemoryStore
-from cornplug.store.payload import get_payload
-from cornplug.store.recall import recalled, tiers_of
+from cornplug.store.payload import get_payload, recalled, tiers_of
 from cornplug.testing.store import key, put
 
 from .shelved_store import ShelvedStore

@@ -9,8 +9,8 @@ import os
 
 import pytest
 
-from cornplug.store import sealed_memory as module
-from cornplug.store.sealed_memory import sealed_memory
+from cornplug.store import arena as module
+from cornplug.store.arena import sealed_memory
 
 SIZE = 4096
 

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.v1.worker.gpu_worker import Worker
 
-from cornplug.vllm_connector.model.loaded_weights import _reload_weights, rank_vote
+from cornplug.vllm_connector.model.reloads import _reload_weights, rank_vote
 
 
 def main(old: str, new: str) -> None:

@@ -32,7 +32,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.processing import ProcessorInputs, TimingContext
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 
-from cornplug.vllm_connector.ec.processor_outputs import MediaInputs
+from cornplug.vllm_connector.media.encoder_requests import MediaInputs
 
 TEXT = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Gemma3ForCausalLM", "Qwen3ForCausalLM")
 SIZES = ((70, 60), (200, 90), (330, 340))

@@ -21,8 +21,7 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from cornplug.config import Config, QosConfig
 from cornplug.qos import ServiceClass
-from cornplug.vllm_connector.admission import Admission
-from cornplug.vllm_connector.ttft_prediction import QueueReading, TtftForecast
+from cornplug.vllm_connector.admission import Admission, QueueReading, TtftForecast
 
 PREMIUM = ServiceClass(name="premium", share=0.5, priority=10, deadline_s=2.0)
 BATCH = ServiceClass(name="batch", share=0.1, deadline_s=30.0)

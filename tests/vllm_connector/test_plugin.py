@@ -351,12 +351,12 @@ def test_stats_of_both_connectors_share_registry(monkeypatch: pytest.MonkeyPatch
     ec.observe(ec_stats.data, 0)
     ec.observe(ec_stats.data, 1)
     text = prometheus_client.generate_latest(registry).decode()
-    hits = 'cornplug_hits_total{app="chat",engine="%d",model_name="model",source="store",what="kv_page"} %s'
+    hits = 'cornplug_hits_total{app="chat",engine="%d",kind="kv_page",model_name="model",source="store"} %s'
     assert hits % (0, 6.0) in text
     assert hits % (1, 3.0) in text
     assert 'cornplug_saved_tokens_total{app="chat",engine="0",model_name="model"} 256.0' in text
-    assert 'cornplug_wait_seconds_count{app="chat",engine="0",model_name="model",what="kv_page"} 4.0' in text
-    assert 'cornplug_wait_seconds_bucket{app="chat",engine="0",le="0.005"' in text
+    assert 'cornplug_wait_seconds_count{app="chat",engine="0",kind="kv_page",model_name="model"} 4.0' in text
+    assert 'cornplug_wait_seconds_bucket{app="chat",engine="0",kind="kv_page",le="0.005"' in text
     for name in METRICS:
         assert f"# HELP {name.removesuffix('_total')}" in text
 

@@ -11,6 +11,7 @@ import inspect
 import os
 from collections.abc import Iterator
 from functools import reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +20,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from cornplug.vllm_connector import connector_config, engine_alarm, flags, plugin, rendered_elsewhere
-from cornplug.vllm_connector.ec import encoder_only, mm_identifiers
-from cornplug.vllm_connector.ec.early_prefill import InFlightEncoderCacheManager
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
-from cornplug.vllm_connector.kv import (
-    cpu_cores,
-    idle_steps,
-    in_process,
-    keys_ahead,
-    provenance,
-    repeated_ids,
-    resets,
-)
+from cornplug.vllm_connector.kv import copies_in_flight, cpu_use, page_keys, provenance, resets
 from cornplug.vllm_connector.kv_connector import CornplugConnector
-from cornplug.vllm_connector.model import loaded_weights, reloads, weight_transfers, weight_updates
-from cornplug.vllm_connector.no_tower import left_out_weights, retry_after, served_images
+from cornplug.vllm_connector.media import encoder_only, left_out_weights, mm_identifiers, served_images
+from cornplug.vllm_connector.media.early_prefill import InFlightEncoderCacheManager
+from cornplug.vllm_connector.model import reloads, weight_updates
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm_seams.txt"
-KV = (cpu_cores, idle_steps, keys_ahead, provenance, repeated_ids, resets, in_process)
+KV = (cpu_use, page_keys, provenance, resets, copies_in_flight)
 EC = (encoder_only, mm_identifiers)
-WEIGHTS = (loaded_weights, reloads, weight_transfers, weight_updates)
-NO_TOWER = (left_out_weights, served_images, retry_after)
+WEIGHTS = (reloads, weight_updates)
+NO_TOWER = (left_out_weights, served_images)
 WRAPPING = (flags, connector_config, engine_alarm, rendered_elsewhere, *EC, *KV, *WEIGHTS, *NO_TOWER)
 CONNECTOR = "vllm.multimodal.media.connector"
 REGISTER = "vllm.v1.kv_offload.cpu.host_register"
@@ -54,7 +46,7 @@ CALLED = (
     ("vllm.renderers.chat_utils", "BaseMultiModalItemTracker.add"),
 )
 """Functions of vLLM's own offloading worker that `kv/arena_moves.py` calls, and those of its media loading
-and parsing that `no_tower/served_images.py` calls."""
+and parsing that `media/served_images.py` calls."""
 OVERRIDING: tuple[tuple[type, type], ...] = (
     (KVConnectorBase_V1, CornplugConnector),
     (ECConnectorBase, CornplugECConnector),
@@ -75,10 +67,10 @@ def arguments(function: Any) -> str:
 
 
 def seams() -> Iterator[str]:
-    for module in WRAPPING:
-        for home, target, _ in module.WRAPS:
-            function = reduce(getattr, target.split("."), importlib.import_module(home))
-            yield f"{home}:{target}({arguments(getattr(function, '_cornplug_original', function))})"
+    wraps = chain(served_images.RETRY_AFTER_WRAPS, *(module.WRAPS for module in WRAPPING))
+    for home, target, _ in wraps:
+        function = reduce(getattr, target.split("."), importlib.import_module(home))
+        yield f"{home}:{target}({arguments(getattr(function, '_cornplug_original', function))})"
     for home, name in CALLED:
         function = reduce(getattr, name.split("."), importlib.import_module(home))
         yield f"{home}:{name}({arguments(function)})"

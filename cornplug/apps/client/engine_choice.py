@@ -2,32 +2,218 @@
 
 The price of an engine is the sum of three times: prefill of tokens that no engine has processed, loading of
 tokens that another engine on the same host has processed (they share a store), and its queue.
+
+Prompts are compared as chains of hashes, one per step of bytes, with the prefixes that this client sent to
+each engine. The hashes only select an engine. The engine's own keys decide which KV is valid, so a wrong
+guess only costs time. Queue lengths are read from the engines' Prometheus metrics.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
-from cornplug.apps.client.engine_load import EngineLoad
-from cornplug.apps.client.prefix_memory import PrefixMemory
-from cornplug.apps.client.prompt_prefix import STEP_TOKENS, PromptPrefix
-from cornplug.encoder_service.client import rendezvous
+import httpx
+import msgspec
+import xxhash
+
+from cornplug.encoder_service.client import endpoints
 from cornplug.encoder_service.client.retry import CircuitBreakers
 from cornplug.errors import ConfigError
+from cornplug.host import tls_context
+from cornplug.planner.replan.observed_load import PRESENT, WAITING
 
+INTERVAL_S: Final = 1.0
+_TIMEOUT_S: Final = 1.0
+_MOST_BYTES: Final = 8 << 20
+_SAMPLE: Final = re.compile(rf"^({'|'.join(PRESENT)})(?:\{{.*\}})? (\S+)", re.MULTILINE)
+"""Line of one of the four gauges. Parsing all lines of the response takes a hundred times as long."""
+STEP_BYTES: Final = 512
+STEP_TOKENS: Final = 128
+"""Tokens of one step, with four bytes of text per token."""
+_MEDIUM_STEPS: Final = 2
+"""Number of steps that represent one image, audio clip or video."""
+_HEAD: Final = ("model", "cache_salt", "tools", "chat_template_kwargs")
+"""Fields that change the first tokens of a prompt."""
+MOST_STEPS: Final = 65_536
+"""Maximum steps per engine: 8 million tokens, and about 8 MB of this process."""
 _RUNNING_TOKENS: Final = 16.0
 """Prefill tokens that a running request counts as. Its decode steps take that part of a new request's
 time."""
 _FIRST_GUESS_TOKENS: Final = 512.0
 _NEW_SHARE: Final = 0.1
 """Weight of the newest request in the moving average of computed tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Number of requests of all clients in one engine."""
+
+    waiting: float
+    running: float
+
+
+def parse_load(page: str) -> EngineLoad | None:
+    """Return the load in a metrics response, or None if it has none of the gauges."""
+    found = [(name, float(value)) for name, value in _SAMPLE.findall(page)]
+    if not found:
+        return None
+    waiting = sum(value for name, value in found if name in WAITING)
+    return EngineLoad(waiting, sum(value for _, value in found) - waiting)
+
+
+Report = Callable[[Mapping[str, EngineLoad]], None]
+
+
+class LoadPoller:
+    """Reader of the engines' metrics while requests arrive. The load of an engine that does not respond is
+    unknown."""
+
+    def __init__(self, report: Report, *, interval_s: float = INTERVAL_S) -> None:
+        self._report = report
+        self._interval_s = interval_s
+        self._lock = threading.Lock()
+        self._next_s = 0.0
+        self._thread: threading.Thread | None = None
+
+    def poke(self, engines: Collection[str]) -> None:
+        """Start a reading in a thread if the last one is older than the interval. Returns immediately."""
+        with self._lock:
+            now = time.monotonic()
+            busy = self._thread is not None and self._thread.is_alive()
+            if busy or now < self._next_s:
+                return
+            self._next_s = now + self._interval_s
+            self._thread = threading.Thread(
+                target=self._read, args=(tuple(engines),), name="cornplug-load", daemon=True
+            )
+            self._thread.start()
+
+    def _read(self, engines: Collection[str]) -> None:
+        found: dict[str, EngineLoad] = {}
+        with httpx.Client(timeout=_TIMEOUT_S, trust_env=False, verify=tls_context()) as http:
+            for engine in engines:
+                load = _load(http, engine)
+                if load is not None:
+                    found[engine] = load
+        self._report(found)
+
+
+def _load(http: httpx.Client, engine: str) -> EngineLoad | None:
+    try:
+        with http.stream("GET", f"{engine}/metrics") as page:
+            if page.status_code != 200:
+                return None
+            text, end_s = b"", time.monotonic() + _TIMEOUT_S
+            for chunk in page.iter_bytes():
+                text += chunk
+                if len(text) > _MOST_BYTES or time.monotonic() > end_s:
+                    return None
+        return parse_load(text.decode(errors="replace"))
+    except (httpx.HTTPError, ValueError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPrefix:
+    """Hashes of a prompt's first 1, 2, ... steps."""
+
+    steps: tuple[int, ...]
+    conversation: bytes
+    """Digest of the prompt up to the user's first message, which is the same in all turns of a
+    conversation."""
+    tokens: int
+    """Estimated tokens of the whole prompt."""
+
+
+NO_PREFIX: Final = PromptPrefix((), b"", 0)
+"""Prefix of a request without a prompt."""
+
+
+def prompt_prefix(body: Mapping[str, Any]) -> PromptPrefix:
+    """Return the prefix of the body of a chat or completion request."""
+    head = _bytes({name: body[name] for name in _HEAD if body.get(name) is not None})
+    parts, first = [head], None
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else [body.get("prompt")]:
+        parts.append(_bytes(_short(message)))
+        if first is None and (not isinstance(message, dict) or message.get("role") == "user"):
+            first = len(parts)
+    conversation = xxhash.xxh3_128_digest(b"".join(parts[:first])[: 64 * STEP_BYTES])
+    text = b"".join(parts)
+    return PromptPrefix(tuple(_chain(text)), conversation, -(-len(text) * STEP_TOKENS // STEP_BYTES))
+
+
+def _chain(text: bytes) -> Iterator[int]:
+    running = xxhash.xxh3_64()
+    for start in range(0, len(text) - STEP_BYTES + 1, STEP_BYTES):
+        running.update(text[start : start + STEP_BYTES])
+        yield running.intdigest()
+
+
+def _bytes(value: Any) -> bytes:
+    return msgspec.json.encode(value, order="deterministic")
+
+
+def _short(value: Any) -> Any:
+    """Replace each medium by a digest with the length of `_MEDIUM_STEPS`."""
+    if isinstance(value, str) and value.startswith("data:"):
+        return xxhash.xxh3_128_hexdigest(value.encode()) * (_MEDIUM_STEPS * STEP_BYTES // 32)
+    if isinstance(value, list):
+        return [_short(one) for one in value]
+    if isinstance(value, dict):
+        if isinstance(sound := value.get("input_audio"), dict) and isinstance(sound.get("data"), str):
+            return {**value, "input_audio": _short(f"data:{sound['data']}")}
+        return {name: _short(one) for name, one in value.items()}
+    return value
+
+
+class PrefixMemory:
+    """Prefixes that this client sent to each engine, least recently used first. Bounded.
+
+    Not thread-safe: `EngineChooser` holds the lock."""
+
+    def __init__(self, most_steps: int = MOST_STEPS) -> None:
+        self._most = most_steps
+        self._steps: dict[str, OrderedDict[int, None]] = {}
+
+    def engines(self) -> tuple[str, ...]:
+        """Return the engines that have received any step."""
+        return tuple(self._steps)
+
+    def keep(self, engines: Container[str]) -> None:
+        """Forget all other engines, which a launch has ended."""
+        for engine in [one for one in self._steps if one not in engines]:
+            del self._steps[engine]
+
+    def known(self, engine: str, steps: Sequence[int]) -> int:
+        """Return the number of leading steps that this engine has received."""
+        found = self._steps.get(engine, ())
+        for number, step in enumerate(steps):
+            if step not in found:
+                return number
+        return len(steps)
+
+    def remember(self, engine: str, steps: Sequence[int]) -> None:
+        """Record that this engine now has these steps."""
+        found = self._steps.setdefault(engine, OrderedDict())
+        # In reverse order, so that the end of a prompt is forgotten before its beginning.
+        for step in reversed(steps):
+            found[step] = None
+            found.move_to_end(step)
+        while len(found) > self._most:
+            found.popitem(last=False)
+
+    def forget(self, engine: str) -> None:
+        """Record that this engine lost its memory, because its process ended."""
+        self._steps.pop(engine, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +266,7 @@ class EngineChooser:
             ready = [engine for engine in engines if not self._circuits.is_open(engine, now)]
             if not ready:
                 return None
-            order = rendezvous.ranking(prefix.conversation, engines)
+            order = endpoints.ranking(prefix.conversation, engines)
             prices = {engine: self._price_s(engine, engines, prefix) for engine in ready}
             chosen = min(ready, key=lambda engine: (round(prices[engine], 6), order.index(engine)))
             self._circuits.take(chosen, now)

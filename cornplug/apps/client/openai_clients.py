@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 
-from cornplug.apps.client.class_routes import Routes
-from cornplug.apps.client.engine_choice import EngineChooser, MissPrice
-from cornplug.apps.client.engine_load import LoadPoller
-from cornplug.apps.client.routed_call import CallRouter
+from cornplug.apps.client.engine_choice import EngineChooser, LoadPoller, MissPrice
+from cornplug.apps.client.routed_call import CallRouter, Routes
 from cornplug.apps.client.transports import AsyncRoutedTransport, RoutedTransport
 from cornplug.errors import ConfigError
 

@@ -1,8 +1,8 @@
-"""The description of a family: a row of names, and pure functions from published JSON to specs.
+"""Description of a model family: tensor names, and pure functions from published JSON to specs.
 
-Specs hold every field that can change a tower's output, with the defaults of transformers
-filled in, so that an absent field and its explicit default agree. A field unknown here is
-kept: a spec that says too much costs a miss, one that says too little a wrong answer.
+Specs contain every field that can change a tower's output, with transformers' defaults filled in, so that an
+absent field equals its explicit default. Unknown fields are kept: an unnecessary field costs a cache miss, a
+missing field causes wrong results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Modality = Literal["image", "video", "audio"]
 Json = Mapping[str, Any]
 Spec = dict[str, Any]
 
-# What transformers writes into any config and no forward pass of an engine reads.
+# Fields that transformers writes to any config and that no forward pass of an engine reads.
 _INERT_WORDS: Final = """
 _name_or_path _attn_implementation _attn_implementation_autoset _commit_hash
 architectures attention_dropout bad_words_ids begin_suppress_tokens bos_token_id
@@ -39,15 +39,15 @@ _INERT: Final = frozenset(_INERT_WORDS.split())
 _INERT_WHERE_OFF: Final = frozenset(
     {"add_cross_attention", "auto_map", "is_decoder", "is_encoder_decoder", "tie_encoder_decoder"}
 )
-"""Written out by transformers 4 wherever they are off."""
+"""Fields that transformers 4 writes even if they are off."""
 
 
 def without_inert(config: Json) -> Spec:
-    """A config without names, token ids, training and sampling fields."""
+    """Return the config without names, token ids, and fields for training and sampling."""
     return {k: v for k, v in config.items() if k not in _INERT and (v or k not in _INERT_WHERE_OFF)}
 
 
-# Which classes engines run for a `model_type` whose weights and config these are.
+# Classes that engines run for a `model_type` with this config and these weights.
 _USUAL_CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
     "deepseek_v2": ("DeepseekV2ForCausalLM",),
     "deepseek_v3": ("DeepseekV3ForCausalLM",),
@@ -75,7 +75,8 @@ _USUAL_CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def unusual_classes(config: Json) -> list[str] | None:
-    """`architectures` of a config where they are not those of its `model_type`: other code may run."""
+    """Return `architectures` if they are not those of the `model_type`, so that engines may run other code,
+    or None."""
     found = config.get("architectures")
     names = [str(name) for name in found] if isinstance(found, list) else [str(found)] if found else []
     usual = _USUAL_CLASSES.get(str(config.get("model_type")), ())
@@ -84,15 +85,16 @@ def unusual_classes(config: Json) -> list[str] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseCheckpoint:
-    """A part that a family may keep in another checkpoint, which config.json names."""
+    """Part that a family may keep in another checkpoint, which config.json names."""
 
     part: Part
     name: Callable[[Json], str | None]
-    """config.json -> the other checkpoint, a folder or hub id; None where the part is in this one."""
+    """Function that returns the other checkpoint (folder or hub id) for config.json, or None if the part is
+    in this checkpoint."""
     prefixes: tuple[str, ...]
-    """Prefixes of the part's tensors there; the other tensors are not read."""
+    """Prefixes of the part's tensors in the other checkpoint. Other tensors are not read."""
     config_field: str
-    """Field of config.json that the other's config.json stands for."""
+    """Field of config.json that the other checkpoint's config.json replaces."""
 
 
 def _whole_config(config: Json, modality: Modality) -> Json:
@@ -109,57 +111,63 @@ def _any_config(config: Json) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """One `model_type`. The three spec functions raise CheckpointError for a config that they do not know."""
+    """One `model_type`. The three spec functions raise CheckpointError for an unsupported config."""
 
     name: str
     """`model_type` of config.json."""
     tower_class: str
-    """The class that runs it: "module:Class" under `cornplug.encoder_service.towers`."""
+    """Class that computes the tower: "module:Class" in `cornplug.encoder_service.towers`."""
     inputs: Mapping[Modality, tuple[str, ...]]
-    """The tower's inputs of each modality: the processor's outputs by their Hugging Face names. () of a
-    generic family: its tower asks transformers."""
+    """Names of the tower's inputs (the processor's outputs) by modality. Empty for a generic family, whose
+    tower gets them from transformers."""
     tower_prefixes: tuple[str, ...]
     projector_prefixes: tuple[str, ...]
     language_model_prefixes: tuple[tuple[str, str], ...]
-    """(prefix as published, normalised prefix) of every generation of names."""
+    """(published prefix, normalised prefix) for every naming scheme in use."""
     shares_features: bool
-    """Whether the tower's output is worth keeping before the projector, for other LLMs."""
+    """Whether the tower's output is cached before the projector, for use by other LLMs."""
     tower_spec: Callable[[Json], Spec]
-    """config.json -> the settings that shape the tower up to the cut, besides weights and dtype."""
+    """Function that returns the settings in config.json that affect the tower up to the cut, except weights
+    and dtype."""
     projector_spec: Callable[[Json], Spec]
-    """config.json -> the settings that shape the projector, besides weights and dtype."""
+    """Function that returns the settings in config.json that affect the projector, except weights and
+    dtype."""
     preprocess_spec: Callable[[Json], Spec]
-    """The JSON of the first modality's processor -> every field that changes the tower's input."""
+    """Function that returns every field of the first modality's processor JSON that changes the tower's
+    input."""
     before_cut: Callable[[Json, str], bool]
-    """(config.json, normalised tower tensor) -> whether it can reach the tower's output."""
+    """Function that returns whether a normalised tower tensor can affect the tower's output, given
+    config.json."""
     processor_defaults: Mapping[Modality, Json] = field(default_factory=dict)
-    """Arguments that the model's processor class sets over the JSON of the modality's own processor:
-    transformers' `ProcessorKwargs._defaults`. An engine's own overrides come on top."""
+    """Arguments that the model's processor class adds to the processor JSON: transformers'
+    `ProcessorKwargs._defaults`. An engine's overrides take precedence."""
     other_preprocess_specs: Mapping[Modality, Callable[[Json], Spec]] = field(default_factory=dict)
-    """`preprocess_spec` of each further modality in `inputs`, which has another processor."""
+    """`preprocess_spec` of each additional modality in `inputs`, which has its own processor."""
     base: BaseCheckpoint | None = None
     fits: Callable[[Json], bool] = _any_config
-    """config.json -> whether this describes its tower. `families.generic` serves it otherwise."""
+    """Function that returns whether this family describes the tower. `families.generic` serves it
+    otherwise."""
     config_of: Callable[[Json, Modality], Json] = _whole_config
-    """(config.json, modality) -> it without the parts that only the other modalities' tower reads."""
+    """Function that returns config.json without the parts that only the other modalities' tower reads."""
     reaches: Callable[[str, Modality], bool] = _any_tensor
-    """(published tower tensor, modality) -> whether it can reach that modality's rows."""
+    """Function that returns whether a published tower tensor can affect this modality's rows."""
     generic: bool = False
-    """Whether transformers' own class computes it: `families.generic`."""
+    """Whether transformers' own class computes the tower (`families.generic`)."""
 
     @property
     def first_modality(self) -> Modality:
-        """The one whose embeddings have the identity that clients of one modality know."""
+        """Modality whose embeddings keep the identity known to clients of a single modality."""
         return next(iter(self.inputs))
 
     def preprocess_spec_of(self, modality: Modality) -> Callable[[Json], Spec]:
-        """KeyError for a modality that is not in `inputs`."""
+        """Return a modality's preprocess spec. Raises KeyError if it is not in `inputs`."""
         if modality == self.first_modality:
             return self.preprocess_spec
         return self.other_preprocess_specs[modality]
 
     def classify(self, published: str) -> tuple[Part, str]:
-        """Part and normalised name of a tensor. Tower and projector names lose their prefix."""
+        """Return the part and the normalised name of a tensor. Tower and projector names lose their
+        prefix."""
         best: tuple[int, Part, str] = (-1, "language_model", published)
         parts: tuple[tuple[Part, tuple[tuple[str, str], ...]], ...] = (
             ("tower", tuple((p, "") for p in self.tower_prefixes)),
@@ -202,23 +210,23 @@ _NO_PIXELS: Final = frozenset(
 def pixel_spec(
     preprocessor: Json, kind: str, defaults: Json, type_field: str = "image_processor_type"
 ) -> Spec:
-    """preprocessor_config.json over the defaults of class `kind`, where it is of that class.
+    """Return preprocessor_config.json, with the defaults of `kind` filled in if it is of that class.
 
-    `type_field` is where a processor of this modality writes its class.
+    `type_field` is the field in which a processor of this modality stores its class.
     """
-    # A null is transformers' way to say "the class's default".
+    # transformers writes null for the class's default.
     given = {k: v for k, v in preprocessor.items() if v is not None and k not in _NO_PIXELS}
     library = _pixel_library(given.pop("backend", None), given.pop("use_fast", None))
     if given.get("device") == "cpu":
         del given["device"]
     found = str(given.pop(type_field, kind)).removesuffix("Fast")
-    # Another class has other defaults: what it leaves out is not to look like what this one means.
+    # Another class has other defaults, so its absent fields must not be filled in.
     known = {**_PIXEL_DEFAULTS, **defaults} if found == kind else {}
     return {**known, **given, **library, "kind": found}
 
 
 def _pixel_library(backend: object, use_fast: object) -> Spec:
-    """The library that resizes, as transformers 5 chooses it: {} for torchvision, else its name.
+    """Return the resize library as transformers 5 chooses it: {} for torchvision, otherwise its name.
 
     Pillow's pixels differ from torchvision's by up to 2 of 255.
     """
@@ -235,7 +243,7 @@ def _has_torchvision() -> bool:
 
 
 def known_sides(spec: Spec) -> Spec:
-    """Drop null sides, which transformers 5 writes out in full."""
+    """Remove null sides, which transformers 5 writes explicitly."""
     for name in ("size", "crop_size"):
         if isinstance(spec.get(name), Mapping):
             spec[name] = {k: v for k, v in spec[name].items() if v is not None}

@@ -1,4 +1,4 @@
-"""Where the LLaVA families cut a CLIP or SigLIP tower: at `vision_feature_layer`, before the final norm."""
+"""Cut of a CLIP or SigLIP tower in the LLaVA families: at `vision_feature_layer`, before the final norm."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ CLIP_L_336: Final[Json] = {
     "image_size": 336,
     "patch_size": 14,
 }
-"""The tower of LlavaConfig and LlavaNextConfig when config.json has no vision_config at all."""
+"""Tower of LlavaConfig and LlavaNextConfig if config.json has no vision_config."""
 
-# Depth beyond the cut, CLIP's contrastive head and SigLIP's pooling head do not reach the features.
+# Layers after the cut, CLIP's contrastive head and SigLIP's pooling head do not affect the features.
 _PAST_THE_CUT: Final = (
     "num_hidden_layers", "projection_dim", "vocab_size", "logit_scale_init_value", "vision_use_head",
 )  # fmt: skip
@@ -48,16 +48,17 @@ _PAST_THE_CUT: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlavaCut:
-    """Defaults that a family's config class fills in where config.json is silent."""
+    """Defaults of a family's config class for fields that are absent in config.json."""
 
     vision: Json
-    """The whole vision_config; its `model_type` counts also for one that names none."""
+    """The whole vision_config. Its `model_type` is also the default for a vision_config without one."""
     layer: int
     select: str
-    """ "default" drops the first row, "full" keeps all."""
+    """"default" drops the first row, and "full" keeps all rows."""
 
     def vision_config(self, config: Json) -> Spec:
-        """The tower's config with all defaults. CheckpointError("unknown_family") for another tower."""
+        """Return the tower's config with all defaults. Raises CheckpointError("unknown_family") for another
+        tower."""
         kind, given = self._tower(config)
         if kind not in _TOWERS:
             raise CheckpointError(
@@ -68,7 +69,7 @@ class LlavaCut:
         return {**_TOWERS[kind], **given, "model_type": kind}
 
     def knows_tower(self, config: Json) -> bool:
-        """As `Family.fits`: whether the tower is of a kind that is described here."""
+        """Return whether the tower's kind is supported, as `ModelFamily.fits`."""
         return self._tower(config)[0] in _TOWERS
 
     def _tower(self, config: Json) -> tuple[str, Json]:
@@ -77,13 +78,13 @@ class LlavaCut:
         return str(given.get("model_type") or self.vision["model_type"]), given
 
     def feature_layers(self, config: Json) -> list[int]:
-        """`vision_feature_layer` as indices from the first hidden state (0: the embeddings).
+        """Return `vision_feature_layer` as indices of hidden states (0 for the embeddings).
 
         Raises CheckpointError("bad_config") for a layer that the tower does not have.
         """
         depth = int(self.vision_config(config)["num_hidden_layers"])
         layers = config.get("vision_feature_layer", self.layer)
-        # One index and a list of that index give the same features.
+        # An index and a list with that index give the same features.
         wanted = [layers] if isinstance(layers, int) else list(layers)
         absolute = [depth + 1 + i if i < 0 else i for i in wanted]
         if not absolute or not all(0 <= i <= depth for i in absolute):
@@ -93,7 +94,6 @@ class LlavaCut:
         return absolute
 
     def tower_spec(self, config: Json) -> Spec:
-        """As `Family.tower_spec`."""
         vision = without_inert(self.vision_config(config))
         for name in _PAST_THE_CUT:
             vision.pop(name, None)
@@ -103,10 +103,10 @@ class LlavaCut:
         }
 
     def before_cut(self, config: Json, name: str) -> bool:
-        """As `Family.before_cut`. With LLaVA's default layer -2, CLIP's last layer never runs.
+        """Return whether a tensor affects the features, as `ModelFamily.before_cut`.
 
-        The final norm never does, at layer -1 either: a hidden state is taken before it, by
-        transformers as by vLLM (`require_post_norm=False`).
+        With LLaVA's default layer -2, CLIP's last layer is not computed. The final norm never is, because
+        hidden states are taken before it, in transformers as in vLLM (`require_post_norm=False`).
         """
         if name.startswith("encoder.layers."):
             return int(name.split(".")[2]) < max(self.feature_layers(config))
@@ -114,7 +114,7 @@ class LlavaCut:
 
 
 def llava_projector(config: Json) -> Spec:
-    """Linear, activation, linear."""
+    """Return the projector's settings: linear, activation, linear."""
     return {
         "hidden_act": config.get("projector_hidden_act", "gelu"),
         "bias": config.get("multimodal_projector_bias", True),
@@ -122,15 +122,15 @@ def llava_projector(config: Json) -> Spec:
 
 
 def tiled_projector(config: Json, pinpoints: list[list[int]]) -> Spec:
-    """The same, and how an item's tiles are put together; `pinpoints`: the config class's default."""
+    """Return the projector's settings with the layout of tiles. `pinpoints` is the config class's default."""
     return llava_projector(config) | {
         "image_grid_pinpoints": config.get("image_grid_pinpoints") or pinpoints,
     }
 
 
 def one_row_a_patch(cut: LlavaCut, config: Json) -> Spec:
-    """`tower_spec` of a family that puts tiles together. Raises CheckpointError("bad_config") where
-    its rows are no square of patches: with CLIP's first row, or without SigLIP's."""
+    """Return `tower_spec` for a family that assembles tiles. Raises CheckpointError("bad_config") if the rows
+    are not a square of patches: with CLIP's first row, or without SigLIP's."""
     spec = cut.tower_spec(config)
     fits = "default" if spec["model_type"] == "clip_vision_model" else "full"
     if spec["feature_select"] != fits:
@@ -143,7 +143,7 @@ def one_row_a_patch(cut: LlavaCut, config: Json) -> Spec:
 
 
 def sized_pixels(preprocessor: Json, kind: str, defaults: Json) -> Spec:
-    """`pixel_spec` in which sizes read alike, as a number of pixels or as sides."""
+    """Return `pixel_spec` with sizes in one form, whether given as a number of pixels or as sides."""
     spec = pixel_spec(preprocessor, kind, defaults)
     if isinstance(spec.get("size"), int):
         square = preprocessor.get("default_to_square", False)

@@ -1,4 +1,4 @@
-"""Gemma 3: a SigLIP tower with a parameter-free pooling behind it; 4B, 12B and 27B have the same one."""
+"""Gemma 3: a SigLIP tower followed by parameter-free pooling. 4B, 12B and 27B have the same tower."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _projector(config: Json) -> Spec:
 
 def _preprocess(preprocessor: Json) -> Spec:
     spec = pixel_spec(preprocessor, "Gemma3ImageProcessor", _PIXELS)
-    spec.pop("image_seq_length", None)  # how many rows the prompt leaves room for
+    spec.pop("image_seq_length", None)  # number of rows in the prompt
     if not spec.get("do_pan_and_scan"):
         for name in _CROPS:
             spec.pop(name, None)
@@ -52,7 +52,7 @@ FAMILY: Final[ModelFamily] = replace(
     llava.FAMILY,
     name="gemma3",
     tower_class="gemma3:Gemma3",
-    # The 4x4 average is no weight of the LLM's: rows of one tower serve every size, 16 times fewer.
+    # The 4x4 average has no weights, so the tower's rows serve every LLM size, with 16 times fewer rows.
     shares_features=True,
     tower_spec=_tower,
     projector_spec=_projector,

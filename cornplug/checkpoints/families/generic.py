@@ -1,15 +1,16 @@
-"""Any family that has no file here: whatever it is, its identity needs no names.
+"""Families without a module here. Their identity needs no tensor names.
 
     all tensors outside the decoder ─┐
     the whole config.json ───────────┼─> identity
     every processor's JSON ──────────┤
     versions of the code ────────────┘
-transformers' own class computes it (`cornplug.encoder_service.towers.generic`). It gets only the tensors that
-count here, so that no other one can change a row. Too much counts rather than too little: a miss, never a
-wrong row.
 
-A model may have a tower for images and videos and another one for audio. Parts that by their names are one
-tower's do not count for the other, and are taken out of the model that computes it.
+transformers' own class computes the tower (`cornplug.encoder_service.towers.generic`) from only the tensors
+in the identity, so that no other tensor can change a row. The identity may include too much, which costs a
+cache miss, but not too little, which would cause wrong rows.
+
+A model may have one tower for images and videos and another for audio. Parts that belong to one tower by name
+are left out of the other's identity and model.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PROCESSOR_FILES: Final = (
     "video_preprocessor_config.json",
     "tokenizer_config.json",
 )
-"""Files of a checkpoint that a transformers processor reads settings from."""
+"""Files of a checkpoint from which a transformers processor reads settings."""
 _CODE: Final = ("transformers", "torchvision", "timm")
 """Packages with the code of towers and processors."""
 _UNREAD_CONFIG: Final = (
@@ -39,7 +40,7 @@ _UNREAD_CONFIG: Final = (
     "torch_dtype",
     "transformers_version",
 )
-"""Of config.json: the service chooses the dtype, and `Checkpoint` counts a quantised tower by itself."""
+"""Ignored fields of config.json. The service chooses the dtype, and `Checkpoint` handles quantised towers."""
 _UNREAD_TOKENIZER: Final = ("chat_template", "name_or_path")
 _DECODER: Final = re.compile(
     r"(^|\.)(language_model|text_model|llm|lm_head|embed_tokens)\."
@@ -65,37 +66,38 @@ _OTHER_PROCESSORS: Final[Mapping[Modality, frozenset[str]]] = {
     "video": frozenset({"feature_extractor"}),
     "audio": frozenset({"image_processor", "video_processor", "video_preprocessor_config.json"}),
 }
-"""Fields of processor_config.json, and a file, that are another modality's."""
+"""Fields of processor_config.json, and a file, that belong to other modalities."""
 _TYPES: Final[Mapping[Modality, str]] = {
     "image": "image_processor_type",
     "video": "video_processor_type",
     "audio": "feature_extractor_type",
 }
 NESTED: Final = "thinker_config"
-"""Field of config.json that holds the config of towers and decoder, in models that also speak."""
+"""Field of config.json with the config of towers and decoder, in models that also generate speech."""
 
 
 def is_decoder(name: str) -> bool:
-    """Whether a tensor of this published name is the decoder's or its head's.
+    """Return whether a tensor with this published name belongs to the decoder or its head.
 
-    Of an unknown decoder the tensors count as the tower's: the identity then changes with them.
+    Tensors of an unknown decoder count as part of the tower, so the identity changes with them.
     """
     return _DECODER.search(name) is not None
 
 
 def is_of_other(name: str, modality: Modality) -> bool:
-    """Whether a tensor or module (with a dot behind it) is by its name of another modality's tower."""
+    """Return whether the name of a tensor or module (followed by a dot) belongs to another modality's
+    tower."""
     return _OTHER_TENSORS[modality].search(name) is not None
 
 
 def generic_family(config: Json, processors: Mapping[Modality, Json]) -> ModelFamily | None:
-    """The family of a checkpoint that no file here describes; None for one without images and audio.
+    """Return the family of a checkpoint that no module describes, or None if it has neither images nor audio.
 
     `processors` is the JSON of each modality's processor.
     """
     name = config.get("model_type")
     taken = tuple(m for m, field in _TYPES.items() if field in processors[m])
-    # Old image processors have the extractor's field too.
+    # Old image processors also have the feature extractor's field.
     if "audio" in taken and "audio" not in json.dumps(config):
         taken = tuple(m for m in taken if m != "audio")
     if not isinstance(name, str) or not {"image", "audio"} & set(taken):
@@ -132,7 +134,7 @@ def _config_of(config: Json, modality: Modality) -> Json:
 
 
 def _tower(config: Json) -> Spec:
-    # The decoder's config counts too: some families scale rows by its width.
+    # Include the decoder's config, because some families scale rows by its width.
     return {"config": {k: v for k, v in config.items() if k not in _UNREAD_CONFIG}, "code": _versions()}
 
 
@@ -148,8 +150,8 @@ def _versions() -> Spec:
 
 
 def processor_spec(files: Mapping[str, Json], modality: Modality) -> Spec:
-    """Every setting of a checkpoint's processors, out of the contents of `PROCESSOR_FILES`, without those
-    that stand by themselves and are another modality's."""
+    """Return every setting of a checkpoint's processors, from the contents of `PROCESSOR_FILES`, without
+    separate settings of other modalities."""
     other = _OTHER_PROCESSORS[modality]
     left_out = {
         "tokenizer_config.json": frozenset(_UNREAD_TOKENIZER),

@@ -1,4 +1,4 @@
-"""InternVL (the -hf checkpoints): a ViT over tiles, then 2x2 patches laid side by side and projected."""
+"""InternVL (the -hf checkpoints): a ViT over tiles, then a projection of concatenated 2x2 patches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _PIXELS: Final[Json] = {
     "min_patches": 1,
     "max_patches": 12,
 }
-# Read in training, or where a mask is given.
+# Fields that are read only in training, or with a mask.
 _UNREAD: Final = ("hidden_dropout_prob", "projection_dropout", "layer_scale_init_value", "use_mask_token")
 
 
@@ -53,7 +53,7 @@ def _vision(config: Json) -> Spec:
 def _tower(config: Json) -> Spec:
     chosen = config.get("vision_feature_layer", -1), config.get("vision_feature_select_strategy", "default")
     if chosen != (-1, "default"):
-        # vLLM reads neither field, so that engines would disagree.
+        # vLLM reads neither field, so the engines would differ.
         raise CheckpointError(
             f"internvl with vision_feature_layer and vision_feature_select_strategy {chosen} is not "
             "supported; use (-1, 'default').",

@@ -20,7 +20,7 @@ def _preprocess(preprocessor: Json) -> Spec:
 
 
 def _fits(config: Json) -> bool:
-    # Families that build on this description have towers that it does not know.
+    # Families that extend this description have other towers.
     return config.get("model_type") != "llava" or _CUT.knows_tower(config)
 
 

@@ -1,4 +1,5 @@
-"""LLaVA-OneVision: a SigLIP tower over the tiles of an image, shrunk to at most so many tiles' rows."""
+"""LLaVA-OneVision: a SigLIP tower over an image's tiles, downscaled to the rows of a maximum number of
+tiles."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Qwen2.5-VL: a tower of windows, and Qwen2-VL's kind of merger and processors.
+"""Qwen2.5-VL: a tower with window attention, and Qwen2-VL's kind of merger and processors.
 
-How many frames a second were sampled reaches the LLM's positions, not the tower.
+The sampling rate of frames affects the LLM's positions, but not the tower.
 """
 
 from __future__ import annotations

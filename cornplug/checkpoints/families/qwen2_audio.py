@@ -1,6 +1,6 @@
 """Qwen2-Audio: a Whisper-shaped tower that halves its rows, then one linear layer.
 
-Facts of every Whisper are here too: other families import them.
+Definitions for every Whisper tower are here too, and other families import them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WHISPER_DEFAULTS: Final[Json] = {
     "max_source_positions": 1500,
     "scale_embedding": False,
 }
-"""WhisperConfig's own."""
+"""Defaults of WhisperConfig."""
 _QWEN2_AUDIO_DEFAULTS: Final[Json] = {
     **WHISPER_DEFAULTS,
     "num_mel_bins": 128,
@@ -58,7 +58,7 @@ _UNREAD: Final = frozenset(
         "vocab_size",
     ]
 )
-"""Whisper's decoder, training and timestamps: nothing of it reaches the encoder's output."""
+"""Fields of Whisper's decoder, training and timestamps, which do not affect the encoder's output."""
 _EXTRACTOR_DEFAULTS: Final[Json] = {
     "kind": "WhisperFeatureExtractor",
     "feature_size": 80,
@@ -71,7 +71,7 @@ _EXTRACTOR_DEFAULTS: Final[Json] = {
     "dither": 0.0,
     "do_normalize": False,
 }
-# Derived from the others, said by the caller, or a name. Old files hold a whole filter bank, never read.
+# Derived fields, fields that the caller sets, and names. Old files contain a filter bank that is never read.
 _NO_MELS: Final = frozenset(
     [
         "auto_map",
@@ -87,7 +87,7 @@ _NO_MELS: Final = frozenset(
 
 
 def whisper_spec(audio: Json, defaults: Json = WHISPER_DEFAULTS) -> Spec:
-    """A Whisper's config -> the settings that shape its encoder's output besides weights."""
+    """Return the settings of a Whisper config that affect its encoder's output, except weights."""
     given = {k: v for k, v in without_inert(audio).items() if v is not None}
     for other, name in _OTHER_NAMES.items():
         if other in given:
@@ -97,7 +97,7 @@ def whisper_spec(audio: Json, defaults: Json = WHISPER_DEFAULTS) -> Spec:
 
 
 def mel_spec(preprocessor: Json) -> Spec:
-    """WhisperFeatureExtractor's JSON -> every field that changes the mel spectrogram."""
+    """Return every field of WhisperFeatureExtractor's JSON that changes the mel spectrogram."""
     given = {k: v for k, v in preprocessor.items() if v is not None and k not in _NO_MELS}
     kind = given.pop("feature_extractor_type", None)
     return {**_EXTRACTOR_DEFAULTS, **given, **({"kind": kind} if kind else {})}

@@ -1,4 +1,4 @@
-"""Qwen2-VL: another tower for each size, and a merger that shrinks its output."""
+"""Qwen2-VL: a tower for each model size, and a merger that reduces its rows."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _VISION_DEFAULTS: Final[Json] = {
 
 
 def vision_spec(config: Json, defaults: Json) -> Spec:
-    """`vision_config` over the defaults of its class, as any transformers release writes it."""
+    """Return `vision_config` with the defaults of its class, normalised across transformers releases."""
     given = dict(config.get("vision_config") or {})
     if "in_chans" in given:
         given.setdefault("in_channels", given.pop("in_chans"))
     vision = without_inert({**defaults, **given})
-    # transformers 4 and 5 name the sub-config differently; the family's name says it all.
+    # transformers 4 and 5 name the sub-config differently, so use the family's name.
     vision["model_type"] = f"{str(defaults['model_type']).removesuffix('_vision')}_vision"
     for unread in ("spatial_patch_size", "in_chans", "tokens_per_second"):
         vision.pop(unread, None)
@@ -58,13 +58,13 @@ def _projector(config: Json) -> Spec:
 
 
 def picture_spec(preprocessor: Json) -> Spec:
-    """Of Qwen2VLImageProcessor, which all Qwen-VL families use."""
+    """Return the spec of Qwen2VLImageProcessor, which all Qwen-VL families use."""
     spec = pixel_spec(
         preprocessor,
         "Qwen2VLImageProcessor",
         {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2},
     )
-    # As Qwen2VLImageProcessor does: min_pixels and max_pixels override size.
+    # As in Qwen2VLImageProcessor, min_pixels and max_pixels override size.
     size = dict(spec.pop("size", None) or {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280})
     for pixels, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
         value = spec.pop(pixels, size.pop(pixels, None))
@@ -75,7 +75,8 @@ def picture_spec(preprocessor: Json) -> Spec:
 
 
 def video_spec(preprocessor: Json) -> Spec:
-    """Of Qwen2VLVideoProcessor, Qwen2.5-VL's too. The frames that it samples follow from its input."""
+    """Return the spec of Qwen2VLVideoProcessor, also for Qwen2.5-VL. Its sampled frames follow from its
+    input."""
     spec = pixel_spec(preprocessor, "Qwen2VLVideoProcessor", VIDEO_DEFAULTS, "video_processor_type")
     size = dict(spec.pop("size", None) or {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768})
     for pixels, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
@@ -93,11 +94,11 @@ VIDEO_DEFAULTS: Final[Json] = {
     "max_frames": 768,
     "do_sample_frames": False,
     "return_metadata": False,
-    # What an absent field means to transformers 5.19; 5.22 will take it for true.
+    # Default in transformers 5.19. The default in 5.22 will be true.
     "cap_pixels_per_frame": False,
     "max_video_tokens": 128000,
 }
-"""Qwen2VLVideoProcessor's own, without `size`."""
+"""Defaults of Qwen2VLVideoProcessor, without `size`."""
 QWEN_INPUTS: Final[Mapping[Modality, tuple[str, ...]]] = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),

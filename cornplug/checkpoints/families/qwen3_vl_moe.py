@@ -1,4 +1,4 @@
-"""Qwen3-VL with a mixture of experts: another LLM behind the same kind of tower."""
+"""Qwen3-VL with a mixture of experts: another LLM with the same kind of tower."""
 
 from __future__ import annotations
 

@@ -19,11 +19,10 @@ from typing import Any, Final, Self, TypeVar
 import httpx
 
 from cornplug.config import load
-from cornplug.encoder_service.client import http_transport, rendezvous, responses
+from cornplug.encoder_service.client import endpoints, http_transport, responses
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
-from cornplug.encoder_service.client.encode_many import EncodeManyBatch, Result
+from cornplug.encoder_service.client.encode_many import EncodeManyBatch, Item, MediaPayload, Medium, Result
 from cornplug.encoder_service.client.endpoints import configured, is_here, local_store
-from cornplug.encoder_service.client.media_payload import Item, MediaPayload, Medium
 from cornplug.encoder_service.client.responses import HttpAnswer, RemoteFailure, RetryLater
 from cornplug.encoder_service.client.retry import CircuitBreakers, RetryPause, RetrySequence, SendAttempt
 from cornplug.encoder_service.wire import decodings
@@ -73,7 +72,7 @@ class AsyncEncoderClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         config = load()
-        self._services = rendezvous.services(services or configured(config))
+        self._services = endpoints.services(services or configured(config))
         self._deadline_s = deadline_s or config.encoder.deadline_s
         self._stores = dict.fromkeys(self._services, store)
         self._own_store: Store | None = None
@@ -218,7 +217,7 @@ class AsyncEncoderClient:
         self, content: bytes, send: Callable[[str, float], Awaitable[T]], deadline_s: float | None
     ) -> T:
         """Return the result of `send(url, timeout_s)` at the first service where it succeeds."""
-        order = rendezvous.ranking(content, self._services)
+        order = endpoints.ranking(content, self._services)
         attempts = RetrySequence(
             order,
             self.circuits,
@@ -284,7 +283,7 @@ class AsyncEncoderClient:
 
     def first(self, medium: MediaPayload) -> str:
         """Return the preferred service for a medium."""
-        return rendezvous.ranking(medium.content, self._services)[0]
+        return endpoints.ranking(medium.content, self._services)[0]
 
     def embedding(self, url: str, answer: HttpAnswer) -> EmbeddingRef | None:
         """Return the embedding in a response from `url`, see `responses.embedding`."""

@@ -1,25 +1,41 @@
-"""Reference to an embedding in a client: its key, and a verified copy of its bytes."""
+"""Reference to an embedding in a client: its key, and a verified copy of its bytes. Does not need torch.
+
+`vllm_part` puts the embedding into a request to an engine, in place of the image that it was computed from:
+
+    by handle   vLLM 0.32 with cornplug's connector: a few hundred bytes; the engine reads its store
+    by value    any vLLM 0.32 with --enable-mm-embeds: the rows themselves, as .npy in base64
+
+SGLang 0.5.23 takes no embeddings in requests to supported families: its LLaVA and Qwen models run
+their tower over an item's `precomputed_embedding`. It takes embeddings from
+`--language-only --encoder-urls`, which `cornplug encoder` serves.
+"""
 
 from __future__ import annotations
 
+import base64
 import importlib
+import io
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from cornplug.codec import ITEM_BYTES, PayloadKind
-from cornplug.encoder_service.client import openai_parts
-from cornplug.errors import CodecError, StoreError
+from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
+from cornplug.errors import CodecError, EncoderRefused, StoreError
 from cornplug.store.base import Store
 from cornplug.store.payload import get_payload
 
 if TYPE_CHECKING:
     import torch
 
+
 STORE_DEADLINE_S: Final = 0.25
+_VLLM: Final[Mapping[str, bool]] = {"llava": False, "qwen2_vl": True, "qwen2_5_vl": True}
+"""Family whose model accepts `image_embeds` in vLLM 0.32 -> whether it also needs the grid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,8 +102,8 @@ class EmbeddingRef:
 
     def to_vllm_content_part(self, *, by_value: bool = False) -> dict[str, object]:
         """Return a content part for vLLM's OpenAI API, in place of the image. See
-        `openai_parts.vllm_part`."""
-        return openai_parts.vllm_part(self, by_value=by_value)
+        `vllm_part`."""
+        return vllm_part(self, by_value=by_value)
 
 
 def from_store(
@@ -132,3 +148,39 @@ def _check_size(dtype: str, shape: tuple[int, ...], size: int) -> None:
         raise ValueError(f"no embedding has dtype {dtype!r}")
     if any(n <= 0 for n in shape) or math.prod(shape) * ITEM_BYTES[dtype] != size:
         raise ValueError(f"{size} bytes do not fill {shape} of {dtype}")
+
+
+def vllm_part(ref: EmbeddingRef, *, by_value: bool = False) -> dict[str, Any]:
+    """Return a content part of a chat message for vLLM 0.32, in place of an `image_url` part.
+
+    By handle, the engine must share the service's `store.secret_file` and store, the request's `cache_salt`
+    must be the salt that the image was encoded with, and the entry must still be in the store. Otherwise the
+    request fails with status 400, because there are no pixels to fall back to.
+
+    Raises EncoderRefused: "no_handle" if the service returned none, "unsupported" if vLLM's model accepts no
+    embeddings.
+    """
+    if ref.handle is None:
+        raise EncoderRefused("the service returned no embedding handle", reason="no_handle")
+    handle = EmbeddingHandle.read(ref.handle)
+    wants_grid = _VLLM.get(handle.family)
+    if wants_grid is None or handle.modality != "image":
+        raise EncoderRefused(
+            f"vLLM 0.32 does not accept embeddings for {handle.family} and {handle.modality}, only for "
+            f"images of {', '.join(_VLLM)}. Send the medium itself",
+            reason="unsupported",
+        )
+    rows = _npy(ref) if by_value else ref.handle
+    if not wants_grid:
+        return {"type": "image_embeds", "image_embeds": rows}
+    return {
+        "type": "image_embeds",
+        "image_embeds": {"image_embeds": rows, "image_grid_thw": list(handle.grid)},
+    }
+
+
+def _npy(ref: EmbeddingRef) -> str:
+    """Encode the rows as .npy. numpy has no bfloat16, so it is widened to float32, without loss."""
+    out = io.BytesIO()
+    np.save(out, ref.numpy(), allow_pickle=False)
+    return base64.b64encode(out.getvalue()).decode()

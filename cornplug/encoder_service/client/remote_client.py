@@ -10,6 +10,7 @@ failed is left out until it has answered a DescribeRequest, which the thread sen
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import math
@@ -25,8 +26,8 @@ from typing import Any, Final, Self, cast
 import httpx
 import msgspec
 
-from cornplug.encoder_service.client import http_transport, rendezvous
-from cornplug.encoder_service.client.remote_errors import copy_of, down, refusal_of
+from cornplug.encoder_service.client import endpoints, http_transport
+from cornplug.encoder_service.client.responses import HttpAnswer
 from cornplug.encoder_service.client.unix_client import MAX_OUTBOX_BYTES
 from cornplug.encoder_service.wire.engine_seal import MEDIA_TYPE, PATH, EngineSeal, SealBroken
 from cornplug.encoder_service.wire.messages import (
@@ -63,8 +64,60 @@ _PART_OF_TIMEOUT: Final = 0.9
 """Deadline of a medium at a service, as a fraction of the client's timeout."""
 _KEEPALIVE_S: Final = 2.0
 """Shorter than uvicorn's 5 s, because an idle connection that the service closes would look like a crash."""
-
 log = logging.getLogger(__name__)
+
+
+class _Detail(msgspec.Struct):
+    message: str = ""
+    retry_after_s: float | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Detail
+
+
+def down(url: str, why: Exception) -> EncoderUnavailable:
+    """Return the error for a service that could not be reached, or that closed the connection."""
+    return EncoderUnavailable(
+        f"no service responds at {url} ({str(why) or type(why).__name__}); start one there with: cornplug "
+        "encoder --model ... --host ADDRESS",
+        reason="encoder_down",
+    )
+
+
+def refusal_of(url: str, answer: HttpAnswer) -> EncoderError:
+    """Return the error for an unsealed response. A forged one only makes the engine run its own tower."""
+    said, retry_after_s = "", None
+    with contextlib.suppress(msgspec.MsgspecError, RecursionError):
+        detail = msgspec.json.decode(answer.body, type=_ErrorBody).error
+        said, retry_after_s = detail.message, detail.retry_after_s
+    text = f"{url}: status {answer.status}" + (f": {said[:300]}" if said else "")
+    match answer.status:
+        case 401 | 403 | 421:
+            return EncoderUnavailable(text, reason="encoder_untrusted")
+        case 404 | 405 | 415:
+            return EncoderUnavailable(
+                f"{text}; the service does not accept engines over HTTP; install this release and "
+                "cornplug[remote] there",
+                reason="encoder_version",
+            )
+        case 413:
+            return EncoderRefused(f"{text} (encoder.max_body_bytes)", reason="bad_input")
+        case 429 | 503:
+            return EncoderRefused(text, reason="overloaded", retry_after_s=retry_after_s)
+        case 408 | 504:
+            return EncoderUnavailable(text, reason="encoder_timeout")
+        case 500 | 502:
+            return EncoderRefused(text, reason="internal")
+    return EncoderUnavailable(text, reason="encoder_bad_response")
+
+
+def copy_of(error: EncoderError | None) -> EncoderError:
+    """Return a copy of the error for one caller, because an exception that is raised twice collects
+    tracebacks."""
+    if isinstance(error, EncoderRefused):
+        return EncoderRefused(str(error), reason=error.reason, retry_after_s=error.retry_after_s)
+    return EncoderUnavailable(str(error), reason="encoder_down" if error is None else error.reason)
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +144,7 @@ class RemoteEncoder:
 
     def __init__(self, urls: Sequence[str] | Mapping[str, float], secret: bytes) -> None:
         self._secret = secret
-        self._weights = rendezvous.services(urls)
+        self._weights = endpoints.services(urls)
         self._services = {url: _Service(url) for url in self._weights}
         self._lock = threading.Lock()
         self._unanswered_bytes = 0
@@ -106,7 +159,7 @@ class RemoteEncoder:
     def submit(self, request: EncodeRequest) -> Future[EncodeReply]:
         """Send one request. Returns immediately."""
         size = sum(len(tensor.data) for tensor in request.inputs.values())
-        order = rendezvous.ranking(request.key, self._weights)
+        order = endpoints.ranking(request.key, self._weights)
         # `_ask` answers an EncodeRequest with an EncodeReply only.
         return cast("Future[EncodeReply]", self._enqueue(request, order, request.deadline_s, size))
 
@@ -117,7 +170,7 @@ class RemoteEncoder:
         reason of `status_codes.is_of_medium`).
         """
         named = hashlib.sha256(request.data or request.url.encode()).digest()
-        order = rendezvous.ranking(named, self._weights)
+        order = endpoints.ranking(named, self._weights)
         size = len(request.data) + len(request.url)
         return cast("Future[MediumReply]", self._enqueue(request, order, request.deadline_s, size))
 

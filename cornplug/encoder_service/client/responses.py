@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef, from_store
-from cornplug.encoder_service.client.retry_after import retry_after_s
+from cornplug.encoder_service.client.retry import retry_after_s
 from cornplug.encoder_service.wire.status_codes import status_of
 from cornplug.errors import EncoderRefused, EncoderUnavailable
 from cornplug.store.base import Store

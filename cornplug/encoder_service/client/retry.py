@@ -11,8 +11,10 @@ repeated at any service.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Final
 
 ROUNDS: Final = 4
@@ -26,9 +28,34 @@ BUSY_S: Final = 0.5
 RETRY_AFTER_CAP_S: Final = 60.0
 _LEAST_S: Final = 0.005
 """Minimum time left for an attempt."""
-
 Random = Callable[[], float]
 """Function that returns a uniform value in [0, 1)."""
+
+
+def retry_after_s(value: object, *, now_s: float | None = None) -> float | None:
+    """Seconds until the server accepts a retry, at least 0, from a Retry-After header (RFC 9110, section
+    10.2.3).
+
+    Returns None if `value` is neither a number of seconds nor an HTTP date.
+
+    Args:
+        value: The header's text, or a number of seconds from an error's body.
+        now_s: Unix time that a date is compared with; None: the clock's.
+    """
+    if not isinstance(value, int | float | str):
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        return _until(str(value), time.time() if now_s is None else now_s)
+    return seconds if math.isfinite(seconds) and seconds >= 0 else None
+
+
+def _until(date: str, now_s: float) -> float | None:
+    try:
+        return max(0.0, parsedate_to_datetime(date).timestamp() - now_s)
+    except (ValueError, OverflowError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ import httpx
 
 from cornplug.encoder_service.client.async_client import CONCURRENCY, AsyncEncoderClient, Services
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
-from cornplug.encoder_service.client.encode_many import Result
-from cornplug.encoder_service.client.media_payload import Item, Medium
+from cornplug.encoder_service.client.encode_many import Item, Medium, Result
 from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.wire.decodings import Decoding
 from cornplug.errors import EncoderUnavailable

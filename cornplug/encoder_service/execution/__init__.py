@@ -1,1 +1,1 @@
-"""From an admitted request to a stored embedding."""
+"""Execution of admitted requests, up to the stored embedding."""

@@ -1,10 +1,12 @@
-"""Takes batches to executors, their embeddings to the store, and answers to the waiting requests.
+"""Dispatch of batches to executors, of embeddings to the store, and of replies to the waiting requests.
 
     Batcher ─take─> a lane of an executor ─BatchResult─> publishing threads ─finish─> RequestReplies
-                    (one thread each)                    store, then answers
+                    (one thread each)                    store, then replies
 
-A batch is formed when a lane is free for it, as late as possible. The jobs of a batch that fails are run
-again one by one; the jobs of a replica that dies are run once more on another.
+A batch is formed when a lane is free for it, as late as possible. The jobs of a batch that fails are retried
+one by one. The jobs of a replica that dies are retried once on another replica.
+
+`RequestReplies` counts each reply before it is sent to the caller.
 """
 
 from __future__ import annotations
@@ -22,23 +24,69 @@ import torch
 
 from cornplug.codec import PayloadKind
 from cornplug.encoder_service.execution.executor import BatchExecutor, BatchResult, EncodeBatch
-from cornplug.encoder_service.execution.replies import Origin, RequestReplies
 from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.models.registry import LoadedModel
 from cornplug.encoder_service.scheduling.admission import EncodeAdmission
-from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob
+from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
 from cornplug.encoder_service.telemetry.observer import RequestObserver
 from cornplug.encoder_service.towers.base import TowerItem
 from cornplug.encoder_service.towers.tower_turn import PassAbandoned
+from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, WireTensor
 from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import ReplicaLost
 
+Origin = Literal["computed", "coalesced", "cached"]
+Reason = Literal["unknown_model", "bad_input", "overloaded", "over_share", "too_late", "internal"]
 _POLL_S: Final = 0.05
-"""Interval at which a lane whose executor is down looks for another executor."""
+"""Interval in seconds at which a lane whose executor is down looks for another executor."""
 _MAX_PUBLISHERS: Final = 4
-
 log = logging.getLogger(__name__)
+
+
+class RequestReplies:
+    """Sender of replies to pending requests, which reports their times to metrics and admission.
+    Thread-safe."""
+
+    def __init__(self, admission: EncodeAdmission, observer: RequestObserver) -> None:
+        self._admission = admission
+        self._observer = observer
+
+    def answer(
+        self, pending: PendingRequest, origin: Origin, *, stored: bool, tensor: WireTensor | None
+    ) -> EncodeReply:
+        """Send one request its embedding, and return the reply."""
+        seconds = time.monotonic() - pending.received_s
+        request = pending.request
+        reply = EncodeReply(
+            id=request.id,
+            key=request.key,
+            origin=origin,
+            stored=stored,
+            tensor=tensor,
+            service_time_s=seconds,
+        )
+        # Counted before the caller receives it, so that the caller's next scrape includes it.
+        self._admission.answered(pending, seconds)
+        self._observer.answered(pending, origin, stored=stored, seconds=seconds)
+        pending.answer(reply)
+        return reply
+
+    def refuse(
+        self, pending: PendingRequest, reason: Reason, message: str, retry_after_s: float | None = None
+    ) -> None:
+        """Reject one request, unless it has a reply."""
+        if pending.future.done():
+            return
+        self._observer.refused(pending, reason)
+        pending.answer(
+            EncodeRefusal(id=pending.request.id, reason=reason, message=message, retry_after_s=retry_after_s)
+        )
+
+    def refuse_late(self, pending: PendingRequest) -> None:
+        """Reject one request because its deadline passed before a tower started it."""
+        self._admission.answered(pending, time.monotonic() - pending.received_s)
+        self.refuse(pending, "too_late", f"the work did not start within {pending.request.deadline_s:g} s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +98,7 @@ class JobPayload:
 
 
 class BatchDispatcher:
-    """Threads between batcher and replies. The caller closes the executors."""
+    """Threads between the batcher and the replies. The caller closes the executors."""
 
     def __init__(
         self,
@@ -75,13 +123,13 @@ class BatchDispatcher:
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._deferred: dict[bytes, list[EncodeJob[JobPayload]]] = {}
-        """Feature keys that a tower computes now -> jobs of other batches with the same features."""
+        """Jobs of other batches whose features a tower is computing, by feature key."""
         self._ended_s: dict[BatchExecutor, float] = {}
-        """Executor -> the end of its last batch."""
+        """End of the last batch, by executor."""
         lanes = [executor for executor in self._executors for _ in range(executor.lanes)]
         urgent = self._executors if urgent_lanes else ()
         self._usual_lanes = len(lanes)
-        # A future holds whatever a tower fails with, so that nothing ends a lane.
+        # A future holds any exception of a tower, so that it does not end the lane.
         self._computing = ThreadPoolExecutor(len(lanes) + len(urgent), "cornplug-compute")
         self._publishing = ThreadPoolExecutor(min(_MAX_PUBLISHERS, len(lanes)), "cornplug-publish")
         self._lanes = [
@@ -106,9 +154,9 @@ class BatchDispatcher:
         return any(executor.ready() for executor in self._executors)
 
     def close(self, deadline_s: float) -> bool:
-        """Refuse the jobs of the closed batcher, end running passes between two layers, then end the threads.
+        """Reject the jobs of the closed batcher, end running passes between two layers, then end the threads.
 
-        False where a pass still runs at the deadline, in a layer that takes so long.
+        Returns False if a pass still runs at the deadline, because its layer takes too long.
         """
         self._closing.set()
         end = time.monotonic() + deadline_s
@@ -121,7 +169,7 @@ class BatchDispatcher:
 
     def _serve(self, executor: BatchExecutor) -> None:
         while True:
-            # Where nothing computes, batches are taken all the same: to be refused, not to wait.
+            # If no executor is ready, batches are still taken, and rejected instead of waiting.
             while not executor.ready() and self.ready() and not self._closing.is_set():
                 executor.wait_ready(_POLL_S)
             batch = self._batcher.take()
@@ -172,14 +220,14 @@ class BatchDispatcher:
         if error is None:
             return None
         if isinstance(error, PassAbandoned):
-            # Heard only by a request that has joined one of these jobs meanwhile, or while the service stops.
+            # Sent only to a request that has joined one of these jobs since, or while the service stops.
             why = "the pass was ended, as nobody waited for it"
             return self._refuse(batch, why, retry_after_s=_POLL_S, reason="overloaded")
         if len(batch) == 1 and not isinstance(error, ReplicaLost):
             return self._fail(batch, error)
         log.warning("a batch of %d failed (%s); running each alone", len(batch), error)
         for job in batch:
-            # A job that has lost a replica, alone in its batch, may be the cause: it gets one more try.
+            # A job that was alone in its batch when the replica died may be the cause. It gets one retry.
             spare = self._ready_executor(ready)
             if spare is None:
                 error = ReplicaLost("no replica is left")
@@ -195,7 +243,7 @@ class BatchDispatcher:
         started = time.monotonic()
         done = self._computing.submit(self._compute, batch, executor, urgent=urgent)
         error = done.exception()
-        if error is None:  # a quick failure would make the tower look quick
+        if error is None:  # a fast failure would make the tower seem fast
             self._admission.computed(batch, time.monotonic() - started - done.result())
         return error
 
@@ -205,9 +253,8 @@ class BatchDispatcher:
     def _compute(
         self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor, *, urgent: bool
     ) -> float:
-        """Compute a batch and hand its embeddings to the publishing threads; none of them when it fails.
-
-        Returns the seconds for which it was paused.
+        """Compute a batch and pass its embeddings to the publishing threads, or none if it fails. Returns the
+        seconds for which it was paused.
         """
         index: dict[bytes, int] = {}
         distinct: list[EncodeJob[JobPayload]] = []
@@ -228,7 +275,7 @@ class BatchDispatcher:
         ran = [job.tokens for job, known in zip(distinct, kept, strict=True) if known is None]
         with self._observer.computing(batch, ran):
             result, seconds = self._timed(executor, encode_batch)
-        # Where the tower ran for none, the projector's time is what a further model's embedding costs.
+        # If the tower ran for no item, the projector's time is the cost of another model's embedding.
         token_s = seconds / max(1, sum(ran) or sum(job.tokens for job in batch))
         origins: list[Origin] = ["computed" if features is None else "cached" for features in kept]
         for job, embedding in zip(batch, result.embeddings, strict=True):
@@ -242,8 +289,8 @@ class BatchDispatcher:
         return result.paused_s
 
     def _timed(self, executor: BatchExecutor, batch: EncodeBatch) -> tuple[BatchResult, float]:
-        """A batch's result, and the seconds that it had the device: a batch that is handed over while another
-        runs begins at that one's end."""
+        """Return a batch's result, and the seconds for which it had the device. A batch that is submitted
+        while another runs starts when that one ends."""
         handed_s = time.monotonic()
         result = executor.run(batch)
         with self._lock:
@@ -265,7 +312,7 @@ class BatchDispatcher:
             job = distinct[i]
             self._cache.keep(job.feature_key, features)
             if not job.payload.model.checkpoint.family.shares_features:
-                continue  # larger than the embeddings, and of no use to any other service
+                continue  # larger than the embeddings, and not used by any other service
             opener = job.requests[0]
             self._publishing.submit(
                 self._cache.publish,
@@ -290,7 +337,7 @@ class BatchDispatcher:
                 account=opener.account,
                 cost_s=cost_s,
             )
-        # Finished after publishing: a request in between joins, a later one finds it in the store.
+        # Finished after publishing. A request in between joins, and a later request finds it in the store.
         requests = self._batcher.finish(job)
         tensor = None if stored and not any(w.inline for w in requests) else to_wire(embedding)
         for pending in requests:
@@ -305,7 +352,7 @@ class BatchDispatcher:
             self._fail([job], error)
 
     def _fail(self, batch: Sequence[EncodeJob[JobPayload]], error: BaseException) -> None:
-        """Refuse the requests of a batch after a thread failed."""
+        """Reject the requests of a batch after a thread failed."""
         log.error("encoding failed", exc_info=error)
         lost = isinstance(error, ReplicaLost)
         self._refuse(batch, str(error) if lost else A_FAULT, 1.0 if lost else None)

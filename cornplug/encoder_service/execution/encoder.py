@@ -1,10 +1,11 @@
-"""From requests to embeddings: admit and queue. `BatchDispatcher` runs the batches, `RequestReplies` answers.
+"""Core of the encoder service: admits and queues requests. `BatchDispatcher` runs batches, `RequestReplies`
+replies.
 
-    submit ─> admission threads ─> Batcher ─> BatchDispatcher: executors, publishing ─> answers
+    submit ─> admission threads ─> Batcher ─> BatchDispatcher: executors, publishing ─> replies
               check, digest, join
 
-Every request gets exactly one answer. An error of one medium is that medium's answer; it
-takes down neither its batch nor the process.
+Every request gets exactly one reply. An error of one medium is reported only for that medium. It does not
+affect its batch or the process.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ import msgspec
 
 from cornplug import identity
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.execution.dispatcher import BatchDispatcher, JobPayload
+from cornplug.encoder_service.execution.dispatcher import BatchDispatcher, JobPayload, RequestReplies
 from cornplug.encoder_service.execution.executor import BatchExecutor, InProcessExecutor
-from cornplug.encoder_service.execution.replies import RequestReplies
 from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.execution.weight_reload import WeightReloader
 from cornplug.encoder_service.models.registry import LoadedModel, ModelRegistry
@@ -30,7 +30,7 @@ from cornplug.encoder_service.preprocess.byte_budget import BudgetShare, ByteBud
 from cornplug.encoder_service.preprocess.decode_lanes import DecodeLanes, DecodeLimits
 from cornplug.encoder_service.scheduling.admission import AdmissionRefusal, EncodeAdmission
 from cornplug.encoder_service.scheduling.batcher import Answer, Batcher, EncodeJob, PendingRequest
-from cornplug.encoder_service.scheduling.queue_limit import QueueLimit
+from cornplug.encoder_service.scheduling.fair_queue import QueueLimit
 from cornplug.encoder_service.telemetry.observer import RequestObserver
 from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics
 from cornplug.encoder_service.telemetry.tracing import OFF, RequestTracing
@@ -41,21 +41,21 @@ from cornplug.errors import EncoderRefused
 from cornplug.qos import QosCaller, QosClasses, ServiceClass
 
 MAX_BATCH_TOKENS: Final = 32_768
-"""Tokens of one batch, besides its first medium's: bounds the tower's memory."""
+"""Maximum number of tokens of a batch, unless its first medium has more. It limits the tower's memory."""
 _APP_MAX: Final = 64
 _END_S: Final = 1.0
-"""Longest time that a closing encoder waits for a tower to finish its current layer."""
+"""Maximum time in seconds that a closing encoder waits for a tower to finish its current layer."""
 _DECODER_BYTES: Final = 1 << 30
-"""Address space of a decoding process, without its medium."""
+"""Address space of a decoding process in bytes, without its medium."""
 _DECODER_BYTES_A_PIXEL: Final = 24
-"""Of the largest image: its coefficients, decoded, rotated, and blended with white."""
+"""Bytes per pixel of the largest image: its coefficients, decoded, rotated, and blended with white."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderLimits:
-    """Bounds of a service's batches, queue and memory."""
+    """Limits of a service's batches, queue and memory."""
 
     max_batch_items: int = 16
     max_batch_tokens: int = MAX_BATCH_TOKENS
@@ -65,7 +65,7 @@ class EncoderLimits:
 
 
 class EncoderCore:
-    """The service without its sockets. Thread-safe; `close` ends its threads."""
+    """Encoder service without its sockets. Thread-safe. `close` ends its threads."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class EncoderCore:
             {qos: qos.share for qos in self.classes.all()}, limits.max_prepared_bytes, purpose="to prepare it"
         )
         self.decode_lanes: DecodeLanes | None = None
-        """Decodes media that come as bytes; None until `open_decode_lanes`."""
+        """Decoder of media that are sent as bytes. None until `open_decode_lanes`."""
         self._admission = EncodeAdmission(
             max_items=limits.max_batch_items,
             max_tokens=limits.max_batch_tokens,
@@ -133,7 +133,7 @@ class EncoderCore:
         self._ended: bool | None = None
 
     def open_decode_lanes(self, config: EncoderConfig) -> DecodeLanes:
-        """The lanes that decode media for this service; `close` ends them."""
+        """Return new lanes that decode media for this service. `close` ends them."""
         if self.decode_lanes is not None:
             self.decode_lanes.close()
         self.decode_lanes = DecodeLanes(
@@ -158,14 +158,14 @@ class EncoderCore:
         caller: QosCaller | None = None,
         budget_share: BudgetShare | None = None,
     ) -> Future[Answer]:
-        """Ask for one embedding. The future never fails: errors are `EncodeRefusal` answers. Cancel it to
-        give up.
+        """Request one embedding. The future never fails: errors are `EncodeRefusal` replies. Cancel it to
+        withdraw the request.
 
         Args:
-            inputs: tensors of this process; None: the request's own inputs.
-            inline: whether the answer carries the tensor even where the store has it.
-            caller: its class and account; None: the class of `request.app`, as of an engine of this host.
-            budget_share: holds the bytes of the inputs already; None: they are counted until the answer.
+            inputs: Tensors of this process. None: the request's own inputs.
+            inline: Whether the reply contains the tensor even if the store has it.
+            caller: Class and account of the caller. None: class of `request.app`, for an engine of this host.
+            budget_share: Already holds the bytes of the inputs. None: count them until the reply.
         """
         qos = self.classes.of_app(request.app) if caller is None else caller.qos
         if caller is not None and caller.app is not None:
@@ -199,9 +199,9 @@ class EncoderCore:
         return pending.future
 
     def answer_cached(self, request: EncodeRequest, *, inline: bool, caller: QosCaller) -> EncodeReply | None:
-        """The answer to a request whose embedding the store has, without its inputs; None where it has not.
+        """Return the reply if the store has the embedding, which needs no inputs, or None.
 
-        Only an answer is counted: the caller asks `submit` next.
+        Only a reply is counted. After None, the caller uses `submit`.
         """
         model = self.registry.by_identity(request.identity)
         if model is None:
@@ -218,7 +218,8 @@ class EncoderCore:
         return self._replies.answer(pending, "cached", stored=True, tensor=found.tensor)
 
     def _reserve_bytes(self, pending: PendingRequest) -> bool:
-        """Count the bytes of a request's inputs until its answer. False: the request was refused for them."""
+        """Count the bytes of a request's inputs until its reply. Return False if that rejected the
+        request."""
         share = self.budget.share(pending.qos)
         try:
             share.need(sum(len(tensor.data) for tensor in pending.request.inputs.values()))
@@ -229,7 +230,7 @@ class EncoderCore:
         return True
 
     def predicted_of(self, qos: ServiceClass) -> float:
-        """Predicted seconds until a tower would answer this class, without decoding."""
+        """Return the predicted seconds until a tower would reply to this class, without decoding."""
         return self._admission.predicted_of(qos, self._batcher)
 
     def _predicted_s(self) -> dict[str, float]:
@@ -238,11 +239,11 @@ class EncoderCore:
         return {name: seconds + decoding.get(name, 0.0) for name, seconds in towers.items()}
 
     def precheck(self, qos: ServiceClass, deadline_s: float) -> AdmissionRefusal | None:
-        """Why a request would be refused, if that is known before it is decoded."""
+        """Return the reason for rejecting a request, if it is known before decoding."""
         return self._admission.precheck(qos, deadline_s, self._batcher)
 
     def waiting(self) -> int:
-        """Requests admitted and not answered yet."""
+        """Return the number of admitted requests without a reply."""
         return len(self._queue_limit)
 
     @property
@@ -251,7 +252,7 @@ class EncoderCore:
         return self._cache.has_store
 
     def healthy(self) -> bool:
-        """Whether an executor computes."""
+        """Return whether all threads run and an executor is ready."""
         return self._dispatcher.alive()
 
     def start_decoding(self) -> None:
@@ -260,29 +261,30 @@ class EncoderCore:
             self.decode_lanes.start_processes()
 
     def stop_decoding(self) -> bool:
-        """Stop all decoding: requests that wait for it are refused. False if an image processor goes on."""
+        """Stop all decoding, and reject the requests that wait for it. Return False if an image processor is
+        still running."""
         return self.decode_lanes is None or self.decode_lanes.close()
 
     def decoding_ready(self) -> bool:
-        """Whether a medium that comes now would be decoded soon."""
+        """Return whether a new medium would be decoded soon."""
         return self.decode_lanes is None or self.decode_lanes.ready()
 
     def reload(self, name: str | None = None) -> tuple[ServedModel, ...]:
-        """Serve the weights that are on disk now, of one model or of all, while requests go on.
+        """Serve the weights that are now on disk, of one model or of all, while requests continue.
 
-        Takes as long as loading does. Returns and raises as `WeightReloader.reload`.
+        It takes as long as loading does. Results and errors are those of `WeightReloader.reload`.
         """
         return self._reloader.reload(name)
 
     def drain(self, deadline_s: float) -> bool:
-        """Admit no more requests, and wait for the answers of the admitted ones. False when the deadline
-        passed first."""
+        """Admit no more requests, and wait for the replies to the admitted ones. Return False if the deadline
+        passes first."""
         return self._queue_limit.drain(deadline_s)
 
     def close(self) -> bool:
-        """Refuse the remaining requests, then end the threads; a running pass ends after its layer.
+        """Reject the remaining requests, then end the threads. A running pass ends after its layer.
 
-        False where something still computes after about 2 s: then the process has to be ended.
+        Returns False if something still computes after about 2 s. Then the process must be killed.
         """
         if self._ended is None:
             self._queue_limit.drain(0.0)
@@ -308,7 +310,7 @@ class EncoderCore:
                 item = model.tower.prepare(inputs)
         except EncoderRefused as e:
             return self._replies.refuse(pending, "bad_input", str(e))
-        # From here on only the item is needed: drop its inputs.
+        # Only the item is needed from here on, so drop the request's inputs.
         request = pending.request = msgspec.structs.replace(request, inputs={})
         feature_key = self._feature_key(request, model, item)
         if pending.due_s <= time.monotonic():
@@ -316,7 +318,7 @@ class EncoderCore:
         key = (request.key, request.identity)
         joins = self._batcher.has(key)
         if not joins and self._answer_from_store(pending, model):
-            # A job of this key has ended since the first look: its result was stored before it ended.
+            # A job of this key has ended since the first lookup, and stored its result before.
             return self._admission.record_cache_outcome(hit=True)
         self.observer.queued(pending, item.tokens)
         job = EncodeJob(
@@ -328,7 +330,7 @@ class EncoderCore:
             requests=[pending],
         )
         self._admission.record_cache_outcome(hit=joins)
-        # A request that joins a job costs nothing, whatever the prediction.
+        # A request that joins a job costs nothing, so the prediction does not matter.
         refusal = None if joins else self._admission.refusal(job, self._batcher)
         if refusal is not None:
             return self._replies.refuse(pending, refusal.reason, refusal.message, refusal.retry_after_s)
@@ -336,9 +338,9 @@ class EncoderCore:
         return None
 
     def _feature_key(self, request: EncodeRequest, model: LoadedModel, item: TowerItem) -> bytes:
-        """Equal for jobs that one pass of the tower serves."""
+        """Return a key that is equal for jobs that one pass of the tower serves."""
         if not self.registry.shares_features(model):
-            # No other job could use these features: their digest would read tens of megabytes for nothing.
+            # No other job could use these features, and their digest would read tens of megabytes.
             return identity.digest("cornplug-own-features-v1", request.key, request.identity)
         return identity.feature_key(
             self._secret, model.tower_fp, model.tower_spec_fp, item.digests, request.cache_salt
@@ -351,7 +353,7 @@ class EncoderCore:
         return found is not None
 
     def _report_failure(self, done: Future[None], pending: PendingRequest) -> None:
-        """Refuse a request whose admission failed, or never began before the service ended."""
+        """Reject a request whose admission failed, or did not start before the service ended."""
         if done.cancelled():
             self._replies.refuse(pending, "overloaded", "the service is stopping", 1.0)
         elif (error := done.exception()) is not None:

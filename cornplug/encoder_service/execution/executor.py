@@ -1,8 +1,8 @@
-"""Executors: one batch on one device.
+"""Executors, which run one batch on one device.
 
     EncodeBatch (items, cached features, wanted embeddings) ──BatchExecutor.run──> BatchResult (on the CPU)
 
-`InProcessExecutor` computes in the caller's thread; `replicas.ReplicaExecutor` in another process.
+`InProcessExecutor` computes in the caller's thread, and `replicas.ReplicaExecutor` in another process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cornplug.encoder_service.towers.base import TowerItem
 from cornplug.encoder_service.towers.tower_turn import TowerPass, TowerTurn
 
 _LONG_TOKENS: Final = 16_384
-"""On a GPU, batches with more tokens wait for their kernels after each layer."""
+"""Number of tokens above which batches on a GPU wait for their kernels after each layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class EncodeBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchResult:
-    """The tensors of a batch: contiguous, on the CPU, once `BatchExecutor.run` returns it."""
+    """Tensors of a batch. Those returned by `BatchExecutor.run` are contiguous and on the CPU."""
 
     features: dict[int, torch.Tensor]
     """Features by index of the items that the tower ran for. Empty unless `EncodeBatch.keep` is set."""
@@ -69,10 +69,10 @@ class BatchExecutor(Protocol):
         """Wait at most `timeout_s` until `ready`, and return its value."""
 
     def run(self, batch: EncodeBatch) -> BatchResult:
-        """Compute.
+        """Compute a batch.
 
-        Raises ReplicaLost when the computing process has died, PassAbandoned when the batch was abandoned,
-        and any error of the tower.
+        Raises ReplicaLost if the computing process has died, PassAbandoned if the batch was abandoned, and
+        any error of the tower.
         """
 
     def load(self, models: Sequence[LoadedModel]) -> None:
@@ -86,10 +86,11 @@ class BatchExecutor(Protocol):
 
 
 class InProcessExecutor:
-    """Computes in the caller's thread, one batch at a time; urgent batches come between the layers of others.
+    """Executor in the caller's thread, one batch at a time. Urgent batches run between the layers of others.
 
-    On CUDA it has two lanes and three streams: while one batch runs, the results of the one before are copied
-    to pinned memory, and the inputs of the next from there. No more than two are on the device at a time.
+    On CUDA it has two lanes and three streams. While one batch runs, the results of the previous batch are
+    copied to pinned memory, and the inputs of the next batch from there. At most two are on the device at a
+    time.
 
         inputs     [1][2]      [3]
         compute       [1  ][2  ][3  ]
@@ -101,7 +102,7 @@ class InProcessExecutor:
         self._cuda = device.type == "cuda"
         self._turn = TowerTurn()
         self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if self._cuda else None
-        """For inputs and results."""
+        """Streams for inputs and results."""
 
     @property
     def lanes(self) -> int:
@@ -114,13 +115,13 @@ class InProcessExecutor:
         return True
 
     def load(self, models: Sequence[LoadedModel]) -> None:
-        """No effect: a `LoadedModel` of this process carries its weights."""
+        """Do nothing, because a `LoadedModel` of this process contains its weights."""
 
     def drop(self, models: Sequence[LoadedModel]) -> None:
-        """No effect: weights go with the last batch that has them."""
+        """Do nothing, because weights are freed with the last batch that uses them."""
 
     def close(self) -> None:
-        """No effect."""
+        """Do nothing."""
 
     def run(self, batch: EncodeBatch) -> BatchResult:
         if self._streams is None:
@@ -130,23 +131,23 @@ class InProcessExecutor:
         with torch.cuda.stream(inputs):
             on_device = replace(batch, items=tuple(_to_device(item, self._device) for item in batch.items))
             copied = inputs.record_event()
-        # A thread begins on device 0, and a kernel may ask which one is current.
+        # A new thread uses device 0, and a kernel may query the current device.
         with self._taken(batch) as turn, torch.cuda.device(self._device):
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied)
-            # Their memory was taken on another stream, and may not be given away while this one reads.
+            # Their memory was allocated on another stream, and must not be reused while this stream reads it.
             for tensor in (t for item in on_device.items for t in item.tensors if t.is_cuda):
                 tensor.record_stream(stream)
             made = compute(on_device)
             computed = stream.record_event()
-        # Without the lock: the next batch begins on the device when this one's kernels end.
+        # Outside the lock: the next batch starts on the device when this one's kernels end.
         with torch.cuda.stream(results):
             results.wait_event(computed)
             on_host = _to_host(made)
-            # A thread that waits for a blocking event sleeps; any other event's keeps a core busy.
+            # A thread that waits for a blocking event sleeps. With another event it would keep a core busy.
             copied_back = torch.cuda.Event(blocking=True)
             copied_back.record(results)
-        # `made` lives until here: its memory belongs to the computing stream, which would give it away.
+        # `made` must exist until here, because its memory could be reused by the computing stream.
         copied_back.synchronize()
         return replace(on_host, paused_s=turn.paused_s)
 
@@ -156,7 +157,7 @@ class InProcessExecutor:
 
         def abandoned() -> bool:
             if long:
-                # Its kernels would all be queued within milliseconds, and urgent ones behind them.
+                # Otherwise all its kernels would be queued within milliseconds, before the urgent ones.
                 layer = torch.cuda.Event(blocking=True)
                 layer.record(torch.cuda.current_stream(self._device))
                 layer.synchronize()
@@ -168,9 +169,9 @@ class InProcessExecutor:
 
 @torch.inference_mode()
 def compute(batch: EncodeBatch) -> BatchResult:
-    """Run one batch on the device that has its models' weights; its tensors stay there.
+    """Run one batch on the device that has its models' weights. The result stays there.
 
-    On CUDA they are valid for the current stream only, until that is synchronised.
+    On CUDA it is valid only for the current stream, until that is synchronized.
     """
     missing = [i for i, kept in enumerate(batch.features) if kept is None]
     features = list(batch.features)
@@ -205,7 +206,8 @@ def _present(features: torch.Tensor | None) -> torch.Tensor:
 
 
 def _to_device(item: TowerItem, device: torch.device) -> TowerItem:
-    """The item with its numbers on the device; integers, which towers read as shapes, stay on the CPU."""
+    """Return the item with its floats on the device. Integers, which towers read as shapes, stay on the
+    CPU."""
     return replace(
         item,
         tensors=tuple(
@@ -216,8 +218,8 @@ def _to_device(item: TowerItem, device: torch.device) -> TowerItem:
 
 @torch.inference_mode()
 def _to_host(made: BatchResult) -> BatchResult:
-    """The same tensors, contiguous on the CPU; from a GPU they arrive in pinned memory, by the current
-    stream."""
+    """Return the same tensors, contiguous on the CPU. From a GPU they are copied to pinned memory, on the
+    current stream."""
     return BatchResult(
         embeddings=tuple(map(_on_host, made.embeddings)),
         features={i: _on_host(features) for i, features in made.features.items()},

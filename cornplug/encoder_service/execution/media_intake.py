@@ -1,21 +1,30 @@
-"""Media that come as bytes: refused early, queued fairly, bounded in bytes, decoded in the sandbox.
+"""Intake of media that are sent as bytes: early rejection, fair queue, limit of bytes, sandboxed decoding.
 
 `/v1/encode` and SGLang's route share it.
+
+A medium is queued by an estimate of its decoding cost. The first bytes of an image contain its number of
+pixels. Other media are estimated by their length, and `Batcher.raise_cost` corrects the estimate when the
+header has been read. The estimate only affects the order of the queue.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from typing import Final
+
+from PIL import Image
 
 from cornplug.checkpoints.families import Modality
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.media.image import BROKEN
 from cornplug.encoder_service.preprocess.byte_budget import BudgetShare
-from cornplug.encoder_service.preprocess.decode_cost import guessed_cost
+from cornplug.encoder_service.preprocess.decode_lanes import work_of
 from cornplug.encoder_service.preprocess.preparer import (
     MediaPreparer,
     MediumSource,
@@ -23,14 +32,38 @@ from cornplug.encoder_service.preprocess.preparer import (
     PreprocessedMedium,
 )
 from cornplug.encoder_service.preprocess.preprocessor import PreprocessContext
+from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
 from cornplug.encoder_service.scheduling.admission import AdmissionRefusal
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 from cornplug.errors import EncoderRefused
 from cornplug.qos import QosCaller, ServiceClass
 
+_FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG")
+"""Formats whose header Pillow reads in Python and within the first bytes, so that no decoder runs."""
+_HEAD_BYTES: Final = 64 << 10
+_WORK_A_BYTE: Final[Mapping[Modality, float]] = {"image": 8.0, "video": 50.0, "audio": 3.0}
+"""Pixels or samples per byte of a typical file."""
+
+
+def guessed_cost(modality: Modality, parts: Sequence[bytes]) -> int:
+    """Return the cost in the units of `DecodeLanes.submit`. `parts` are the medium, or a video's images."""
+    pixels = _pixels(parts[0]) if modality == "image" and parts else None
+    work = _WORK_A_BYTE[modality] * sum(map(len, parts)) if pixels is None else float(pixels)
+    return work_of(MediumHeader(held_bytes=0, work=work))
+
+
+def _pixels(data: bytes) -> int | None:
+    try:
+        with Image.open(io.BytesIO(data[:_HEAD_BYTES]), formats=_FORMATS) as image:
+            return image.width * image.height
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        return None
+    except BROKEN:
+        return None
+
 
 class MediaIntake:
-    """Takes media in. For one event loop."""
+    """Intake of media for one event loop."""
 
     def __init__(self, encoder: EncoderCore, threads: Executor, config: EncoderConfig) -> None:
         self._encoder = encoder
@@ -39,11 +72,11 @@ class MediaIntake:
         self._decode_lanes = encoder.open_decode_lanes(config)
 
     def deadline_s(self, qos: ServiceClass, asked_s: float) -> float:
-        """The deadline of a request: `asked_s`, bounded by its class or else the service."""
+        """Return the deadline of a request: `asked_s`, limited by its class or else the service."""
         return min(asked_s, qos.max_deadline_s or self._max_deadline_s)
 
     def check(self, qos: ServiceClass, end_s: float) -> None:
-        """Raises EncoderRefused, before a medium is fetched or decoded, where no tower is free in time."""
+        """Raise EncoderRefused if no tower is free in time, before a medium is fetched or decoded."""
         left_s = end_s - time.monotonic() - self._decode_lanes.predicted_of(qos)
         if (refusal := self._encoder.precheck(qos, left_s)) is not None:
             raise _refusal(refusal)
@@ -59,10 +92,10 @@ class MediaIntake:
         end_s: float,
         budget_share: BudgetShare,
     ) -> PreprocessedMedium:
-        """The medium that `read` returns: answered if it is cached, or else decoded and preprocessed in a
-        lane when its turn comes.
+        """Return the medium that `read` returns, with its reply if it is cached, or else decoded and
+        preprocessed in a lane.
 
-        A repeated file takes no lane. `budget_share` holds a medium's bytes once its header is read. Raises
+        A repeated file uses no lane. `budget_share` holds a medium's bytes once its header is read. Raises
         EncoderRefused, and errors of `read` and of `preparer`.
         """
 
@@ -77,7 +110,7 @@ class MediaIntake:
 
         def run(context: PreprocessContext) -> PreprocessedMedium:
             output = medium.prepare(context, look_up)
-            # The true size in place of the header's estimate.
+            # The true size replaces the header's estimate.
             budget_share.need(sum(tensor.nbytes for tensor in output.inputs.values()))
             return output
 
@@ -86,7 +119,7 @@ class MediaIntake:
             return found
         medium, modality, cost = found
         self.check(caller.qos, end_s)
-        # What is left for its tower must be left.
+        # Reserve the time that its tower needs.
         deadline_s = end_s - time.monotonic() - self._encoder.predicted_of(caller.qos)
         turn = self._decode_lanes.submit(
             modality,

@@ -1,11 +1,17 @@
-"""Results: in the host's store if there is one, and a few features in this process.
+"""Cache of results: in the host's store if there is one, and a few features in this process.
 
-A store that fails costs a tower's time, never an answer: every call here returns, and counts the failure.
+A store failure costs a tower's time, but never a reply: every call here returns, and counts the failure.
+
+`StoreQuota` limits the share of the store that one account fills. Beyond it, the account's oldest entries are
+deleted. The store evicts the least recently used entries of all accounts, so without a quota new media of one
+caller could evict the entries of all others. An account is a tenant, or a class for callers without a tenant.
+Engines on the unix socket have no account, because they are the deployment itself.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,29 +20,84 @@ from typing import Final
 import torch
 
 from cornplug.codec import PayloadKind
-from cornplug.encoder_service.execution.store_quota import StoreQuota
 from cornplug.encoder_service.towers.input_checks import from_bytes
 from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes, to_wire
 from cornplug.errors import CodecError, StoreError
 from cornplug.store.base import Store, Tier
-from cornplug.store.payload import get_payload, put_payload
-from cornplug.store.recall import recalled
+from cornplug.store.payload import get_payload, put_payload, recalled
 from cornplug.store.validation import MAX_COST_S
 
+_CAPACITY_TTL_S: Final = 30.0
+_MAX_ENTRIES: Final = 1 << 17
+"""Maximum number of entries that are remembered per account. Older entries are left to the store's
+eviction."""
 KEPT_BYTES: Final = 256 << 20
 _NO_SPACE: Final = ("growing", "full", "too_large", "pending")
 
 
+class StoreQuota:
+    """Quotas of accounts. Thread-safe. Calls raise the store's StoreError."""
+
+    def __init__(
+        self, store: Store, fraction: float, *, deadline_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`fraction` of the store's capacity is each account's limit."""
+        self._store = store
+        self._fraction = fraction
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._published: dict[str, OrderedDict[bytes, int]] = {}
+        self._used_bytes: dict[str, int] = {}
+        self._capacity = 0.0, 0
+        """Time until which the store's capacity is cached, and the capacity in bytes."""
+
+    def evict_for(self, account: str, size_bytes: int) -> bool:
+        """Delete the account's oldest entries until this one fits. Return False if it never will."""
+        ceiling = self._ceiling_bytes()
+        if size_bytes > ceiling:
+            return False
+        drop: list[bytes] = []
+        with self._lock:
+            entries = self._published.get(account, OrderedDict())
+            while entries and (
+                self._used_bytes[account] + size_bytes > ceiling or len(entries) >= _MAX_ENTRIES
+            ):
+                key, size = entries.popitem(last=False)
+                self._used_bytes[account] -= size
+                drop.append(key)
+        if drop:
+            self._store.delete(drop, deadline_s=self._deadline_s)
+        return True
+
+    def published(self, account: str, key: bytes, size_bytes: int) -> None:
+        """Count an entry that the account now has in the store."""
+        with self._lock:
+            entries = self._published.setdefault(account, OrderedDict())
+            used = self._used_bytes.get(account, 0) - entries.pop(key, 0) + size_bytes
+            entries[key] = size_bytes
+            self._used_bytes[account] = used
+
+    def _ceiling_bytes(self) -> int:
+        until_s, capacity = self._capacity
+        now = self._clock()
+        if now >= until_s:
+            capacity = self._store.stat(deadline_s=self._deadline_s).capacity_bytes
+            self._capacity = now + _CAPACITY_TTL_S, capacity
+        return int(capacity * self._fraction)
+
+
 @dataclass(frozen=True, slots=True)
 class StoredEmbedding:
-    """An embedding that the store has; `tensor` where the answer shall carry it."""
+    """Embedding in the store, with its `tensor` if the reply must contain it."""
 
     tensor: WireTensor | None
 
 
 class ResultCache:
-    """Thread-safe. `store` None: embeddings are not published, features are kept in this process only."""
+    """Cache of results. Thread-safe. Without a store, embeddings are not published, and features are kept
+    only in this process."""
 
     def __init__(
         self,
@@ -46,7 +107,7 @@ class ResultCache:
         kept_bytes: int = KEPT_BYTES,
         account_fraction: float = 1.0,
     ) -> None:
-        """`account_fraction` of the store is the most that one account's entries fill."""
+        """`account_fraction` of the store is the maximum that one account's entries fill."""
         self.on_failure: Callable[[str], None] = lambda reason: None
         self._store = store
         self._deadline_s = deadline_s
@@ -58,11 +119,11 @@ class ResultCache:
 
     @property
     def has_store(self) -> bool:
-        """False: features are kept in this process only."""
+        """Whether there is a store. If not, features are kept only in this process."""
         return self._store is not None
 
     def present(self, key: bytes) -> bool:
-        """Whether the store has this entry in memory, recalled from its disk if need be."""
+        """Return whether the store has this entry in memory, after a recall from its disk if needed."""
         if self._store is None:
             return False
         try:
@@ -73,14 +134,14 @@ class ResultCache:
             return False
 
     def embedding(self, key: bytes, dtype: torch.dtype, *, inline: bool) -> StoredEmbedding | None:
-        """The store's embedding, with its tensor if `inline`; None where there is none."""
+        """Return the store's embedding, with its tensor if `inline`, or None if it is absent."""
         if not inline:
             return StoredEmbedding(None) if self.present(key) else None
         tensor = self.fetch(PayloadKind.EMBEDDING, key, dtype)
         return None if tensor is None else StoredEmbedding(to_wire(tensor))
 
     def fetch(self, kind: PayloadKind, key: bytes, dtype: torch.dtype) -> torch.Tensor | None:
-        """A verified tensor from the store, shape (rows, width); None where there is none."""
+        """Return a verified tensor from the store, of shape (rows, width), or None if it is absent."""
         if self._store is None:
             return None
         try:
@@ -109,9 +170,10 @@ class ResultCache:
         account: str | None = None,
         cost_s: float = 0.0,
     ) -> bool:
-        """Put a CPU tensor into the store in the app's name, on the account's quota (`StoreQuota`).
+        """Put a CPU tensor into the store for the app, on the account's quota (`StoreQuota`).
 
-        `cost_s`: seconds that it took to compute; 0 where that is unknown. Whether the store has it now.
+        `cost_s` is the time in seconds that it took to compute, or 0 if unknown. Returns whether the store
+        has it now.
         """
         if self._store is None or self._quota is None:
             return False
@@ -140,7 +202,7 @@ class ResultCache:
         return outcome in ("stored", "present")
 
     def keep(self, key: bytes, features: torch.Tensor) -> None:
-        """Keep features in this process; the least recently used are dropped for them."""
+        """Keep features in this process, and drop the least recently used if needed."""
         size = features.nbytes
         if size > self._kept_bytes:
             return
@@ -152,7 +214,7 @@ class ResultCache:
                 self._used_bytes -= self._kept.popitem(last=False)[1].nbytes
 
     def features(self, key: bytes, dtype: torch.dtype) -> torch.Tensor | None:
-        """Features of this process, or else of the store."""
+        """Return features from this process, or else from the store, or None."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None:

@@ -1,9 +1,10 @@
-"""Serves replaced weights without a restart: all executors have them, or none.
+"""Reload of replaced weights without a restart, in all executors or none.
 
     read fingerprints ─> load changed models ─> every executor ─> one assignment
-                              (a failure up to here changes nothing)    └─> old ones freed
+                              (a failure up to here changes nothing)    └─> old models freed
                                                                             when unused
-Running requests end with the weights that they began with, and are published under their keys.
+
+Running requests complete with the weights with which they began, and are published under those weights' keys.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import CheckpointError, EncoderRefused
 
 MAX_RETIRED_S: Final = 600.0
-"""Longest time that replaced weights stay for earlier requests: the longest that a request may wait."""
+"""Maximum time in seconds that replaced weights stay for earlier requests, as long as a request may wait."""
 _POLL_S: Final = 0.1
 
 log = logging.getLogger(__name__)
 
 
 class WeightReloader:
-    """Replaces models of a registry, one reload at a time. Thread-safe."""
+    """Reloader of a registry's models, one reload at a time. Thread-safe."""
 
     def __init__(
         self, registry: ModelRegistry, executors: Sequence[BatchExecutor], in_use: Callable[[], Set[bytes]]
     ) -> None:
-        """`in_use`: model identities of the requests under way."""
+        """`in_use` returns the model identities of the requests in progress."""
         self._registry = registry
         self._executors = tuple(executors)
         self._in_use = in_use
         self._reloading = threading.Lock()
 
     def reload(self, name: str | None) -> tuple[ServedModel, ...]:
-        """Load the weights on disk, of one model or of all. Returns the models that changed, as now served.
+        """Load the weights on disk, of one model or of all. Return the models that changed, as now served.
 
-        Raises EncoderRefused: "unknown_model", or "overloaded" during another reload; and CheckpointError
-        where a model cannot be loaded: then all is served as before.
+        Raises EncoderRefused: "unknown_model", or "overloaded" during another reload. Raises CheckpointError
+        if a model cannot be loaded. Then everything is served as before.
         """
         if name is not None and self._registry.by_name(name) is None:
             raise EncoderRefused(f"model: {name!r} is not served", reason="unknown_model")
@@ -77,7 +78,7 @@ class WeightReloader:
         return tuple(loaded.served for loaded in changed)
 
     def _free_unused(self, old: Sequence[LoadedModel]) -> None:
-        """Free replaced models once no request uses them."""
+        """Free replaced models when no request uses them."""
         ids = {modality.identity for loaded in old for modality in loaded.served.modalities}
         end = time.monotonic() + MAX_RETIRED_S
         while ids & self._in_use() and time.monotonic() < end:

@@ -22,14 +22,17 @@ from starlette.requests import HTTPConnection, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.access.audit import AuditLog
-from cornplug.encoder_service.http.engine_scope import SEAL
+from cornplug.encoder_service.access import AuditLog
 from cornplug.encoder_service.http.responses import FailedMedium, refused
 from cornplug.encoder_service.wire import engine_seal
 from cornplug.encoder_service.wire.engine_seal import SealChecker
 from cornplug.errors import EncoderRefused
-from cornplug.qos import QosClasses
+from cornplug.qos import QosClasses, ServiceClass
 
+SEAL: Final = "cornplug.engine_seal"
+"""Key of a request's ASGI scope for its seal, set after the proof was checked."""
+ENGINES: Final = ServiceClass(name="/v1/engine")
+"""Class of such engines until the sealed body is open and contains the app."""
 OPEN: Final = ("/health", "/ready")
 _READING: Final = ("GET", "HEAD", "OPTIONS")
 _FORMS: Final = "/v1/encode"

@@ -2,7 +2,7 @@
 
     POST /v1/encode   one medium, or several with a result as each finishes: see `requests`, `responses`
     POST /v1/engine   sealed requests from engines of other hosts that have the secret: see `engines`
-    POST /v1/reload   for the operator: see `admin`
+    POST /v1/reload   for the operator: see `models`
     GET  /v1/models   GET /health   GET /ready   GET /metrics   GET /openapi.json
     GET  /            status page: see `dashboard`   GET /v1/status
     POST /encode ...  SGLang's language-only servers, with `encoder.sglang`: see `epd_server`
@@ -26,18 +26,18 @@ from starlette.requests import ClientDisconnect
 
 from cornplug import __version__
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.access.audit import AuditLog
+from cornplug.encoder_service.access import AuditLog
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake
-from cornplug.encoder_service.http import admin, dashboard, openapi
+from cornplug.encoder_service.http import dashboard, openapi
 from cornplug.encoder_service.http.access_control import AccessControlMiddleware, json_only
 from cornplug.encoder_service.http.body_limits import BodyGuard, body_budget
-from cornplug.encoder_service.http.body_parsing import BodyParser
 from cornplug.encoder_service.http.dashboard import StatusReport
 from cornplug.encoder_service.http.drain import CLOSED, DrainMiddleware, DrainState
 from cornplug.encoder_service.http.encode import EncodeRoute
 from cornplug.encoder_service.http.engines import EngineRoute
-from cornplug.encoder_service.http.models import ModelList, ModelsRoute, Status
+from cornplug.encoder_service.http.models import ModelList, ModelsRoute, Status, reload_router
+from cornplug.encoder_service.http.requests import BodyParser
 from cornplug.encoder_service.http.responses import EncodeAnswer, FailedMedium, refused
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer
 from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
@@ -96,7 +96,7 @@ def create_app(
     if config.sglang:
         app.include_router(epd_server.router(parts, encoder, parser, audit))
     app.include_router(dashboard.router(StatusReport(encoder, history, gate, served)))
-    app.include_router(admin.router(encoder, served, config, audit))
+    app.include_router(reload_router(encoder, served, config, audit))
     app.add_middleware(
         BodyGuard,
         classes=encoder.classes,

@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.http.engine_scope import ENGINES, SEAL
+from cornplug.encoder_service.http.access_control import ENGINES, SEAL
 from cornplug.encoder_service.http.responses import FailedMedium, refused
 from cornplug.encoder_service.preprocess.byte_budget import ByteBudget
 from cornplug.encoder_service.wire import engine_seal

@@ -1,6 +1,6 @@
 """`POST /v1/encode`, and media from engines without a tower: fetch, prepare and submit each medium.
 
-Work is cancelled when its client disconnects.
+Work is cancelled when its client disconnects, which uvicorn does not do.
 
 read ─> each medium: fetch or decode base64 ─> MediaIntake: prepare ─> EncoderCore.submit ─> Outcome
                 at most two of one request at a time                       as each finishes
@@ -12,22 +12,20 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.access.policy import salt_of
+from cornplug.encoder_service.access import salt_of
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake
 from cornplug.encoder_service.http import requests, responses
-from cornplug.encoder_service.http.body_parsing import BodyParser
-from cornplug.encoder_service.http.client_gone import unless_gone
-from cornplug.encoder_service.http.requests import ParsedRequest, RequestMedium
+from cornplug.encoder_service.http.requests import BodyParser, ParsedRequest, RequestMedium
 from cornplug.encoder_service.http.responses import EncodedMedium, FailedMedium, Outcome
 from cornplug.encoder_service.http.url_fetcher import UrlFetcher
 from cornplug.encoder_service.preprocess.byte_budget import BudgetShare, ByteBudget
@@ -47,12 +45,32 @@ from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.errors import EncoderRefused, MediaError
 from cornplug.qos import QosCaller
 
+ResultT = TypeVar("ResultT")
 _AT_ONCE: Final = 2
 """Maximum items of one request prepared concurrently, so a large request cannot starve small requests."""
 _MARGIN_S: Final = 1.0
 """Grace period after the deadline for work that started in time."""
-
 log = logging.getLogger(__name__)
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Return the result of the work. Raises ClientDisconnect as soon as the client disconnects."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.wait({working, watching})
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,10 +17,9 @@ from fastapi import Request, Response
 
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake
-from cornplug.encoder_service.http.body_parsing import BodyParser
-from cornplug.encoder_service.http.client_gone import unless_gone
-from cornplug.encoder_service.http.encode import EncodeRoute
-from cornplug.encoder_service.http.engine_scope import ENGINES, SEAL
+from cornplug.encoder_service.http.access_control import ENGINES, SEAL
+from cornplug.encoder_service.http.encode import EncodeRoute, unless_gone
+from cornplug.encoder_service.http.requests import BodyParser
 from cornplug.encoder_service.wire import messages
 from cornplug.encoder_service.wire.engine_seal import MEDIA_TYPE, EngineSeal, SealBroken
 from cornplug.encoder_service.wire.messages import (

@@ -1,11 +1,19 @@
-"""Schema and parsing of `POST /v1/encode` requests."""
+"""Schema and parsing of `POST /v1/encode` requests.
+
+Parsing of request bodies off the event loop.
+
+Parsing tens of megabytes holds the GIL for tenths of a second. Large bodies of one class are therefore parsed
+one after another, so that the event loop and small bodies get their turn in between.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import pydantic
 from fastapi import Request
@@ -15,12 +23,13 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service.http.body_limits import MAX_FRAMES
-from cornplug.encoder_service.http.body_parsing import BodyParser
 from cornplug.encoder_service.preprocess.preparer import medium_bytes
 from cornplug.encoder_service.preprocess.preprocessor import FrameSampling
 from cornplug.errors import EncoderRefused
 from cornplug.qos import ServiceClass
 
+ParsedT = TypeVar("ParsedT")
+LARGE_BYTES: Final = 256 << 10
 MODALITIES: Final[tuple[Modality, ...]] = ("image", "video", "audio")
 _ONE_MEDIUM: Final[list[JsonValue]] = [{"required": [modality]} for modality in MODALITIES]
 _MAX_FIELDS: Final = 16
@@ -29,6 +38,27 @@ _VIDEO_URL: Final = "data:video/jpeg;base64,"
 _IMAGE_URL: Final = "data:image/jpeg;base64,"
 _SHOWN: Final = 200
 """Maximum characters of a client's value that a message repeats."""
+
+
+class BodyParser:
+    """Parser of bodies on `threads`. For one event loop."""
+
+    def __init__(self, threads: Executor) -> None:
+        self._threads = threads
+        self._turns: dict[ServiceClass, asyncio.Lock] = {}
+
+    async def parse(
+        self, request: Request, function: Callable[[bytes], ParsedT], qos: ServiceClass
+    ) -> ParsedT:
+        """Return `function` of the whole body, which is not kept.
+
+        Raises what `function` raises, and ClientDisconnect.
+        """
+        body = b"".join([piece async for piece in request.stream()])
+        large = len(body) > LARGE_BYTES
+        turn = self._turns.setdefault(qos, asyncio.Lock()) if large else contextlib.nullcontext()
+        async with turn:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function, body)
 
 
 class _InMemory(MultiPartParser):

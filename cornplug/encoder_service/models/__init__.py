@@ -1,1 +1,1 @@
-"""The served models, and how they are loaded."""
+"""Served models, and their loading."""

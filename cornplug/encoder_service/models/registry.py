@@ -1,4 +1,4 @@
-"""The loaded models by identity; models of equal weights share a tower.
+"""Loaded models by identity. Models with equal weights share a tower.
 
 model A ─┐                       ┌─ projector of A
 model B ─┼─ tower (tower fp, …) ─┤
@@ -33,7 +33,7 @@ class _Models:
     def of(cls, models: Iterable[LoadedModel]) -> _Models:
         by_name = {loaded.served.name: loaded for loaded in models}
         by_identity: dict[bytes, LoadedModel] = {}
-        # Of models with one identity any gives the same embedding: the first serves them all.
+        # Models with the same identity produce the same embeddings, so the first serves all of them.
         for loaded in by_name.values():
             for modality in loaded.served.modalities:
                 if (part := loaded.of(modality.name)) is not None:
@@ -46,7 +46,7 @@ class ModelRegistry:
 
     def __init__(self, *, dtype: str, device: str, compile: bool = False) -> None:
         self._place: Final = WeightPlacement(dtype=dtype, device=torch.device(device), compile=compile)
-        # Refused before anything is read, which may take minutes.
+        # Checked before anything is read, which may take minutes.
         self.dtype: Final = self._place.torch_dtype
         self._models = _Models({}, {})
         self._checks: list[Callable[[LoadedModel], None]] = []
@@ -63,7 +63,7 @@ class ModelRegistry:
     ) -> ModelRegistry:
         """Load every model (directory, or hub id in the local cache). `report` gets a line for each step.
 
-        Raises CheckpointError, or ConfigError for an unknown dtype or a model named twice.
+        Raises CheckpointError, or ConfigError for an unknown dtype or a model listed twice.
         """
         registry = cls(dtype=dtype, device=device, compile=compile)
         for name in models:
@@ -101,9 +101,9 @@ class ModelRegistry:
         self._checks.append(check)
 
     def load_changed(self, names: Sequence[str]) -> list[LoadedModel]:
-        """Those of the named models that have changed on disk, loaded and not served yet.
+        """Load the named models that have changed on disk, without serving them yet, and return them.
 
-        Raises CheckpointError: as `open`, or "other_family".
+        Raises CheckpointError like `open`, or with the reason "other_family".
         """
         out: list[LoadedModel] = []
         for name in names:
@@ -124,8 +124,8 @@ class ModelRegistry:
         return out
 
     def replace(self, fresh: Iterable[LoadedModel]) -> list[LoadedModel]:
-        """Serve these models in place of those of the same names, by one assignment. Returns the replaced
-        ones."""
+        """Serve these models in place of those with the same names, by one assignment. Return the replaced
+        models."""
         new = {loaded.served.name: loaded for loaded in fresh}
         before = self.loaded()
         self._models = _Models.of(new.get(loaded.served.name, loaded) for loaded in before)
@@ -148,9 +148,10 @@ class ModelRegistry:
         return self._models.by_name.get(name)
 
     def shares_features(self, model: LoadedModel) -> bool:
-        """Whether its tower's output is worth keeping.
+        """Return whether the output of its tower is worth keeping.
 
-        So for families that say it, and where another served model has the same tower and another projector.
+        This is the case for families that declare it, and if another served model has the same tower and
+        another projector.
         """
         return model.checkpoint.family.shares_features or any(
             other.tower is model.tower and other.projector is not model.projector

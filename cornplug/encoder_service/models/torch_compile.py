@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 
 
 class CompiledTower:
-    """A tower whose layers are compiled when they first run, for inputs of any length.
+    """Tower whose layers are compiled when they first run, for inputs of any length.
 
-    Layer by layer: they are many and alike, so that one is compiled and all use it. The first batch takes
-    some ten seconds for it.
+    Layers are compiled individually. They are many and alike, so one is compiled and all use it. The first
+    batch takes about ten seconds for it.
     """
 
     failures = 0
@@ -28,7 +28,7 @@ class CompiledTower:
 
     def __init__(self, tower: Tower) -> None:
         self.inner = tower
-        """The tower itself."""
+        """Uncompiled tower."""
         self.layers = list(layers_of(tower))
         """Compiled layers, empty after compiling has failed."""
         for layer in self.layers:
@@ -37,11 +37,11 @@ class CompiledTower:
             layer._compiled_call_impl = _after_pause(layer._compiled_call_impl)
 
     def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
-        """As `Tower.prepare`."""
+        """See `Tower.prepare`."""
         return self.inner.prepare(inputs)
 
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        """As `Tower.encode`."""
+        """See `Tower.encode`."""
         try:
             return self.inner.encode(items)
         except TorchDynamoException as e:

@@ -21,12 +21,11 @@ from typing import Any, Final, Generic, TypeVar
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service.preprocess.byte_budget import BudgetShare
 from cornplug.encoder_service.preprocess.preprocessor import PreprocessContext
-from cornplug.encoder_service.preprocess.sandbox.decoder_process import DecoderProcess
+from cornplug.encoder_service.preprocess.sandbox.decoder_process import DecoderProcess, SandboxedDecoder
 from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
-from cornplug.encoder_service.preprocess.sandbox.sandboxed_decoder import SandboxedDecoder
 from cornplug.encoder_service.scheduling.admission import AdmissionRefusal, EncodeAdmission
 from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
-from cornplug.encoder_service.scheduling.queue_limit import QueueLimit
+from cornplug.encoder_service.scheduling.fair_queue import QueueLimit
 from cornplug.encoder_service.telemetry.service_metrics import Queue
 from cornplug.encoder_service.wire.messages import EncodeRequest
 from cornplug.errors import EncoderRefused

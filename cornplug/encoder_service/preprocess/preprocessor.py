@@ -1,5 +1,6 @@
 """Interface of the preprocessors of all modalities: bytes -> digest -> tower inputs, as the model's engine
-makes them."""
+makes them.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ class DecodedMedium:
     digest: bytes
     """The media digest, 32 bytes."""
     shape: tuple[int, ...]
-    """Shape as in `file_memo.DecodedFile`."""
+    """Shape as in `preparer.DecodedFile`."""
     preprocess: Callable[[], Inputs]
     """Function that runs the processor. Raises MediaError("unprocessable") if it does not accept the
     medium."""

@@ -1,1 +1,1 @@
-"""Order and admission of encode jobs: pure decisions, no torch, no I/O."""
+"""Order and admission of encode jobs, without torch or I/O."""

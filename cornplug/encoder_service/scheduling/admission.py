@@ -1,10 +1,11 @@
-"""Admission: predicts when a request would be done, and refuses it at once where that is past its deadline.
+"""Admission: predicts when a request would be done, and rejects it immediately if that is past its deadline.
 
     seconds until done = rest of the running batches + batches that the fair queue serves first + its own
     batch
 
-`BatchLatencyModel` prices batches, `WeightedFairQueue` orders the queue. Every request is admitted before its
-tower was measured, and while the service is idle: a wrong measurement cannot keep a service empty.
+`BatchLatencyModel` predicts the time of batches, `ArrivalRate` measures the load of each class, and
+`WeightedFairQueue` orders the queue. Every request is admitted before its tower was measured, and while the
+service is idle, so that a wrong measurement cannot keep a service empty.
 """
 
 from __future__ import annotations
@@ -16,13 +17,27 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary, ref
 
-from cornplug.encoder_service.scheduling.arrival_rate import ArrivalRate
-from cornplug.encoder_service.scheduling.backlog import Backlog, RunningBatch, ServiceLoad
 from cornplug.encoder_service.scheduling.batch_former import QueuedJob
-from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
-from cornplug.encoder_service.scheduling.latency_model import BatchLatencyModel
+from cornplug.encoder_service.scheduling.batcher import (
+    Backlog,
+    Batcher,
+    EncodeJob,
+    PendingRequest,
+    RunningBatch,
+    ServiceLoad,
+)
 from cornplug.qos import ServiceClass
 
+_FORGET: Final = 0.9
+"""Weight of the past at each new batch, so that about ten batches count."""
+_WARM_UP: Final = 2
+"""Number of first batches, which allocate and compile. They count only until there are later batches."""
+_SURPRISE: Final = 3.0
+"""A batch slower than this many times its prediction, and than this many usual batches, counts as this many.
+An outlier has little effect, and a tower that has become slow is followed within a few batches."""
+_FORGET_S: Final = 2.0
+_MIN_AGE_S: Final = 0.05
+"""Minimum time over which a rate is measured."""
 _HEADROOM: Final = 1.5
 _MIN_HEADROOM: Final = 1.05
 _MAX_HEADROOM: Final = 2.0
@@ -40,6 +55,99 @@ _REMEMBER_S: Final = 10.0
 _UNMEASURED_S: Final = 1.0
 
 
+@dataclass(slots=True)
+class BatchLatencyModel:
+    """Latency of one tower's batches: seconds = fixed + per token * tokens. Not thread-safe.
+
+    Both terms are fitted by least squares with exponential forgetting."""
+
+    fixed_s: float = 0.0
+    token_s: float = 0.0
+    """Seconds per token."""
+    batches: int = 0
+    _n: float = 0.0
+    _x: float = 0.0
+    _y: float = 0.0
+    _xx: float = 0.0
+    _xy: float = 0.0
+
+    @property
+    def measured(self) -> bool:
+        return self.batches > 0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Fit the model to a batch of `tokens` that took `seconds`."""
+        if tokens <= 0:
+            return
+        self.batches += 1
+        if self.batches <= _WARM_UP + 1:
+            self._n = self._x = self._y = self._xx = self._xy = 0.0
+        else:
+            seconds = min(seconds, _SURPRISE * max(self.seconds(tokens), self._y / self._n))
+        self._n = _FORGET * self._n + 1
+        self._x = _FORGET * self._x + tokens
+        self._y = _FORGET * self._y + seconds
+        self._xx = _FORGET * self._xx + tokens * tokens
+        self._xy = _FORGET * self._xy + tokens * seconds
+        self._fit()
+
+    def seconds(self, tokens: float) -> float:
+        """Return the predicted seconds of a batch with this number of tokens, 0 before the first
+        observation."""
+        return self.fixed_s + self.token_s * tokens
+
+    def tokens_within(self, seconds: float) -> float:
+        """Return the maximum tokens of a batch that ends within `seconds`, or inf before the first
+        observation.
+
+        It is never so small that the fixed cost exceeds a fifth of the batch.
+        """
+        if self.token_s <= 0:
+            return float("inf")
+        return max(4 * self.fixed_s, seconds - self.fixed_s) / self.token_s
+
+    def _fit(self) -> None:
+        spread = self._n * self._xx - self._x * self._x
+        # Batches of one size determine only the sum, so all of it is attributed to the tokens.
+        self.token_s = self._xy / self._xx
+        self.fixed_s = 0.0
+        if spread > 1e-3 * self._x * self._x:
+            slope = (self._n * self._xy - self._x * self._y) / spread
+            start = (self._y - slope * self._x) / self._n
+            if slope < 0:
+                self.fixed_s, self.token_s = self._y / self._n, 0.0
+            elif start >= 0:
+                self.fixed_s, self.token_s = start, slope
+
+
+class ArrivalRate:
+    """Tokens per second of admitted requests by class, as an exponentially weighted mean. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._began_s: float | None = None
+        self._counted: dict[ServiceClass, tuple[float, float]] = {}
+        """Tokens by class, decayed to the time at which they were last counted, and that time."""
+
+    def count(self, qos: ServiceClass, tokens: int, now_s: float) -> None:
+        """Count an admitted request."""
+        if self._began_s is None:
+            self._began_s = now_s
+        self._counted[qos] = self._faded(qos, now_s) + tokens, now_s
+
+    def tokens_a_second(self, now_s: float) -> dict[ServiceClass, float]:
+        """Return the rate of each class that has sent a request."""
+        if self._began_s is None:
+            return {}
+        age_s = max(_MIN_AGE_S, now_s - self._began_s)
+        # The weights of a short past sum to less. Without normalization an early rate would be too small.
+        weight_s = _FORGET_S * -math.expm1(-age_s / _FORGET_S)
+        return {qos: self._faded(qos, now_s) / weight_s for qos in self._counted}
+
+    def _faded(self, qos: ServiceClass, now_s: float) -> float:
+        tokens, then_s = self._counted.get(qos, (0.0, now_s))
+        return tokens * math.exp((then_s - now_s) / _FORGET_S)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionRefusal:
     """Reason why a request is not admitted."""
@@ -52,7 +160,7 @@ class AdmissionRefusal:
 
 @dataclass(slots=True, kw_only=True)
 class _Probe:
-    """A hypothetical job, for predictions."""
+    """Hypothetical job, for predictions."""
 
     qos: ServiceClass
     tower: object
@@ -85,16 +193,15 @@ class EncodeAdmission:
         self._hit_rate = 0.0
         """Share of the latest requests that were cached or joined another request's job."""
         self._headroom: dict[ServiceClass, float] = {}
-        """By class: predictions are multiplied by this before they are compared with a deadline, as better
-        classes come
-        in bursts and threads wait for each other. Learned from the outcomes of earlier predictions."""
+        """Factor by class that predictions are multiplied with before they are compared with a deadline,
+        because better classes arrive in bursts and threads wait for each other. It is learned from the
+        outcomes of earlier predictions."""
         self._shortest_deadlines: dict[ServiceClass, tuple[float, float]] = {}
-        """By class: the shortest deadline of the requests admitted recently, and when that one came."""
+        """Shortest deadline of recently admitted requests by class, and the time of that request."""
 
     def computed(self, batch: Sequence[EncodeJob[Any]], seconds: float) -> None:
-        """Record that a batch left its executor after `seconds`. Cached features make a batch quick, so the
-        price of
-        a token contains their share of the traffic."""
+        """Record that a batch left its executor after `seconds`. Cached features shorten a batch, so the time
+        per token reflects their share of the traffic."""
         tokens = sum({job.feature_key: job.tokens for job in batch}.values())
         with self._lock:
             self._latency_models.setdefault(batch[0].tower, BatchLatencyModel()).observe(tokens, seconds)
@@ -104,7 +211,7 @@ class EncodeAdmission:
         if pending.predicted_answer_s is None:
             return
         with self._lock:
-            # Only predictions near the deadline tell how near to it one may go.
+            # Only predictions near the deadline show how close to it predictions may be.
             headroom = self._headroom.get(pending.qos, _HEADROOM)
             if headroom * pending.predicted_answer_s > pending.request.deadline_s / 2:
                 moved = headroom + (
@@ -113,13 +220,13 @@ class EncodeAdmission:
                 self._headroom[pending.qos] = min(max(moved, _MIN_HEADROOM), _MAX_HEADROOM)
 
     def batch_token_limit(self, tower: object, deadline_s: float) -> float:
-        """Most tokens of a batch that holds a job of that deadline, while requests of shorter ones keep
-        coming."""
+        """Return the maximum tokens of a batch with a job of that deadline, while requests with shorter
+        deadlines keep arriving."""
         with self._lock:
             return self._batch_token_limit(tower, deadline_s)
 
     def is_long(self, batch: RunningBatch, deadline_s: float) -> bool:
-        """Whether a running batch delays a request with this deadline for longer than a batch is allowed to.
+        """Return whether a running batch delays a request with this deadline for longer than allowed.
 
         Also True while its tower has not been measured.
         """
@@ -143,9 +250,9 @@ class EncodeAdmission:
     def precheck(
         self, qos: ServiceClass, deadline_s: float, batcher: Batcher[Any]
     ) -> AdmissionRefusal | None:
-        """`refusal` of a medium like the last one, before anything was spent on it.
+        """Return the `refusal` of a medium like the last one, before any work is done on it.
 
-        None, too, while many requests are cached or join others: only the content tells whether this one is.
+        Also None while many requests are cached or join others, which depends on the content.
         """
         now = self._clock()
         with self._lock:
@@ -223,7 +330,7 @@ class EncodeAdmission:
             )
             own = self._latency_model(job.tower).seconds(max(job.tokens, fill))
         before = whole * ahead.tokens_until_served / sum(tokens for tokens, _ in ahead.load.waiting.values())
-        # A job is done with its batch, which may hold later ones too; but no later than all of them.
+        # A job is done with its batch, which may contain later jobs, but no later than all jobs.
         queue = min(before + own, max(whole, before))
         lanes = max(1, self._lanes())
         return (running + queue) / lanes + own * (1 - 1 / lanes)

@@ -1,10 +1,10 @@
-"""Forms a batch out of the queue: in fair order, then smaller jobs fill the rest of the batch.
+"""Forming of batches from the queue, in fair order. Smaller jobs fill the rest of a batch.
 
     queue ─> by class and app, the earliest deadline first ─WeightedFairQueue─> a batch for one tower
 
-The first job is taken at any size. Others fill the remaining tokens, so that small jobs do not wait behind a
-big one. A job that was passed over, as too big or another tower's, comes first in the next batch: none
-starves.
+The first job is taken at any size. Others fill the remaining tokens, so that small jobs do not wait for a
+large one. A job that was passed over, as too large or for another tower, comes first in the next batch, so
+that no job starves.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ QueuesByApp = dict[ServiceClass, dict[str, list[JobT]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormedBatch(Generic[JobT]):
-    """A batch, and the job that it skipped."""
+    """Batch, and the job that it skipped."""
 
     batch: list[JobT]
     tokens: int
-    """Jobs with distinct features."""
+    """Tokens of the jobs with distinct features."""
     passed_over: JobT | None
     """Job whose turn it was but that did not fit. Pass it as `first` next time."""
 
@@ -52,9 +52,9 @@ def form_batch(
     limit: Callable[[JobT], float],
     first: JobT | None = None,
 ) -> FormedBatch[JobT]:
-    """A batch of one tower out of `queue`, which is not empty, charged to `fair_queue`.
+    """Return a batch for one tower from `queue`, which is not empty, and charge it to `fair_queue`.
 
-    `limit` is how many tokens a batch may have that holds this job.
+    `limit` returns the maximum tokens of a batch that contains this job.
     """
     queues = _queues_by_app(queue)
     fair_queue.set_backlogged({qos: apps.keys() for qos, apps in queues.items()})

@@ -1,22 +1,23 @@
-"""The queue in front of the towers: joins duplicates, forms batches, drops late requests. No torch, no I/O.
+"""Queue before the towers: joins duplicates, forms batches, drops late requests. No torch, no I/O.
 
-submit ──join_or_add──> queue of EncodeJobs ──take──> a batch for one tower ──finish──> answers
+submit ──join_or_add──> queue of EncodeJobs ──take──> a batch for one tower ──finish──> replies
                             │ same key: one job, several requests (also while it runs)
                             └ same features: several jobs, computed once, free in a batch
+
+`backlog_ahead` returns the work ahead of a new request.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, Self, TypeVar
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from cornplug.encoder_service.scheduling.backlog import Backlog, RunningBatch, ServiceLoad, backlog_ahead
 from cornplug.encoder_service.scheduling.batch_former import QueuedJob, form_batch
 from cornplug.encoder_service.scheduling.fair_queue import WeightedFairQueue
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, EncodeRequest
@@ -25,6 +26,74 @@ from cornplug.qos import ONE_CLASS, ServiceClass
 Answer = EncodeReply | EncodeRefusal
 PayloadT = TypeVar("PayloadT")
 _LOOK_S: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RunningBatch:
+    """Batch that a tower is computing."""
+
+    tower: object
+    tokens: int
+    begun_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceLoad:
+    """Queue and running batches of a service. Media with equal features count once."""
+
+    waiting: Mapping[object, tuple[int, int]]
+    """Tokens and media in the queue, by tower."""
+    running: Sequence[RunningBatch]
+
+    @classmethod
+    def of(cls, queue: Iterable[QueuedJob], running: Iterable[RunningBatch]) -> Self:
+        """Return the load. `running` may contain a batch several times."""
+        waiting: dict[object, tuple[int, int]] = {}
+        for job in _distinct(queue):
+            tokens, items = waiting.get(job.tower, (0, 0))
+            waiting[job.tower] = tokens + job.tokens, items + 1
+        return cls(waiting=waiting, running=tuple(dict.fromkeys(running)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backlog:
+    """Load with one more job in the queue, and the position of that job."""
+
+    load: ServiceLoad
+    tokens_until_served: float
+    """Tokens served until the job is done, including its own."""
+    tokens_by_class: Mapping[ServiceClass, int]
+    """Tokens in the queue by class, without the job's own."""
+
+
+def backlog_ahead(
+    queue: Sequence[QueuedJob],
+    running: Iterable[RunningBatch],
+    fair_queue: WeightedFairQueue,
+    new: QueuedJob,
+    demand: Mapping[ServiceClass, float],
+) -> Backlog:
+    """Return the backlog ahead of `new`. For `demand`, see `WeightedFairQueue.tokens_until_served`."""
+    tokens_by_class: dict[ServiceClass, int] = {}
+    apps: dict[str, int] = {}
+    own = new.tokens
+    for job in _distinct(queue):
+        tokens_by_class[job.qos] = tokens_by_class.get(job.qos, 0) + job.tokens
+        if job.qos == new.qos and job.app != new.app:
+            apps[job.app] = apps.get(job.app, 0) + job.tokens
+        elif job.qos == new.qos and job.due_s <= new.due_s:
+            own += job.tokens
+    # Apps take turns: while one is served, every other app is served as much.
+    own += sum(min(own, tokens) for tokens in apps.values())
+    return Backlog(
+        load=ServiceLoad.of((*queue, new), running),
+        tokens_until_served=fair_queue.tokens_until_served(new.qos, own, tokens_by_class, demand),
+        tokens_by_class=tokens_by_class,
+    )
+
+
+def _distinct(queue: Iterable[QueuedJob]) -> Iterable[QueuedJob]:
+    return {job.feature_key: job for job in queue}.values()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -93,10 +162,10 @@ class EncodeJob(Generic[PayloadT]):
 
 
 class Batcher(Generic[PayloadT]):
-    """A queue and its batches. Thread-safe. `on_late` is called, outside the lock, for each request dropped
-    as late.
+    """Queue and its batches. Thread-safe. `on_late` is called, outside the lock, for each request dropped as
+    late.
 
-    `batch_token_limit(tower, deadline_s)` bounds a batch that holds a job of that deadline.
+    `batch_token_limit(tower, deadline_s)` limits a batch that contains a job with that deadline.
     """
 
     def __init__(
@@ -110,9 +179,11 @@ class Batcher(Generic[PayloadT]):
         has_urgent_lane: bool = False,
         is_long: Callable[[RunningBatch, float], bool] = lambda batch, deadline_s: True,
     ) -> None:
-        """Args:
-        has_urgent_lane: A thread calls `take_urgent`, so that running jobs hold up no better class.
-        is_long: Whether a running batch takes too long for a waiting job of that deadline in seconds.
+        """Create an empty queue.
+
+        Args:
+            has_urgent_lane: Whether a thread calls `take_urgent`, so that running jobs delay no better class.
+            is_long: Returns whether a running batch takes too long for a waiting job of that deadline (s).
         """
         self._has_urgent_lane = has_urgent_lane
         self._is_long = is_long
@@ -165,14 +236,16 @@ class Batcher(Generic[PayloadT]):
                 return batch
 
     def take_urgent(self, lanes: int) -> EncodeJob[PayloadT] | None:
-        """The best queued job, once all `lanes` run long batches of worse classes. Blocks; None once closed.
+        """Return the best queued job when all `lanes` run long batches of worse classes. Blocks. Returns None
+        when closed.
 
-        For one lane more than `lanes`, so that a long job of a worse class never delays a better class.
+        It is for one lane in addition to `lanes`, so that a long job of a worse class never delays a better
+        class.
         """
         while True:
             with self._changed:
                 while (urgent := self._most_urgent(lanes)) is None and not self._closed:
-                    # A running batch becomes a long one by the clock alone.
+                    # A running batch becomes long as time passes, without an event.
                     self._changed.wait(_LOOK_S if self._queue else None)
                 if urgent is None:
                     return None
@@ -236,7 +309,7 @@ class Batcher(Generic[PayloadT]):
             return waiting
 
     def ahead(self, new: QueuedJob, demand: Mapping[ServiceClass, float]) -> Backlog:
-        """The backlog in front of `new` if it came now. `demand`: see
+        """Return the backlog ahead of `new` if it arrived now. For `demand`, see
         `WeightedFairQueue.tokens_until_served`."""
         with self._changed:
             running = self._running.items()
@@ -271,7 +344,7 @@ class Batcher(Generic[PayloadT]):
         kept: list[EncodeJob[PayloadT]] = []
         for job in self._queue:
             late += [w for w in job.requests if w.due_s < now]
-            # A cancelled request needs no answer, and no computation either.
+            # A cancelled request needs no reply and no computation.
             staying = [w for w in job.requests if w.due_s >= now and not w.future.cancelled()]
             if not staying:
                 del self._in_flight[job.key]

@@ -1,23 +1,95 @@
-"""Weighted fair queueing of classes: shares first, the rest by priority, apps of one class in turn. Pure.
+"""Weighted fair queueing of classes: shares first, the rest by priority, apps of one class in turn. No I/O.
 
     share 0.5  ████████░░░░░░░░   guaranteed: by virtual time, the earliest finish of the eligible classes
     share 0.3  ░░░░░░░░█████░░░
     surplus    ░░░░░░░░░░░░░███   to the highest priority that has work; equal priorities by their shares
 
-The guarantee is WF2Q's (Bennett and Zhang, "WF2Q: Worst-case Fair Weighted Fair Queueing", 1996) over
-tokens: a class is eligible while it has had less than its share since it last had an empty queue, and of the
-eligible classes that one goes first that would finish first at its own rate. Surplus service is not
-held against it later, as in H-FSC (Stoica, Zhang and Ng, 1997). Apps of a class take turns by start tags
-(Goyal, Vin and Chen, "Start-time Fair Queueing", 1996).
+The guarantee is that of WF2Q (Bennett and Zhang, "WF2Q: Worst-case Fair Weighted Fair Queueing", 1996) over
+tokens. A class is eligible while it has received less than its share since its queue was last empty. Of the
+eligible classes, the next is the one that would finish first at its own rate. Surplus service is not counted
+against it later, as in H-FSC (Stoica, Zhang and Ng, 1997). Apps of a class take turns by start tags (Goyal,
+Vin and Chen, "Start-time Fair Queueing", 1996).
+
+`QueueLimit` limits the number of waiting requests, with slots reserved for each class.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+import threading
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
 
 from cornplug.qos import ServiceClass
+
+if TYPE_CHECKING:
+    from cornplug.encoder_service.scheduling.batcher import PendingRequest
+
+
+QueueFull = tuple[Literal["over_share", "overloaded"], str]
+"""Reason and message of the refusal if there is no slot."""
+
+
+class QueueLimit:
+    """Admitted requests without a reply. Thread-safe.
+
+    A class may use unreserved slots and its own slots, which are its share of all. Other classes cannot use
+    these.
+    """
+
+    def __init__(self, classes: Sequence[ServiceClass], slots: int) -> None:
+        self.slots: Final = slots
+        self._reserved = {qos: math.floor(qos.share * slots) for qos in classes}
+        self._changed = threading.Condition()
+        self._waits: set[PendingRequest] = set()
+        self._held: Counter[ServiceClass] = Counter()
+        self._stopping = False
+
+    def enter(self, pending: PendingRequest) -> QueueFull | None:
+        """Take a slot, or return why there is none. `leave` releases it."""
+        with self._changed:
+            if self._stopping:
+                return "overloaded", "the service is stopping"
+            kept = sum(
+                max(0, own - self._held[qos]) for qos, own in self._reserved.items() if qos != pending.qos
+            )
+            if len(self._waits) + kept >= self.slots:
+                # The class's reserved slots are in use, or the request would have got one.
+                if len(self._waits) > self._held[pending.qos]:
+                    return (
+                        "over_share",
+                        f"{self._held[pending.qos]} requests of its class are already waiting",
+                    )
+                return "overloaded", f"{len(self._waits)} requests are already waiting"
+            self._waits.add(pending)
+            self._held[pending.qos] += 1
+            return None
+
+    def leave(self, pending: PendingRequest) -> None:
+        """Release the slot, because the request was answered or cancelled."""
+        with self._changed:
+            if pending in self._waits:
+                self._waits.remove(pending)
+                self._held[pending.qos] -= 1
+                self._changed.notify_all()
+
+    def drain(self, deadline_s: float) -> bool:
+        """Admit no more requests, and wait until all have left. Returns False if the deadline passes
+        first."""
+        with self._changed:
+            self._stopping = True
+            return self._changed.wait_for(lambda: not self._waits, deadline_s)
+
+    def identities(self) -> frozenset[bytes]:
+        """Return the identities of the models that the requests use."""
+        with self._changed:
+            return frozenset(pending.request.identity for pending in self._waits)
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._waits)
 
 
 @dataclass(slots=True)
@@ -34,7 +106,7 @@ class _ClassState:
 
 
 class WeightedFairQueue:
-    """Tags of classes and apps. Not thread-safe: the batcher's lock guards it."""
+    """Tags of classes and apps. Not thread-safe: the batcher calls it under its lock."""
 
     def __init__(self) -> None:
         self._served = 0.0
@@ -53,7 +125,7 @@ class WeightedFairQueue:
             for app in apps:
                 if app not in before:
                     state.apps[app] = max(state.apps.get(app, 0.0), state.virtual_time)
-            # Apps without work keep their tag only while they have had more than their part.
+            # Apps without work keep their tag only while they are ahead of their share.
             state.apps = {a: tag for a, tag in state.apps.items() if a in apps or tag > state.virtual_time}
         self._backlogged = {qos: frozenset(apps) for qos, apps in now.items() if apps}
 
@@ -72,7 +144,7 @@ class WeightedFairQueue:
         return min(heads, key=lambda q: (-q.priority, self._states[q].surplus, q.name))
 
     def may_fill(self, qos: ServiceClass, batch_tokens: float) -> bool:
-        """Whether the class may fill a batch whose next job did not fit.
+        """Return whether the class may fill a batch whose next job did not fit.
 
         True unless another class is eligible and this one is `batch_tokens` or more ahead of its share.
         """
@@ -83,7 +155,7 @@ class WeightedFairQueue:
     def charge(self, qos: ServiceClass, app: str, tokens: int) -> None:
         """Count tokens served to a class and an app."""
         state = self._states[qos]
-        # Filling a batch while another class is eligible uses its time: it counts against the guarantee.
+        # Filling a batch while another class is eligible uses that class's time: it counts as guaranteed.
         if state.eligible_at <= self._served or self._any_due():
             state.eligible_at += tokens / qos.share
         else:
@@ -102,11 +174,12 @@ class WeightedFairQueue:
         others: Mapping[ServiceClass, float],
         demand: Mapping[ServiceClass, float],
     ) -> float:
-        """Tokens served to all classes until `own` tokens of class `qos` are, in the order of `next_class`.
+        """Return the tokens served to all classes until `own` tokens of class `qos` are served, in the order
+        of `next_class`.
 
-        `others`: tokens in the queues of the other classes. `demand`: arrivals of each class, as a part
-        of all that
-        can be served. A fluid model: exact to within one job of each class.
+        `others` are the tokens in the queues of the other classes. `demand` is the arrival rate of each
+        class, as a fraction of the total service rate. This is a fluid model, exact to within one job of each
+        class.
         """
         left = {q: float(tokens) for q, tokens in others.items() if tokens > 0 and q != qos}
         left[qos] = own
@@ -137,7 +210,7 @@ def _rates(
 ) -> dict[ServiceClass, float]:
     """Return the fractions by which the next tokens are divided among classes that have work."""
     rates = {q: q.share if q in eligible_at else 0.0 for q in left}
-    # A class with an empty queue takes its arrivals.
+    # A class with an empty queue consumes its arrivals.
     coming = {q: part for q, part in demand.items() if q not in left}
     free = 1.0 - math.fsum(rates.values()) - math.fsum(min(q.share, part) for q, part in coming.items())
     for priority in sorted({q.priority for q in (*left, *coming)}, reverse=True):

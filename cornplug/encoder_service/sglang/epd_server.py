@@ -36,8 +36,7 @@ from fastapi.responses import JSONResponse
 
 from cornplug.checkpoints.validated_families import validated
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.access.audit import AuditLog
-from cornplug.encoder_service.access.policy import salt_of
+from cornplug.encoder_service.access import AuditLog, salt_of
 from cornplug.encoder_service.client.endpoints import url_name
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake
@@ -58,9 +57,10 @@ from cornplug.errors import EncoderRefused, MediaError
 from cornplug.qos import APP_HEADER, QosCaller
 
 if TYPE_CHECKING:
-    from cornplug.encoder_service.http.body_parsing import BodyParser
+    from cornplug.encoder_service.http.requests import BodyParser
 
-_RELEASE: Final = "0.5.23"
+_DECODING: Final = "sglang-0.5.23"
+_RELEASE: Final = _DECODING.removeprefix("sglang-")
 """Release of SGLang whose protocol this server follows."""
 _FAMILIES: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 """Families that this release of SGLang runs with `--language-only` and whose rows fit its protocol."""
@@ -115,7 +115,7 @@ class SglangParts:
     def verify_claims(self, part: wire.EncodePart, caller: QosCaller) -> wire.EncodePart:
         """The part with the verified salt of each image.
 
-        Raises EncoderRefused("forbidden_salt") for a salt without proof, as `policy.salt_of`.
+        Raises EncoderRefused("forbidden_salt") for a salt without proof, as `access.salt_of`.
         """
 
         def of(item: wire.MediaItem) -> wire.MediaItem:
@@ -186,7 +186,7 @@ class SglangParts:
             return MediumSource(
                 model=model.served.name,
                 modality="image",
-                decoding="sglang-0.5.23",
+                decoding=_DECODING,
                 app=SGLANG,
                 parts=[medium_bytes("image", item.url)],
                 salt=item.cornplug_salt,

@@ -42,7 +42,7 @@ class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content_hash: str | None = None
     """A client's hash of the content. Unused: keys hold a digest of the pixels."""
     cornplug_salt: str | None = None
-    """The request's `cache_salt`, from a server with cornplug's plugin (`sglang_hooks/mm/epd.py`)."""
+    """The request's `cache_salt`, from a server with cornplug's plugin (`sglang_hooks/media/epd.py`)."""
     cornplug_salt_proof: str | None = None
     """`signed_claims.salt_proof` of it: only a server with the secret can name a salt."""
 

@@ -1,4 +1,4 @@
-"""Finds a family's `TowerArchitecture`: `ModelFamily.tower_class`, imported on first use."""
+"""Lookup of a family's `TowerArchitecture`: `ModelFamily.tower_class`, imported on first use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def architecture(family: ModelFamily, modalities: Sequence[Modality] = ()) -> TowerArchitecture:
-    """Loads this family's halves, of the tower that takes these modalities (() for the first one's)."""
+    """Return the architecture of this family's tower for these modalities, by default the first one."""
     module, _, name = family.tower_class.partition(":")
     found = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     if family.generic:
@@ -25,10 +25,9 @@ def architecture(family: ModelFamily, modalities: Sequence[Modality] = ()) -> To
 
 
 def feature_extractor(checkpoint: Checkpoint) -> LogMelFeatures:
-    """The extractor of this checkpoint's tower inputs from samples.
+    """Return the feature extractor that computes this checkpoint's tower inputs from samples.
 
-    Raises CheckpointError("bad_config") for a family without audio, or a feature extractor that is not
-    served.
+    Raises CheckpointError("bad_config") for a family without audio, or an unsupported feature extractor.
     """
     found = getattr(architecture(checkpoint.family), "feature_extractor", None)
     if found is None:

@@ -1,43 +1,150 @@
-"""transformers' own model of a checkpoint without its decoder, which never takes memory.
+"""transformers' own model of a checkpoint without its decoder, which is never allocated.
 
     config.json ──transformers' class, on the meta device──> decoder, head, other modalities' tower replaced
                                                                  └─ filled with the tower's tensors only
 The state dict holds only the tensors that the tower's fingerprint counts. A tower that needs another one is
 refused, so that none changes a row without changing the key.
+
+`DecoderRecorder` replaces the decoder. It ends the forward pass and returns the decoder's input:
+
+    whole model's forward ──> token embeddings ──medium's rows put in──> decoder
+                                   (a mark)                                 └─ raises DecoderReached(rows)
+The rows of a medium are therefore read where the decoder would read them, whatever the family's code does
+with them before. Token embeddings are a mark that no tower computes, so positions without it are the
+medium's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import Modality
 from cornplug.checkpoints.families.generic import NESTED, is_of_other
-from cornplug.encoder_service.towers.decoder_recorder import DecoderRecorder, RemovedPart
 from cornplug.errors import CheckpointError
 
+LEVELS: Final = "deepstack_visual_embeds"
+"""Argument of decoders that add outputs of several layers of the tower to their own first layers' outputs."""
+_PLACES: Final = frozenset({"attention_mask", "position_ids"})
+"""Arguments that say where rows are, and not what they hold."""
 REFUSALS: Final = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, OSError,
     RuntimeError, StrictDataclassError, TypeError, ValueError,
 )  # fmt: skip
-"""What transformers raises for a config or a processor that it cannot use."""
+"""Errors that transformers raises for a config or a processor that it does not support."""
 DESCRIBE: Final = 'Serve another model, or describe the family (CONTRIBUTING.md, "Add a model family").'
 _LOADED: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool)
 _NAMED: Final = 5
 _NESTED_PREFIX: Final = f"{NESTED.removesuffix('_config')}."
-"""Of the tensors' names of the model that `NESTED` describes."""
+"""Prefix of tensor names in the model that `NESTED` describes."""
+
+
+class DecoderReached(Exception):
+    """Ends a model's pass where its decoder would begin."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        super().__init__("the decoder was reached")
+        self.rows = rows
+        """(rows, width) of the medium, in the prompt's order; the levels of deepstack beside them."""
+
+
+class TokenMark(nn.Module):
+    """Token embeddings that consist of the least finite value of their dtype."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._width = width
+        self.dtype = dtype
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """As of an embedding with any number of tokens; takes no memory."""
+        return self._made(1).expand(1 << 24, self._width)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """The mark at each token, shape (*ids.shape, width)."""
+        return self._made(*ids.shape, self._width, device=ids.device)
+
+    def _made(self, *shape: int, device: torch.device | None = None) -> torch.Tensor:
+        return torch.full(shape, torch.finfo(self.dtype).min, dtype=self.dtype, device=device)
+
+
+class DecoderRecorder(nn.Module):
+    """In place of a decoder: raises `DecoderReached` when it is called.
+
+    Raises CheckpointError("unknown_family") where the decoder takes more of a medium than rows in the prompt
+    and, at the same places, levels of deepstack.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embed_tokens = TokenMark(width, dtype)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The mark."""
+        return self.embed_tokens
+
+    def get_decoder(self) -> nn.Module:
+        """Itself."""
+        return self
+
+    def get_per_layer_inputs(self, *args: Any, **kwargs: Any) -> None:
+        """None: what a decoder looks up for its tokens by itself."""
+
+    def forward(self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any) -> None:
+        if inputs_embeds is None or inputs_embeds.shape[0] != 1:
+            raise CheckpointError("the decoder does not accept embeddings", reason="unknown_family")
+        levels, places = kwargs.pop(LEVELS, None) or (), kwargs.pop("visual_pos_masks", None)
+        more = [name for name, value in kwargs.items() if name not in _PLACES and any(_numbers(value))]
+        if more:
+            raise CheckpointError(
+                f"the decoder also needs {', '.join(more)} of a medium, not only its rows",
+                reason="unknown_family",
+            )
+        marked = (inputs_embeds[0] == torch.finfo(inputs_embeds.dtype).min).all(-1)
+        if not bool(marked.any()) or bool(marked.all()):
+            raise CheckpointError(
+                "rows of media cannot be distinguished from embeddings of tokens", reason="unknown_family"
+            )
+        rows = inputs_embeds[0, ~marked]
+        if levels and not (
+            all(level.shape == rows.shape for level in levels)
+            and isinstance(places, torch.Tensor)
+            and torch.equal(places.reshape(-1), ~marked)
+        ):
+            raise CheckpointError("the deepstack levels do not match the rows", reason="unknown_family")
+        raise DecoderReached(torch.cat([rows, *(level.to(rows.dtype) for level in levels)], dim=-1))
+
+
+class RemovedPart(nn.Module):
+    """In place of a part that this tower does without. Calling it is an error."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        raise CheckpointError("this tower needs a part of another modality", reason="unknown_family")
+
+
+def _numbers(value: Any) -> Iterator[bool]:
+    """True for each floating tensor in a value."""
+    if isinstance(value, torch.Tensor):
+        yield value.is_floating_point()
+    elif isinstance(value, Mapping):
+        yield from (found for part in value.values() for found in _numbers(part))
+    elif isinstance(value, list | tuple):
+        yield from (found for part in value for found in _numbers(part))
 
 
 def model_class(checkpoint: Checkpoint) -> tuple[type[transformers.PreTrainedModel], Any]:
-    """transformers' class for media and text of this checkpoint's model_type, and its config.
+    """Return transformers' class for media and text of this checkpoint's model_type, and its config.
 
-    Raises CheckpointError: "unknown_family" for a type that transformers has no such class for; "bad_config".
+    Raises CheckpointError("unknown_family") if transformers has no such class, or
+    CheckpointError("bad_config").
     """
     kind, path = checkpoint.family.name, checkpoint.path
     try:
@@ -66,18 +173,18 @@ def model_class(checkpoint: Checkpoint) -> tuple[type[transformers.PreTrainedMod
 def load(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, modality: Modality = "image"
 ) -> transformers.PreTrainedModel:
-    """The model with the tower of a modality, in eval mode. On the device "meta" it has no weights.
+    """Return the model with the tower of a modality, in eval mode. On the device "meta" it has no weights.
 
-    Raises CheckpointError: as `model_class`; "unknown_family" where the decoder cannot be told from the
-    tower; "bad_tensors" that names tensors which are missing, quantised, or of another shape; "unreadable".
+    Raises CheckpointError as `model_class`, "unknown_family" if decoder and tower cannot be separated,
+    "bad_tensors" naming tensors that are missing, quantised or of another shape, or "unreadable".
     """
     found, config = model_class(checkpoint)
     hollow = _without_decoder(
         found, modality, lambda: DecoderRecorder(hidden_size(checkpoint, config), dtype)
     )
-    transformers.logging.disable_progress_bar()  # the service's log has a line of its own for each step
+    transformers.logging.disable_progress_bar()  # the service logs each step itself
     config.quantization_config = None
-    del config.quantization_config  # of the decoder only: a quantised tower is refused by its tensors
+    del config.quantization_config  # for the decoder only: a quantised tower is rejected by its tensors
     try:
         if device.type == "meta":
             with device:
@@ -87,10 +194,10 @@ def load(
             config=config,
             state_dict=_tensors(checkpoint, modality),
             dtype=dtype,
-            # Never what config.json asks for, which may be a kernel from the hub.
+            # Never the implementation in config.json, which may be a kernel from the hub.
             attn_implementation="sdpa" if found._supports_sdpa else "eager",
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are named below
+            ignore_mismatched_sizes=True,  # reported below
         )
     except REFUSALS as e:
         raise CheckpointError(
@@ -110,7 +217,8 @@ def load(
 def _without_decoder(
     found: type[transformers.PreTrainedModel], modality: Modality, recorder: Callable[[], DecoderRecorder]
 ) -> type[transformers.PreTrainedModel]:
-    """A subclass that drops decoder, head, and the tower of other modalities as soon as it has been built."""
+    """Return a subclass that removes decoder, head, and other modalities' towers directly after
+    construction."""
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         super(hollow, self).__init__(config, *args, **kwargs)
@@ -133,7 +241,7 @@ def _without_decoder(
         self.all_tied_weights_keys = {
             k: v for k, v in self.all_tied_weights_keys.items() if k in left and v in left
         }
-        # A tensor that its class may do without is drawn at random, and no key would say so.
+        # Tensors that the class may omit are initialised randomly, and no key would report it.
         self._keys_to_ignore_on_load_missing = set()
 
     hollow: type[transformers.PreTrainedModel] = type(
@@ -143,12 +251,14 @@ def _without_decoder(
 
 
 def _tensors(checkpoint: Checkpoint, modality: Modality) -> Mapping[str, torch.Tensor]:
-    """The tower's tensors by their names in the model that `NESTED` describes, or the whole one."""
+    """Return the tower's tensors by their names in the model that `NESTED` describes, or in the whole
+    model."""
     out: dict[str, torch.Tensor] = {}
     for file, name in checkpoint.locate("tower", modality).values():
         try:
             with safe_open(file, framework="pt") as stored:
-                # Copied to aligned memory: on a CPU the last bits depend on where in the file a tensor began.
+                # Copy to aligned memory, because on a CPU the last bits depend on the tensor's offset in the
+                # file.
                 tensor = stored.get_tensor(name).clone()
         except (OSError, SafetensorError) as e:
             raise CheckpointError(f"cannot read {file}: {e}", reason="unreadable") from e
@@ -161,7 +271,7 @@ def _tensors(checkpoint: Checkpoint, modality: Modality) -> Mapping[str, torch.T
 
 
 def hidden_size(checkpoint: Checkpoint, config: Any) -> int:
-    """Width of the decoder's rows by its config. Raises CheckpointError("bad_config") where it says none."""
+    """Return the width of the decoder's rows. Raises CheckpointError("bad_config") if its config has none."""
     try:
         return int(config.get_text_config(decoder=True).hidden_size)
     except REFUSALS as e:

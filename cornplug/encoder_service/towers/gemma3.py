@@ -10,13 +10,13 @@ from transformers import Gemma3Config
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.towers import vit, weight_loader
-from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.towers import vit
+from cornplug.encoder_service.towers.base import TowerItem, fill_weights
 from cornplug.encoder_service.towers.tiles import AnyTiles, TileTower
 
 
 class Gemma3:
-    """Loads both halves of a Gemma 3 checkpoint. An image is one tile, or with pan and scan several."""
+    """Loader of a Gemma 3 checkpoint. An image is one tile, or several with pan and scan."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TileTower:
@@ -31,7 +31,7 @@ class Gemma3:
     def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Gemma3Projector:
         with torch.device("meta"):
             projection = _Projection(Gemma3Config.from_dict(checkpoint.config))
-        weight_loader.fill(projection, checkpoint.locate("projector"), dtype=dtype, device=device)
+        fill_weights(projection, checkpoint.locate("projector"), dtype=dtype, device=device)
         return Gemma3Projector(projection)
 
 

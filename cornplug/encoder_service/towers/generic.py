@@ -1,11 +1,13 @@
-"""The tower of every family without a file here: transformers' own model, one medium at a time.
+"""Tower of every family without a module here: transformers' own model, with one medium at a time.
 
     inputs ─┬─get_image_features, get_video_features──> pooler_output ─┬─> (rows, hidden_size)
             └─whole forward, with a prompt ──> DecoderRecorder ────────┘
-The first way is for families whose decoder, by transformers' own code, takes these outputs as they are. The
-second one serves the others, and all audio, where more happens between tower and decoder (masks, padding).
-Tower and projector are one, so the projector hands rows on. Media are not batched: nothing says of an
-unknown tower that a medium has the same rows beside others.
+
+The first method is for families whose decoder, in transformers' code, uses these outputs unchanged. The
+second serves all others and all audio, with further steps between tower and decoder (masks, padding).
+
+Tower and projector are one model, so the projector passes rows through. Media are not batched, because a
+batch may change an unknown tower's rows.
 """
 
 from __future__ import annotations
@@ -23,22 +25,21 @@ from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service.towers import decoderless, input_checks
 from cornplug.encoder_service.towers.base import TowerInput, TowerItem
-from cornplug.encoder_service.towers.decoder_recorder import LEVELS, DecoderReached
-from cornplug.encoder_service.towers.decoderless import DESCRIBE
+from cornplug.encoder_service.towers.decoderless import DESCRIBE, LEVELS, DecoderReached
 from cornplug.errors import CheckpointError
 from cornplug.identity import digest
 
 PROMPT: Final = "input_ids"
-"""The input that holds a prompt, of ways that need one."""
+"""Name of the prompt input."""
 _MODALITIES: Final[tuple[Modality, ...]] = ("image", "video", "audio")
 _NAMES_VERSION: Final = "cornplug-tower-inputs-v1"
 _NUMBERS_A_TOKEN: Final = 3 * 14 * 14
-"""Numbers of a usual patch, for a guess of how many there are."""
+"""Values in a typical patch, to estimate the number of patches."""
 _ACCEPTED: Final = (*input_checks.FLOATS, *input_checks.INTEGERS, input_checks.BOOLEAN)
 
 
 class GenericArchitecture:
-    """Loads a checkpoint of any model_type that transformers has a class for."""
+    """Loader of any model_type that transformers has a class for."""
 
     def __init__(self, modalities: tuple[Modality, ...]) -> None:
         self._modalities = modalities
@@ -55,12 +56,12 @@ class GenericArchitecture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeMethod:
-    """One way to compute rows."""
+    """One method to compute rows."""
 
     names: tuple[str, ...]
-    """The inputs that it takes."""
+    """Names of its inputs."""
     needed: frozenset[str]
-    """Those that it cannot do without."""
+    """Names of its required inputs."""
     rows: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 
     @property
@@ -70,14 +71,15 @@ class EncodeMethod:
 
 
 class GenericTower:
-    """One medium's inputs by their names -> its rows, as transformers' whole model computes them."""
+    """Tower that computes a medium's rows from its named inputs with transformers' whole model."""
 
     def __init__(
         self, model: Any, modalities: Sequence[Modality], *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Raises CheckpointError("unknown_family") where it does not take the first of `modalities`."""
+        """Raises CheckpointError("unknown_family") if the model does not accept the first of `modalities`."""
         found: dict[Modality, EncodeMethod] = {}
-        # All that the class has, not `modalities` only: another model of these weights may take more.
+        # All modalities of the class, not only `modalities`, because another model with these weights may
+        # accept more.
         for modality in _MODALITIES:
             try:
                 found[modality] = _encode_method(model, modality)
@@ -90,7 +92,7 @@ class GenericTower:
         self._device = device
 
     def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
-        modality = max(self.methods, key=lambda m: _fit(self.methods[m], inputs))  # the first one of equals
+        modality = max(self.methods, key=lambda m: _fit(self.methods[m], inputs))  # the first on a tie
         method = self.methods[modality]
         input_checks.check_names(inputs, method.names, optional=set(method.names) - method.needed)
         present = [name for name in method.names if name in inputs]
@@ -118,7 +120,7 @@ class GenericTower:
 
 
 class NoProjector:
-    """Hands on rows that are embeddings already."""
+    """Projector for rows that are already embeddings."""
 
     def __init__(self, hidden_size: int) -> None:
         self._hidden_size = hidden_size
@@ -132,14 +134,14 @@ class NoProjector:
 
 
 def _fit(method: EncodeMethod, inputs: Mapping[str, Any]) -> tuple[bool, int]:
-    """Whether a method can do with the inputs, then how many of them it takes."""
+    """Return whether the inputs are sufficient for a method, and how many of them it uses."""
     return method.needed <= inputs.keys(), len(inputs.keys() & set(method.names))
 
 
 def _encode_method(model: Any, modality: Modality) -> EncodeMethod:
-    """`get_*_features` where the decoder takes its rows as they are, or else the whole forward.
+    """Return `get_*_features` if the decoder uses its rows without changes, or else the whole forward pass.
 
-    Raises CheckpointError("unknown_family") where the model has no such features.
+    Raises CheckpointError("unknown_family") if the model has no such features.
     """
     name = f"get_{modality}_features"
     owner, inputs = _named_inputs(model, name)
@@ -171,7 +173,7 @@ def _without_default(inputs: Mapping[str, inspect.Parameter]) -> frozenset[str]:
 
 
 def _named_inputs(model: Any, name: str) -> tuple[Any, dict[str, inspect.Parameter]]:
-    """(the model or its inner one, whichever names the inputs of a method; these inputs)."""
+    """Return the model or its inner model, whichever names the inputs of a method, and these inputs."""
     for owner in (model, model.base_model):
         method = getattr(owner, name, None)
         found = inspect.signature(method).parameters if method is not None else {}
@@ -182,9 +184,9 @@ def _named_inputs(model: Any, name: str) -> tuple[Any, dict[str, inspect.Paramet
 
 
 def rows_of(output: Any, name: str) -> torch.Tensor:
-    """The rows of one medium out of what the method `name` returned: (rows, width).
+    """Return the rows of one medium, (rows, width), from the output of the method `name`.
 
-    Raises CheckpointError("unknown_family") where those are no rows.
+    Raises CheckpointError("unknown_family") if the output has no rows.
     """
     found = getattr(output, "pooler_output", None)
     parts = [found] if isinstance(found, torch.Tensor) else list(found or ())
@@ -194,7 +196,7 @@ def rows_of(output: Any, name: str) -> torch.Tensor:
 
 
 def _deepstack_levels(found: type[Any], config: Any) -> int:
-    """How many levels lie beside a row of an image or video, as in the described Qwen3-VL."""
+    """Return the number of levels concatenated to a row of an image or video, as in the Qwen3-VL module."""
     module = inspect.getmodule(found)
     if module is None or f"{LEVELS}=" not in inspect.getsource(module):
         return 0
@@ -202,10 +204,10 @@ def _deepstack_levels(found: type[Any], config: Any) -> int:
 
 
 def outputs_taken(model: Any, modality: Modality) -> set[str]:
-    """The outputs of `get_*_features` that the decoder of a model takes, by transformers' own code.
+    """Return the outputs of `get_*_features` that a model's decoder uses, according to transformers' code.
 
-    `forward` names each where callers may hand them in, computed before; empty where they cannot, as for
-    audio. More than "pooler_output" are rows of several layers, or ones to be projected still.
+    `forward` names each output that callers may pass in precomputed. The result is empty otherwise, as for
+    audio. Other outputs than "pooler_output" are rows of several layers, or not projected yet.
     """
     pattern = re.compile(rf'mm_encoder_outputs(?:\["{modality}"\]|\.get\("{modality}"\))\.(\w+)')
     taken: set[str] = set()

@@ -1,4 +1,4 @@
-"""Checks a tower's inputs, and converts wire tensors and bytes to torch."""
+"""Validation of a tower's inputs, and conversion of wire tensors and bytes to torch."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ BOOLEAN: Final = "bool"
 
 
 def float_dtype(name: str) -> torch.dtype:
-    """torch's dtype of a model. ConfigError for any but the known floating dtypes."""
+    """Return torch's dtype of a model. Raises ConfigError for any other than the known floating dtypes."""
     if name not in FLOATS:
         raise ConfigError("--dtype", f"unknown dtype {name!r}", f"Set one of {', '.join(FLOATS)}.")
     return DTYPES[name]
 
 
 def bad_input(field: str, problem: str) -> EncoderRefused:
-    """The refusal of an input: its message names the field first."""
+    """Return the error for an input. Its message starts with the field."""
     return EncoderRefused(f"{field}: {problem}", reason="bad_input")
 
 
 def check_names(
     inputs: Mapping[str, TowerInput], wanted: Iterable[str], optional: Container[str] = ()
 ) -> None:
-    """Raises EncoderRefused("bad_input") unless exactly the wanted fields are there; `optional` may lack."""
+    """Raise EncoderRefused("bad_input") unless exactly the wanted fields are present. `optional` may be
+    absent."""
     wanted = tuple(wanted)
     for name in wanted:
         if name not in inputs and name not in optional:
@@ -52,9 +53,9 @@ def check_names(
 
 
 def checked(field: str, value: TowerInput, accepted: tuple[str, ...]) -> torch.Tensor:
-    """The input as a tensor: a copy of a wire tensor's bytes, or this process's tensor itself.
+    """Return the input as a tensor: a copy of a wire tensor's bytes, or this process's own tensor.
 
-    Raises EncoderRefused("bad_input"): as `from_wire`, of either kind.
+    Raises EncoderRefused("bad_input") for both kinds, as `from_wire` does.
     """
     if isinstance(value, WireTensor):
         return from_wire(field, value, accepted)
@@ -65,10 +66,10 @@ def checked(field: str, value: TowerInput, accepted: tuple[str, ...]) -> torch.T
 
 
 def from_wire(field: str, tensor: WireTensor, accepted: tuple[str, ...]) -> torch.Tensor:
-    """A torch tensor that owns its memory.
+    """Return a torch tensor that owns its memory.
 
-    Raises EncoderRefused("bad_input") for a dtype not accepted, no or negative dimensions, bytes that do not
-    fill the shape, NaN or infinity.
+    Raises EncoderRefused("bad_input") for another dtype, missing or non-positive dimensions, bytes that do
+    not fill the shape, NaN or infinity.
     """
     _check_dtype(field, tensor.dtype, accepted)
     dtype = DTYPES[tensor.dtype]
@@ -79,9 +80,9 @@ def from_wire(field: str, tensor: WireTensor, accepted: tuple[str, ...]) -> torc
             field, f"{len(tensor.data)} bytes, but shape {tensor.shape} of {tensor.dtype} has {expected}"
         )
     if dtype == torch.bool:
-        # Any byte but 0 and 1 would be neither true nor false to torch.
+        # Bytes other than 0 and 1 would be invalid bools in torch.
         return torch.frombuffer(bytearray(tensor.data), dtype=torch.uint8).reshape(tensor.shape) != 0
-    # Copied: torch must not write to, or outlive, the frame that these bytes came in.
+    # Copied, because torch must not write to, or outlive, the frame that contains these bytes.
     out = torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
     _check_finite(field, out)
     return out
@@ -100,22 +101,22 @@ def _check_shape(field: str, shape: tuple[int, ...]) -> None:
 def _check_finite(field: str, tensor: torch.Tensor) -> None:
     if not tensor.is_floating_point():
         return
-    # One pass that writes nothing; where there is a NaN, it is both of them.
+    # One pass without a temporary tensor. With a NaN, both results are NaN.
     least, greatest = torch.aminmax(tensor)
     if not (math.isfinite(least) and math.isfinite(greatest)):
         raise bad_input(field, "has NaN or infinite values")
 
 
 def concat_on_device(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The rows of all parts, concatenated on the device.
+    """Return the rows of all parts, concatenated on the device.
 
-    `InProcessExecutor` has copied parts to CUDA before, through pinned memory: here they are not staged.
+    `InProcessExecutor` has already copied parts to CUDA through pinned memory, so they are not staged here.
     """
     return torch.cat([part.to(device) for part in parts])
 
 
 def from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor over these bytes, without a copy. ValueError when they do not fill the shape."""
+    """Return a tensor over these bytes, without a copy. Raises ValueError if they do not fill the shape."""
     if len(data) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{len(data)} bytes do not fill {shape} of {dtype}")
     return torch.frombuffer(data, dtype=dtype).reshape(shape)

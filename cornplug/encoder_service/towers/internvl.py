@@ -1,4 +1,4 @@
-"""InternVL: a ViT whose 2x2 neighbours are laid side by side (the tower), then norm, linear, linear."""
+"""InternVL: a ViT with 2x2 neighbours concatenated (the tower), then norm, linear, linear (the projector)."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from transformers.activations import ACT2FN
 from transformers.models.internvl.modeling_internvl import InternVLVisionEmbeddings, InternVLVisionLayer
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.towers import weight_loader
-from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.towers.base import TowerItem, fill_weights
 from cornplug.encoder_service.towers.tiles import AnyTiles, TileTower
 
 
 class InternVl:
-    """Loads both halves of an InternVL checkpoint in transformers' layout ("-hf")."""
+    """Loader of an InternVL checkpoint in transformers' layout ("-hf")."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TileTower:
         config = InternVLConfig.from_dict(checkpoint.config)
         config.vision_config._attn_implementation = "sdpa"
-        # Read by training with a mask only; its token is not loaded.
+        # Used only in training with a mask. Its token is not loaded.
         config.vision_config.use_mask_token = False
         with torch.device("meta"):
             layers = _Layers(config)
-        weight_loader.fill(layers, checkpoint.locate("tower"), dtype=dtype, device=device)
+        fill_weights(layers, checkpoint.locate("tower"), dtype=dtype, device=device)
         return TileTower(layers, AnyTiles(), dtype=dtype, device=device)
 
     @staticmethod
@@ -37,7 +36,7 @@ class InternVl:
             linears = _NormAndLinears(
                 config.vision_config.hidden_size * _fold(config) ** 2, config.text_config.hidden_size
             )
-        weight_loader.fill(linears, checkpoint.locate("projector"), dtype=dtype, device=device)
+        fill_weights(linears, checkpoint.locate("projector"), dtype=dtype, device=device)
         return InternVlProjector(linears, activation=ACT2FN[config.projector_hidden_act])
 
 
@@ -93,10 +92,11 @@ class _Layers(nn.Module):
         return self._folded(hidden[:, 1:])
 
     def _folded(self, rows: torch.Tensor) -> torch.Tensor:
-        """Neighbours side by side in the width, as transformers' `pixel_shuffle` orders them."""
+        """Return the rows with neighbours concatenated in the width, ordered as in transformers'
+        `pixel_shuffle`."""
         fold = self._fold
         down, across = self.embeddings.patch_embeddings.patch_shape
-        # (tiles, down/fold, fold, across/fold, fold, width) -> the fold's row before its column
+        # (tiles, down/fold, fold, across/fold, fold, width): the row within a fold precedes its column
         cells = rows.reshape(len(rows), down // fold, fold, across // fold, fold, -1)
         return cells.permute(0, 1, 3, 2, 4, 5).reshape(len(rows), down * across // fold**2, -1)
 

@@ -1,7 +1,7 @@
 """The LLaVA families: hidden states of CLIP or SigLIP, then linear, activation, linear.
 
-LLaVA-NeXT and -OneVision assemble an image's projected tiles, drop the rows of its padding and end each line
-with a learned newline: all behind the projector.
+LLaVA-NeXT and -OneVision assemble an image's projected tiles, remove the rows of its padding and end each
+line with a learned newline. All of this follows the projector.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from transformers.activations import ACT2FN
 from transformers.models.llava_next.modeling_llava_next import unpad_image
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.towers import vit, weight_loader
-from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.towers import vit
+from cornplug.encoder_service.towers.base import TowerItem, fill_weights
 from cornplug.encoder_service.towers.tiles import AnyTiles, PinpointTiling, TileTower, TilingRule
 
 L = TypeVar("L", bound="_Linears")
@@ -32,7 +32,7 @@ _CONFIGS: Final[dict[str, Any]] = {
 
 
 class Llava:
-    """Loads both halves of a LLaVA-1.5 checkpoint."""
+    """Loader of a LLaVA-1.5 checkpoint."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TileTower:
@@ -45,7 +45,7 @@ class Llava:
 
 
 class LlavaTiles:
-    """Loads both halves of a LLaVA-NeXT or LLaVA-OneVision checkpoint."""
+    """Loader of a LLaVA-NeXT or LLaVA-OneVision checkpoint."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TileTower:
@@ -83,18 +83,20 @@ class LlavaProjector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPacking:
-    """An image's projected tiles -> its LLM's rows: the whole image's, then line by line."""
+    """Conversion of an image's projected tiles to the LLM's rows: first the whole image, then line by
+    line."""
 
     patches_a_side: int
     most_tiles: int | None
-    """Lines of more patches than so many tiles hold are shrunk to that."""
+    """Maximum number of tiles. An image with more patches than these tiles hold is downscaled."""
 
     def __call__(self, rows: torch.Tensor, geometry: tuple[int, ...], newline: torch.Tensor) -> torch.Tensor:
-        """`rows` (tiles * side², hidden); `geometry` as `PinpointTiling` gives it; `newline` (hidden,)."""
+        """Return the rows of `rows` (tiles * side², hidden), `PinpointTiling`'s `geometry` and `newline`
+        (hidden,)."""
         tiles, down, across, height, width = geometry
         side = self.patches_a_side
         whole, parts = rows.split([side * side, (tiles - 1) * side * side])
-        # (hidden, down * side, across * side): the tiles beside each other
+        # (hidden, down * side, across * side): the tiles as one plane
         plane = parts.view(down, across, side, side, -1).permute(4, 0, 2, 1, 3)
         plane = unpad_image(plane.reshape(-1, down * side, across * side), (height, width))
         plane = self._shrunk(plane)
@@ -172,5 +174,5 @@ def _linears(
             config.text_config.hidden_size,
             config.multimodal_projector_bias,
         )
-    weight_loader.fill(linears, checkpoint.locate("projector"), dtype=dtype, device=device)
+    fill_weights(linears, checkpoint.locate("projector"), dtype=dtype, device=device)
     return linears, ACT2FN[config.projector_hidden_act]

@@ -1,4 +1,4 @@
-"""From samples to the inputs of a Whisper tower, as the engines call transformers' feature extractor."""
+"""Inputs of a Whisper tower from samples, computed as the engines call transformers' feature extractor."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Samples = npt.NDArray[np.float32]
 
 
 class LogMelFeatures(Protocol):
-    """Thread-safe."""
+    """Thread-safe feature extractor for audio."""
 
     @property
     def rate(self) -> int:
-        """Samples a second that `extract` takes."""
+        """Sampling rate of the samples for `extract`, in Hz."""
 
     def extract(self, samples: Samples) -> Mapping[str, torch.Tensor]:
-        """The tower's inputs for mono samples. Raises MediaError("unprocessable")."""
+        """Return the tower's inputs for mono samples. Raises MediaError("unprocessable")."""
 
 
 class PaddedLogMel:
-    """Qwen2-Audio's: 30 s, padded with silence, truncated beyond (vLLM passes truncation=True)."""
+    """Features of Qwen2-Audio: padded with silence or truncated to 30 s (vLLM passes truncation=True)."""
 
     def __init__(self, preprocessor: Mapping[str, Any]) -> None:
         self._extractor = whisper_extractor(preprocessor)
@@ -56,10 +56,10 @@ class PaddedLogMel:
 
 
 class ChunkedLogMel:
-    """Ultravox's: of the audio's length, cut into chunks of the tower's context.
+    """Features of Ultravox: as long as the audio, in chunks of the tower's context.
 
-    Follows `UltravoxProcessor` of the hub (2025-02 and later), whose code is never run here: at
-    least two hops, padded to whole hops; a chunk after the first is padded with zeros.
+    Follows `UltravoxProcessor` of the hub (2025-02 and later), whose code is never run here. Audio is padded
+    to at least two whole hops, and chunks after the first with zeros.
     """
 
     def __init__(self, preprocessor: Mapping[str, Any]) -> None:
@@ -92,13 +92,13 @@ class ChunkedLogMel:
 
 
 _MIN_FRAMES: Final = 3
-"""Two convolution strides and a pooling leave no row of fewer."""
+"""Fewer frames give no row after a convolution stride of two and a pooling."""
 
 
 def whisper_extractor(preprocessor: Mapping[str, Any]) -> Any:
-    """transformers' feature extractor of a checkpoint's JSON, as its identity names it.
+    """Return transformers' feature extractor for a checkpoint's JSON, as named in its identity.
 
-    Raises CheckpointError("bad_config") for one of another class.
+    Raises CheckpointError("bad_config") for another class.
     """
     kind = preprocessor.get("feature_extractor_type", "WhisperFeatureExtractor")
     if kind != "WhisperFeatureExtractor":

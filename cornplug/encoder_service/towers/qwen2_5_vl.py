@@ -1,7 +1,7 @@
-"""Qwen2.5-VL: blocks that attend inside windows, some inside whole frames; then Qwen2-VL's kind of merger.
+"""Qwen2.5-VL: blocks with attention inside windows or inside whole frames, then Qwen2-VL's kind of merger.
 
-Rows are sorted by window once, before the first block, and back after the last. Blocks are transformers' own,
-but for attention (`varlen_attention`) and norms, which torch computes in one kernel.
+Rows are sorted by window once before the first block, and restored after the last. Blocks are transformers'
+own, except for attention (`varlen_attention`) and norms, which torch computes in one kernel.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.towers import weight_loader
-from cornplug.encoder_service.towers.base import TowerInput, TowerItem
+from cornplug.encoder_service.towers.base import TowerInput, TowerItem, fill_weights
 from cornplug.encoder_service.towers.qwen2_vl import Qwen2VlMerger
 from cornplug.encoder_service.towers.qwen_patches import (
     PatchInputs,
@@ -35,14 +34,14 @@ from cornplug.encoder_service.towers.varlen_attention import PackedAttention, Se
 
 
 class Qwen25Vl:
-    """Loads both halves of a Qwen2.5-VL checkpoint."""
+    """Loader of a Qwen2.5-VL checkpoint."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Qwen25VlTower:
         config = _vision_config(checkpoint)
         with torch.device("meta"):
             blocks = _Qwen25Blocks(config)
-        weight_loader.fill(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
+        fill_weights(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
         rotary = Qwen2_5_VLVisionRotaryEmbedding(config).to(device)
         return Qwen25VlTower(blocks, rotary, config, dtype=dtype, device=device)
 
@@ -54,12 +53,12 @@ class Qwen25Vl:
             merger = Qwen2_5_VLPatchMerger(
                 dim=config.out_hidden_size, context_dim=config.hidden_size, spatial_merge_size=merge
             )
-        weight_loader.fill(merger, checkpoint.locate("projector"), dtype=dtype, device=device)
+        fill_weights(merger, checkpoint.locate("projector"), dtype=dtype, device=device)
         return Qwen2VlMerger(merger, hidden_size=config.out_hidden_size, merge=merge)
 
 
 class Qwen25VlTower:
-    """Patches of an image or a video (`PatchInputs`) -> (patches, hidden_size)."""
+    """Tower for patches of an image or a video (`PatchInputs`) -> (patches, hidden_size)."""
 
     def __init__(
         self,
@@ -87,7 +86,7 @@ class Qwen25VlTower:
         order, lengths = self._windows(grids)
         windows = SegmentOffsets(lengths, self._device)
         whole = SegmentOffsets(frames(grids), self._device)
-        # The patches of a window lie together from here on; each frame stays in its place.
+        # From here on the patches of a window are contiguous. Each frame keeps its position.
         hidden = embed_patches(pixels, self._blocks.patch_embed.proj)[order.to(self._device)]
         cos_sin = self._rotary(hidden, get_vision_position_ids(grids, self._inputs.merge)[order])
         for number, block in enumerate(self._blocks.blocks):
@@ -97,10 +96,10 @@ class Qwen25VlTower:
         return list(hidden[back].split([item.tokens for item in items]))
 
     def _windows(self, grids: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """The patches of all items, window by window, and the number of patches of each window.
+        """Return the order of all items' patches by window, and the number of patches of each window.
 
-        Inside a frame the whole windows come first, then those cut at an edge: windows of one size lie side
-        by side.
+        Within a frame, whole windows come first and then windows cut at an edge, so that windows of one size
+        are adjacent.
         """
         merge = self._inputs.merge
         groups, ends = get_vision_window_index(

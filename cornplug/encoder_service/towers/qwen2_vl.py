@@ -1,7 +1,7 @@
 """Qwen2-VL: native-resolution blocks (the tower), then the 2x2 merger (the projector).
 
-Images and videos of any size are concatenated in a batch, without padding. Blocks are transformers' own, but
-for their attention (`varlen_attention`).
+Images and videos of any size are concatenated in a batch without padding. Blocks are transformers' own,
+except for attention (`varlen_attention`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
 from transformers.vision_utils import get_vision_position_ids
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.towers import weight_loader
-from cornplug.encoder_service.towers.base import TowerInput, TowerItem
+from cornplug.encoder_service.towers.base import TowerInput, TowerItem, fill_weights
 from cornplug.encoder_service.towers.qwen_patches import (
     PatchInputs,
     RotaryTable,
@@ -34,14 +33,14 @@ from cornplug.encoder_service.towers.varlen_attention import PackedAttention, Se
 
 
 class Qwen2Vl:
-    """Loads both halves of a Qwen2-VL checkpoint."""
+    """Loader of a Qwen2-VL checkpoint."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Qwen2VlTower:
         config = _vision_config(checkpoint)
         with torch.device("meta"):
             blocks = _Qwen2Blocks(config)
-        weight_loader.fill(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
+        fill_weights(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
         rotary = Qwen2VLVisionRotaryEmbedding(config).to(device)
         return Qwen2VlTower(blocks, rotary, config, dtype=dtype, device=device)
 
@@ -54,12 +53,12 @@ class Qwen2Vl:
                 context_dim=config.embed_dim,
                 spatial_merge_size=config.spatial_merge_size,
             )
-        weight_loader.fill(merger, checkpoint.locate("projector"), dtype=dtype, device=device)
+        fill_weights(merger, checkpoint.locate("projector"), dtype=dtype, device=device)
         return Qwen2VlMerger(merger, hidden_size=config.hidden_size, merge=config.spatial_merge_size)
 
 
 class Qwen2VlTower:
-    """Patches of an image or a video (`PatchInputs`) -> (patches, embed_dim)."""
+    """Tower for patches of an image or a video (`PatchInputs`) -> (patches, embed_dim)."""
 
     def __init__(
         self,
@@ -90,7 +89,7 @@ class Qwen2VlTower:
 
 
 class Qwen2VlMerger:
-    """(patches, width) -> (patches / merge², hidden_size). Qwen2.5-VL's too."""
+    """(patches, width) -> (patches / merge², hidden_size). Also used by Qwen2.5-VL."""
 
     def __init__(self, merger: nn.Module, *, hidden_size: int, merge: int) -> None:
         self._merger = merger

@@ -1,10 +1,10 @@
-"""Qwen3-VL: learned positions, blocks, and mergers for the last layer and for some before (deepstack).
+"""Qwen3-VL: learned positions, blocks, and mergers for the last layer and some earlier layers (deepstack).
 
     features   (patches, width * (1 + levels)):  last layer | level 1 | level 2 | ...
     embedding  (rows, hidden * (1 + levels)):    merged, in the same order
 
-An embedding row is laid out as vLLM keeps it (Qwen3_VisionTransformer.forward, 0.32): the LLM adds
-the levels to its first layers. Blocks are transformers' own, but for their attention (`varlen_attention`).
+Embedding rows have vLLM's layout (Qwen3_VisionTransformer.forward, 0.32): the LLM adds the levels to its
+first layers. Blocks are transformers' own, except for attention (`varlen_attention`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.towers import weight_loader
-from cornplug.encoder_service.towers.base import TowerInput, TowerItem
+from cornplug.encoder_service.towers.base import TowerInput, TowerItem, fill_weights
 from cornplug.encoder_service.towers.qwen_patches import (
     PatchInputs,
     RotaryTable,
@@ -37,14 +36,14 @@ from cornplug.encoder_service.towers.varlen_attention import PackedAttention, Se
 
 
 class Qwen3Vl:
-    """Loads both halves of a Qwen3-VL checkpoint, dense or mixture of experts."""
+    """Loader of a Qwen3-VL checkpoint, dense or with a mixture of experts."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Qwen3VlTower:
         config = _vision_config(checkpoint)
         with torch.device("meta"):
             blocks = _Qwen3Blocks(config)
-        weight_loader.fill(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
+        fill_weights(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
         rotary = Qwen3VLVisionRotaryEmbedding(config).to(device)
         return Qwen3VlTower(blocks, rotary, config, dtype=dtype, device=device)
 
@@ -54,12 +53,12 @@ class Qwen3Vl:
         with torch.device("meta"):
             mergers = _Mergers(config)
         located = {_merger_name(name): where for name, where in checkpoint.locate("projector").items()}
-        weight_loader.fill(mergers, located, dtype=dtype, device=device)
+        fill_weights(mergers, located, dtype=dtype, device=device)
         return Qwen3VlMergers(mergers, config)
 
 
 class Qwen3VlTower:
-    """Patches of an image or a video (`PatchInputs`) -> (patches, width * (1 + levels))."""
+    """Tower for patches of an image or a video (`PatchInputs`) -> (patches, width * (1 + levels))."""
 
     def __init__(
         self,
@@ -128,7 +127,7 @@ class _Qwen3Blocks(nn.Module):
             block.attn = PackedAttention(config.hidden_size, config.num_heads)
 
     def positions(self, grids: torch.Tensor, merge: int) -> torch.Tensor:
-        """(patches, width), float32: the learned square table, interpolated to each grid."""
+        """Return the learned square table interpolated to each grid, (patches, width) in float32."""
         table = self.pos_embed.weight
         rows, shares = get_vision_interpolation_indices_and_weights(
             grids,
@@ -138,7 +137,7 @@ class _Qwen3Blocks(nn.Module):
             spatial_merge_size=merge,
         )
         rows, shares = rows.to(table.device), shares.to(table.device)
-        # One neighbour after the other: (patches, 4, width) would be the largest tensor of the batch.
+        # Add neighbours one at a time, because (patches, 4, width) would be the largest tensor of the batch.
         out = table[rows[:, 0]] * shares[:, :1]
         for neighbour in range(1, rows.shape[1]):
             out += table[rows[:, neighbour]] * shares[:, neighbour, None]
@@ -156,13 +155,13 @@ class _Mergers(nn.Module):
 
 
 def _merger_name(name: str) -> str:
-    """A merger's name in `_Mergers`: below the published prefixes only the levels' mergers begin with a
-    number."""
+    """Return a merger's name in `_Mergers`. After the published prefixes, only the levels' mergers begin with
+    a number."""
     return f"deepstack.{name}" if name[0].isdigit() else f"last.{name}"
 
 
 def _vision_config(checkpoint: Checkpoint) -> Qwen3VLVisionConfig:
-    # Alike in the mixture of experts, whose config has another class.
+    # The vision config is the same for the mixture of experts, whose config has another class.
     config = Qwen3VLConfig(
         vision_config={**(checkpoint.config.get("vision_config") or {}), "model_type": "qwen3_vl"}
     )

@@ -1,7 +1,7 @@
 """Inputs of Qwen's towers: an image or a video as rows of patches, with its grid of (frames, height, width).
 
-Patches lie frame by frame; inside a frame, 2x2 of them that one row of the LLM covers lie together.
-A frame here is `temporal_patch_size` frames of the video; an image is one frame.
+Patches are ordered by frame. Within a frame, the 2x2 patches that form one row of the LLM are adjacent. A
+frame here is `temporal_patch_size` frames of the video. An image is one frame.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _VIDEO: Final = ("pixel_values_videos", "video_grid_thw")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchInputs:
-    """Checks one medium's patches. Thread-safe."""
+    """Validation of one medium's patches. Thread-safe."""
 
     values: int
-    """Numbers in a patch: channels * temporal patch * height * width."""
+    """Number of values per patch: channels * temporal patch * height * width."""
     merge: int
-    """Patches a side that become one row."""
+    """Patches per side that are merged into one row."""
     dtype: torch.dtype
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype) -> PatchInputs:
-        """The checks for a tower with this vision config of transformers."""
+        """Return the validation for a tower with this vision config of transformers."""
         values = config.in_channels * config.temporal_patch_size * config.patch_size**2
         return cls(values=values, merge=config.spatial_merge_size, dtype=dtype)
 
     def item(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
-        """The item of `pixel_values` (patches, values) and `image_grid_thw` (3,), or a video's fields of that
-        kind.
+        """Return the item of `pixel_values` (patches, values) and `image_grid_thw` (3,), or of a video's
+        equivalent fields.
 
         Raises EncoderRefused("bad_input").
         """
@@ -69,18 +69,18 @@ class PatchInputs:
 
 
 def pack_items(items: Sequence[TowerItem], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """All patches, concatenated, on the device; all grids (items, 3), on the CPU."""
+    """Return all patches concatenated on the device, and all grids (items, 3) on the CPU."""
     pixels = input_checks.concat_on_device([item.tensors[0] for item in items], device)
     return pixels, torch.cat([item.tensors[1] for item in items])
 
 
 def frames(grids: torch.Tensor) -> list[int]:
-    """Patches of each frame: attention never crosses frames."""
+    """Return the patches of each frame. Attention does not cross frames."""
     return [height * width for t, height, width in grids.tolist() for _ in range(t)]
 
 
 def embed_patches(pixels: torch.Tensor, proj: nn.Conv3d) -> torch.Tensor:
-    """(patches, width): `proj`, whose kernel covers a patch, as one matmul.
+    """Return (patches, width): `proj` as one matmul, because its kernel covers exactly one patch.
 
     A convolution over thousands of single patches takes longer than a whole block.
     """
@@ -88,15 +88,15 @@ def embed_patches(pixels: torch.Tensor, proj: nn.Conv3d) -> torch.Tensor:
 
 
 class RotaryTable(nn.Module):
-    """Cosines and sines for `apply_rotary`, by the family's rotary module in transformers."""
+    """Cosines and sines for `apply_rotary`, from the family's rotary module in transformers."""
 
     def __init__(self, rotary: nn.Module) -> None:
         super().__init__()
         self._rotary = rotary
 
     def forward(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(patches, 2) rows and columns -> cosines and sines, (patches, head_dim / 2) each, float32, on
-        `like`'s device."""
+        """Return the cosines and sines for (patches, 2) rows and columns: (patches, head_dim / 2), in float32
+        on `like`'s device."""
         cos, sin = self._rotary(like, positions.to(like.device))
         # transformers repeats them for the second half.
         half = cos.shape[-1] // 2

@@ -1,6 +1,6 @@
-"""Towers over square tiles: an image is one tile or several, which are concatenated in a batch.
+"""Towers over square tiles. An image is one or several tiles, and the tiles of a batch are concatenated.
 
-pixel_values (tiles, 3, side, side) ──layers──> (tiles, rows, width) ──> (tiles * rows, width) an item
+pixel_values (tiles, 3, side, side) ──layers──> (tiles, rows, width) ──> (tiles * rows, width) per item
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class TileLayers(Protocol):
 
     @property
     def positions(self) -> int:
-        """Rows of one tile that attention sees."""
+        """Number of rows per tile that attention processes."""
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor: ...
 
 
 class TilingRule(Protocol):
-    """The number of an image's tiles, and the geometry for its projector."""
+    """Number of an image's tiles, and the geometry for its projector."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the tower's inputs."""
 
     def geometry(self, inputs: Mapping[str, TowerInput], tiles: int) -> tuple[int, ...]:
-        """(tiles to compute of the `tiles` in the input, *facts for the projector).
+        """Return (number of tiles to compute out of `tiles`, *values for the projector).
 
         Raises EncoderRefused("bad_input").
         """
@@ -48,7 +48,7 @@ class TilingRule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AnyTiles:
-    """All tiles of the input, `most` of them at most."""
+    """All tiles of the input, up to `most`."""
 
     most: int | None = None
     names: tuple[str, ...] = ("pixel_values",)
@@ -63,13 +63,13 @@ class AnyTiles:
 
 @dataclass(frozen=True, slots=True)
 class PinpointTiling:
-    """The whole image, then tiles of the best of some resolutions: (tiles, down, across, height, width).
+    """The whole image, then tiles of the best of several resolutions: (tiles, down, across, height, width).
 
-    The input may have empty tiles at the end: processors pad to the longest of a batch.
+    The input may end with empty tiles, because processors pad to the longest image of a batch.
     """
 
     resolutions: tuple[tuple[int, int], ...]
-    """(height, width), multiples of `side`"""
+    """(height, width), both multiples of `side`."""
     side: int
     names: tuple[str, ...] = ("pixel_values", "image_sizes")
 
@@ -93,7 +93,7 @@ class PinpointTiling:
 
 
 class TileTower:
-    """`pixel_values` (tiles, 3, side, side), or (3, side, side), and the tiling's other inputs."""
+    """Tower for `pixel_values` (tiles, 3, side, side) or (3, side, side), and the tiling's other inputs."""
 
     def __init__(
         self, layers: TileLayers, tiling: TilingRule, *, dtype: torch.dtype, device: torch.device
@@ -128,5 +128,5 @@ class TileTower:
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
         pixels = input_checks.concat_on_device([item.tensors[0] for item in items], self._device)
         tiles = self._layers(pixels).split([len(item.tensors[0]) for item in items])
-        # A copy: one kept item is not to hold its whole batch.
+        # A copy, so that a stored item does not keep its whole batch in memory.
         return [item.flatten(0, 1).clone() for item in tiles]

@@ -1,11 +1,11 @@
-"""The order of passes on one device: one computes at a time, and gives way or ends between two of its layers.
+"""Scheduling of tower passes on one device. One pass runs at a time, and can pause or end between two layers.
 
-A pass over one huge image may take minutes, and once begun it would hold up everybody else's.
+Without this, a pass over one huge image, which may take minutes, would block all others.
 
     pass of a worse class   layer layer ┆ ─ paused ─ ┆ layer layer          abandoned by all its callers: ends
     pass of a better class              ┆layer…layer ┆
 
-A paused pass goes on before the next urgent one where it has had less than its class's share of the time.
+A paused pass continues before the next urgent pass if it has had less than its class's share of the time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _thread: Final = threading.local()
 
 
 class PassAbandoned(Exception):
-    """Ends a pass that nobody waits for any more."""
+    """Raised to end a pass whose callers have all left."""
 
 
 def between_layers(*_: Any) -> None:
-    """Let this thread's pass give way, or end. Forward pre-hook of a tower's layers.
+    """Let this thread's pass pause or end. Forward pre-hook of a tower's layers.
 
     Raises PassAbandoned.
     """
@@ -34,7 +34,7 @@ def between_layers(*_: Any) -> None:
 
 
 class TowerPass:
-    """One pass that has its turn."""
+    """One pass that is running or paused."""
 
     def __init__(self, turn: TowerTurn, *, urgent: bool, share: float, abandoned: Callable[[], bool]) -> None:
         self._turn = turn
@@ -43,10 +43,10 @@ class TowerPass:
         self._began_s = turn.clock()
         self.urgent: Final = urgent
         self.paused_s = 0.0
-        """Seconds for which others computed meanwhile."""
+        """Seconds for which the pass was paused for others."""
 
     def between_layers(self) -> None:
-        """Give way to an urgent pass. Raises PassAbandoned."""
+        """Pause for an urgent pass. Raises PassAbandoned."""
         if self._abandoned():
             raise PassAbandoned("nobody waits for this pass")
         if not self.urgent:
@@ -60,7 +60,7 @@ class TowerPass:
 
 
 class TowerTurn:
-    """The turns of one device. Thread-safe. At most one urgent pass at a time asks for one."""
+    """Turns of one device. Thread-safe. At most one urgent pass at a time may request a turn."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock: Final = clock
@@ -68,18 +68,16 @@ class TowerTurn:
         self._busy = False
         self._paused = False
         self._granted = False
-        """The paused pass has given way, and no urgent pass has begun since."""
+        """Whether the paused pass has yielded and no urgent pass has begun since."""
         self._urgent = 0
-        """Urgent passes that wait."""
+        """Number of urgent passes that wait."""
 
     @contextmanager
     def taken(self, *, urgent: bool, share: float, abandoned: Callable[[], bool]) -> Iterator[TowerPass]:
-        """Context manager around one pass on this thread. Waits for its turn.
+        """Run one pass on this thread as a context manager, after waiting for its turn.
 
-        Args:
-            urgent: It overtakes waiting passes, and the running one between two layers.
-            share: Part of the time that it keeps beside urgent passes.
-            abandoned: Whether nobody waits for it any more.
+        An `urgent` pass overtakes waiting passes, and the running pass between two layers. `share` is its
+        share of the time beside urgent passes. `abandoned` returns whether no caller waits any more.
         """
         with self._changed:
             self._urgent += urgent
@@ -97,7 +95,7 @@ class TowerTurn:
                 self._changed.notify_all()
 
     def give_way(self, current: TowerPass) -> None:
-        """Let urgent passes compute on their threads; returns when this one goes on."""
+        """Let urgent passes compute on their threads, and return when this pass continues."""
         with self._changed:
             while self._urgent and not current.is_owed:
                 began_s = self.clock()

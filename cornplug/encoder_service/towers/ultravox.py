@@ -2,9 +2,9 @@
 
     (chunks, bins, frames) ──encoder──> (chunks x rows, width) ──stack 8, SwiGLU──> (tokens, hidden)
 
-As in vLLM 0.32 (vllm/model_executor/models/ultravox.py): audio of one chunk has as many rows as it has frames
-for, and the last stack is padded with zeros. In longer audio every chunk is padded to the tower's context;
-the padding attends to itself, and its first rows reach the last stack.
+As in vLLM 0.32 (vllm/model_executor/models/ultravox.py), audio of one chunk has only the rows of its own
+frames, and the last stack is padded with zeros. In longer audio every chunk is padded to the tower's context.
+The padding attends to itself, and the last stack includes its first rows.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.towers import input_checks, weight_loader
-from cornplug.encoder_service.towers.base import TowerInput, TowerItem
+from cornplug.encoder_service.towers import input_checks
+from cornplug.encoder_service.towers.base import TowerInput, TowerItem, fill_weights
 from cornplug.encoder_service.towers.log_mel import ChunkedLogMel, LogMelFeatures
 from cornplug.encoder_service.towers.whisper import WhisperEncoder, WhisperShape
 from cornplug.errors import CheckpointError
@@ -28,7 +28,7 @@ _RMS_EPS: Final = 1e-6
 
 
 class Ultravox:
-    """Loads both halves of an Ultravox, the tower from its base checkpoint where it has one."""
+    """Loader of an Ultravox checkpoint, with the tower from its base checkpoint if it has one."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> UltravoxTower:
@@ -38,11 +38,11 @@ class Ultravox:
     @staticmethod
     def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> StackingProjector:
         spec = checkpoint.family.projector_spec(checkpoint.config)
-        # The LLM's width may stand in yet another checkpoint; the tensors have it too.
+        # The LLM's width may be in yet another checkpoint, but the tensors also have it.
         out = checkpoint.shapes("projector").get("linear_2.weight", (0,))[0]
         with torch.device("meta"):
             module = _Projector(spec, out)
-        weight_loader.fill(module, checkpoint.locate("projector"), dtype=dtype, device=device)
+        fill_weights(module, checkpoint.locate("projector"), dtype=dtype, device=device)
         return StackingProjector(module, int(spec["stack_factor"]))
 
     @staticmethod
@@ -75,7 +75,7 @@ class UltravoxTower:
             )
         if len(lens) != chunks or not 1 <= int(lens.min()) <= int(lens.max()) <= frames:
             raise input_checks.bad_input("audio_lens", f"must have {chunks} lengths of 1 to {frames} frames")
-        if chunks == 1:  # an engine pads it for its other audio: not part of this one
+        if chunks == 1:  # an engine pads it to the length of its other audio
             frames = int(lens[0])
         mels = mels[:, :, :frames].to(self._dtype).contiguous()
         lens = lens.to(torch.int64)
@@ -118,7 +118,7 @@ class StackingProjector:
         return list(out.split([len(stack) for stack in stacks]))
 
     def _stacked(self, features: torch.Tensor, item: TowerItem) -> torch.Tensor:
-        """(tokens, width x stack) of one medium: the stacks that its own rows reach into."""
+        """Return (tokens, width x stack) of one medium: the stacks that contain its own rows."""
         rows, *valid = item.geometry
         chunks = functional.pad(features.unflatten(0, (-1, rows)), (0, 0, 0, -rows % self._stack))
         stacks = chunks.unflatten(1, (-1, self._stack)).flatten(2)
@@ -138,7 +138,7 @@ class _Projector(nn.Module):
         self.ln_pre = nn.RMSNorm(stacked, eps=_RMS_EPS)
         self.linear_1 = nn.Linear(stacked, hidden, bias=False)
         self.linear_2 = nn.Linear(middle, out, bias=False)
-        # Up to v0.4.1 the norm comes last, from v0.5 on in the middle.
+        # The norm is last up to v0.4.1, and in the middle from v0.5.
         if spec["projector_ln_mid"]:
             self.ln_mid = nn.RMSNorm(middle, eps=_RMS_EPS)
         else:
@@ -161,5 +161,5 @@ class _Projector(nn.Module):
 
 
 def _rows(frames: int) -> int:
-    """After the convolution of stride two."""
+    """Return the rows after the convolution of stride two."""
     return (frames - 1) // 2 + 1

@@ -1,10 +1,11 @@
-"""Attention inside the segments of a packed batch: nothing is padded, nothing is gathered.
+"""Attention inside the segments of a packed batch, without padding or gathering.
 
     rows of all items, concatenated         [aaaaaa][bb][bb][bb][cccc]
     on CUDA, half precision                 one call of a variable-length kernel
-    elsewhere                               one call a run of one length: [aaaaaa], [bb][bb][bb], [cccc]
+    otherwise                               one call per run of equal lengths: [aaaaaa], [bb][bb][bb], [cccc]
 
-A tower of windows has hundreds of segments, of few lengths: it lays those of one length side by side.
+A tower with windows has hundreds of segments of few lengths, so it places segments of equal length next to
+each other.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ Kernel = Callable[..., torch.Tensor]
 
 
 class SegmentOffsets:
-    """Offsets of the segments of a packed batch. Made once a batch, used by every layer."""
+    """Offsets of the segments of a packed batch. Created once per batch and used by every layer."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        """`lengths` in rows, in the order of the rows. ValueError for one below 1."""
+        """`lengths` in rows, in the order of the rows. Raises ValueError for a length below 1."""
         if not lengths or min(lengths) < 1:
             raise ValueError(f"segments of {list(lengths)} rows")
         self._lengths = tuple(lengths)
@@ -43,12 +44,12 @@ class SegmentOffsets:
 
     @cached_property
     def offsets(self) -> torch.Tensor:
-        """(segments + 1,) int32 on the device: the first row of each, and the end."""
+        """(segments + 1,) int32 on the device: the first row of each segment, and the end."""
         return torch.tensor([0, *accumulate(self._lengths)], dtype=torch.int32).to(self._device)
 
     @cached_property
     def runs(self) -> tuple[tuple[int, slice], ...]:
-        """(length, rows) of each run of neighbours of one length."""
+        """(length, rows) of each run of adjacent segments of equal length."""
         out = []
         first = 0
         for length, neighbours in groupby(self._lengths):
@@ -58,9 +59,10 @@ class SegmentOffsets:
         return tuple(out)
 
 
-@torch.compiler.disable  # or each batch's segments are another program
+@torch.compiler.disable  # otherwise each batch's segments would need a new compilation
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: SegmentOffsets) -> torch.Tensor:
-    """Full attention inside each segment. All (rows, heads, head_dim); scale head_dim ** -0.5."""
+    """Return full attention inside each segment. All tensors are (rows, heads, head_dim); scale head_dim **
+    -0.5."""
     if q.is_cuda and suits_kernel(q.dtype, q.shape[-1], torch.cuda.get_device_capability(q.device)):
         kernel = kernel_attention()
         if kernel is not None:
@@ -71,7 +73,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segme
 def batched_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: SegmentOffsets
 ) -> torch.Tensor:
-    """`attention` by one batched SDPA for each run."""
+    """Return `attention`, computed with one batched SDPA per run."""
     made = []
     for length, rows in segments.runs:
         # (rows of the run, heads, dim) -> (segments, heads, length, dim), without a copy
@@ -81,8 +83,8 @@ def batched_attention(
 
 
 def _interruptible(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """SDPA. On a CPU that of a long segment is computed in parts, and another pass may run between two of
-    them: one layer takes minutes there for an image of 12 megapixels."""
+    """Return SDPA. On a CPU, long segments are computed in parts so that another pass may run in between: one
+    layer takes minutes for an image of 12 megapixels."""
     rows = q.shape[-2]
     if q.is_cuda or rows <= _LONG_ROWS:
         return scaled_dot_product_attention(q, k, v)
@@ -95,13 +97,14 @@ def _interruptible(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
 
 
 def suits_kernel(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> bool:
-    """Whether FlashAttention-2's variable-length kernels support it, torch's and flash_attn's alike."""
+    """Return whether FlashAttention-2's variable-length kernels, in torch and in flash_attn, support this
+    case."""
     return dtype in _HALVES and head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM and capability >= _AMPERE
 
 
 @cache
 def kernel_attention() -> Kernel | None:
-    """`attention` by torch's own kernel (2.10 and newer), else flash_attn's, else None."""
+    """Return `attention` with torch's own kernel (2.10 and newer), or else flash_attn's, or None."""
     varlen = _function("torch.nn.attention.varlen", "varlen_attn")
     if varlen is None:
         varlen = _function("flash_attn", "flash_attn_varlen_func")
@@ -124,10 +127,9 @@ def _function(module: str, name: str) -> Any:
 
 
 class PackedAttention(nn.Module):
-    """Stands in for `attn` in transformers' vision blocks: the same weights, without its loop.
+    """Replacement of `attn` in transformers' vision blocks, with the same weights but without its loop.
 
-    A block passes its `cu_seqlens` and `position_embeddings` on: here `SegmentOffsets`, and cosines and sines
-    of (rows, head_dim / 2) in float32.
+    A block passes `SegmentOffsets` as `cu_seqlens`, and cosines and sines of (rows, head_dim / 2) in float32.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -150,8 +152,9 @@ class PackedAttention(nn.Module):
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of (rows, 2, heads, head_dim), whose halves are the pairs. Computed in float32."""
-    # transformers widens whole tensors first; a bfloat16 tower would spend as long on that as on attention.
+    """Return the rotary embedding of (rows, 2, heads, head_dim), which pairs the two halves. Computed in
+    float32."""
+    # transformers first converts whole tensors, which would take a bfloat16 tower as long as attention.
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos[:, None, None], sin[:, None, None]
     out = torch.empty_like(x)

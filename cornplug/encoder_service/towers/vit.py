@@ -1,4 +1,5 @@
-"""CLIP's and SigLIP's layers, as deep as needed; transformers' own, with SDPA for attention."""
+"""CLIP's and SigLIP's layers up to the required depth. They are transformers' own, with SDPA for
+attention."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from transformers.models.clip.modeling_clip import CLIPEncoderLayer, CLIPVisionE
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer, SiglipVisionEmbeddings
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.towers import weight_loader
+from cornplug.encoder_service.towers.base import fill_weights
 
 VitConfig: TypeAlias = CLIPVisionConfig | SiglipVisionConfig
 
@@ -20,8 +21,8 @@ VitConfig: TypeAlias = CLIPVisionConfig | SiglipVisionConfig
 class VitLayers(nn.Module):
     """(tiles, 3, side, side) -> (tiles, rows, width). Attribute names are the checkpoint's tensor names.
 
-    Several tapped layers lie side by side in the width. `taps`: layers to run for each wanted
-    hidden state, 0 is the input of the first. `first_row` 1 drops CLIP's class row.
+    Tapped layers are concatenated in the width. `taps` are the hidden states as numbers of layers, 0 for the
+    input of the first. `first_row` 1 drops CLIP's class row.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class VitLayers(nn.Module):
         super().__init__()
         clip = isinstance(config, CLIPVisionConfig)
         self.embeddings = (CLIPVisionEmbeddings if clip else SiglipVisionEmbeddings)(config)
-        self.pre_layrnorm = _norm(config) if clip else None  # the checkpoints spell it so
+        self.pre_layrnorm = _norm(config) if clip else None  # spelled as in the checkpoints
         layer = CLIPEncoderLayer if clip else SiglipEncoderLayer
         layers = nn.ModuleList(layer(config) for _ in range(max(taps)))
         self.encoder = nn.ModuleDict({"layers": layers})
@@ -61,8 +62,8 @@ class VitLayers(nn.Module):
 
 
 def fill(layers: VitLayers, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-    """Load the tower's weights into layers made on the meta device. Raises as `weight_loader.fill`."""
-    weight_loader.fill(layers, checkpoint.locate("tower"), dtype=dtype, device=device)
+    """Load the tower's weights into layers made on the meta device. Raises as `fill_weights`."""
+    fill_weights(layers, checkpoint.locate("tower"), dtype=dtype, device=device)
     # Not a weight, so on the meta device still.
     layers.embeddings.position_ids = torch.arange(layers.positions, device=device)[None]
 

@@ -1,7 +1,7 @@
 """Whisper's encoder on audio of any length, and Qwen2-Audio, which halves its rows.
 
-Audio is concatenated in a batch, each medium with its own rows: silence that a processor adds to fill
-30 seconds is never computed where the reference masks it out anyway.
+Audio is concatenated in a batch, and each medium has only its own rows. Silence that a processor adds to fill
+30 seconds is not computed if the reference masks it out.
 
     mel (bins, frames) ──two convolutions──> rows = frames / 2, with positions ──layers──> rows
 """
@@ -18,8 +18,8 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.towers import input_checks, varlen_attention, weight_loader
-from cornplug.encoder_service.towers.base import TowerInput, TowerItem
+from cornplug.encoder_service.towers import input_checks, varlen_attention
+from cornplug.encoder_service.towers.base import TowerInput, TowerItem, fill_weights
 from cornplug.encoder_service.towers.log_mel import LogMelFeatures, PaddedLogMel
 from cornplug.errors import CheckpointError
 
@@ -69,17 +69,17 @@ class WhisperEncoder(nn.Module):
     def load(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> WhisperEncoder:
         with torch.device("meta"):
             encoder = cls(WhisperShape.of(checkpoint))
-        weight_loader.fill(encoder, checkpoint.locate("tower"), dtype=dtype, device=device)
+        fill_weights(encoder, checkpoint.locate("tower"), dtype=dtype, device=device)
         return encoder
 
     def rows(self, mel: torch.Tensor, count: int) -> torch.Tensor:
-        """(count, width): the layers' input for one mel (bins, frames)."""
+        """Return the layers' input for one mel (bins, frames): (count, width)."""
         hidden = functional.gelu(self.conv1(mel[None]))
         hidden = functional.gelu(self.conv2(hidden))[0, :, :count]
         return hidden.T + self.embed_positions.weight[:count]
 
     def run(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """The layers, without the final norm. Attention stays inside each of `lengths` rows."""
+        """Run the layers without the final norm. Attention stays within each of `lengths` rows."""
         segments = varlen_attention.SegmentOffsets(lengths, hidden.device)
         for layer in self.layers:
             hidden = layer(hidden, segments)
@@ -100,7 +100,7 @@ class _Layer(nn.Module):
     def forward(self, hidden: torch.Tensor, segments: varlen_attention.SegmentOffsets) -> torch.Tensor:
         hidden = hidden + self.self_attn(self.self_attn_layer_norm(hidden), segments)
         hidden = hidden + self.fc2(self._activation(self.fc1(self.final_layer_norm(hidden))))
-        if hidden.dtype == torch.float16:  # as transformers does: its layers overflow there
+        if hidden.dtype == torch.float16:  # as in transformers, because float16 overflows here
             most = torch.finfo(torch.float16).max - 1000
             hidden = hidden.clamp(-most, most)
         return hidden
@@ -122,7 +122,7 @@ class _WhisperAttention(nn.Module):
 
 
 class Qwen2Audio:
-    """Loads both halves of a Qwen2-Audio checkpoint."""
+    """Loader of a Qwen2-Audio checkpoint."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Qwen2AudioTower:
@@ -134,7 +134,7 @@ class Qwen2Audio:
         hidden = checkpoint.shapes("projector").get("linear.bias", (0,))[0]
         with torch.device("meta"):
             module = nn.ModuleDict({"linear": nn.Linear(WhisperShape.of(checkpoint).d_model, hidden)})
-        weight_loader.fill(module, checkpoint.locate("projector"), dtype=dtype, device=device)
+        fill_weights(module, checkpoint.locate("projector"), dtype=dtype, device=device)
         return LinearProjector(module)
 
     @staticmethod
@@ -170,7 +170,7 @@ class Qwen2AudioTower:
         rows = (frames - 1) // 2 + 1
         if rows < 2:
             raise input_checks.bad_input("feature_attention_mask", f"{frames} frames are too few for a row")
-        # The last row's convolutions see one frame beyond its own two.
+        # The last row's convolutions read one frame after its own two.
         mel = mel.reshape(want)[:, : 2 * rows + 1].to(self._dtype).contiguous()
         length = torch.tensor([rows])
         return TowerItem(
@@ -183,7 +183,7 @@ class Qwen2AudioTower:
         lengths = [item.tokens for item in items]
         begun = [self._encoder.rows(item.tensors[0].to(self._device), item.tokens) for item in items]
         hidden = self._encoder.run(torch.cat(begun), lengths)
-        # Pairs of rows; an odd last one is dropped, as average pooling does.
+        # Average pairs of rows. An odd last row is dropped, as in average pooling.
         pairs = [part[: len(part) // 2 * 2].unflatten(0, (-1, 2)).mean(1) for part in hidden.split(lengths)]
         normed: torch.Tensor = self._encoder.layer_norm(torch.cat(pairs))
         return list(normed.split([len(pair) for pair in pairs]))

@@ -16,7 +16,7 @@ from typing import Final, Self
 import msgspec
 
 from cornplug.checkpoints.families import Modality
-from cornplug.encoder_service.wire.signing import is_signed, sign
+from cornplug.encoder_service.wire.signed_claims import is_signed, sign
 from cornplug.errors import CodecError
 from cornplug.identity import DIGEST_BYTES
 

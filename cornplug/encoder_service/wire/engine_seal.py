@@ -22,9 +22,9 @@ from collections.abc import Callable
 from typing import Final, Self
 
 from cornplug.encoder_service.wire.messages import PROTOCOL_VERSION
-from cornplug.encoder_service.wire.signing import is_signed, sign
+from cornplug.encoder_service.wire.signed_claims import is_signed, sign
 from cornplug.errors import EncoderRefused, EncoderUnavailable
-from cornplug.store.disk.record_seal import derive_key
+from cornplug.store.disk.record_format import derive_key
 
 PATH: Final = "/v1/engine"
 MEDIA_TYPE: Final = "application/octet-stream"

@@ -4,28 +4,40 @@ It names the model identity, the media digests and the grids, which place an ima
 depends on them. The signature, with the store's secret, covers the embedding's bytes: a receiver that has
 the secret may compute embedding keys from the statement and share KV under them.
 An embedding without a valid statement is used as stock SGLang uses it, and neither it nor its KV is shared.
+
+`sign` and `is_signed` create and check signatures with the store's secret for every signed format.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
-from cornplug.encoder_service.wire.signing import is_signed, sign
 from cornplug.errors import CodecError
-from cornplug.identity import DIGEST_BYTES, digest
+from cornplug.identity import DIGEST_BYTES, digest, keyed
 
 _IDENTITY: Final = "cornplug_identity"
 _MEDIA: Final = "cornplug_media"
 _PROOF: Final = "cornplug_proof"
 _DOMAIN: Final = "cornplug-statement-v2"
 _SALT_DOMAIN: Final = "cornplug-sglang-salt-v1"
-
 Grid = Sequence[Sequence[int]]
 """(frames, height, width) in patches, one row per image; 64-bit counts."""
+
+
+def sign(secret: bytes, domain: str, *parts: bytes) -> bytes:
+    """Return 32 bytes that only a holder of the secret can compute from these parts. `domain` identifies the
+    format."""
+    return keyed(secret, domain, *parts)
+
+
+def is_signed(proof: bytes, secret: bytes, domain: str, *parts: bytes) -> bool:
+    """Return whether `proof` is the signature of these parts. Compares in constant time."""
+    return hmac.compare_digest(proof, sign(secret, domain, *parts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

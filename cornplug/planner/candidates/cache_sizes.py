@@ -1,7 +1,7 @@
-"""Cache sizes to choose among, and the share of hits that each gives each request class.
+"""Cache sizes to choose from, and the hit rate of each request class for each size.
 
-Embeddings are cached for an encoder, prefixes' KV for a language model, both in the nodes' DRAM.
-Hit rates are given, or come from a catalogue with a Zipf law (Che's approximation).
+Embeddings are cached per encoder and the KV of prefixes per language model, both in the nodes' DRAM. Hit
+rates are given, or computed for a catalogue with a Zipf distribution (Che's approximation).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CacheSizeOption:
     component: str
     gib: float
     hit_rate: Mapping[str, float]
-    """Request class -> share of hits."""
+    """Hit rate by request class."""
 
     @property
     def cache(self) -> str:
@@ -45,7 +45,7 @@ class CacheSizeOption:
 
 @dataclass(frozen=True)
 class CacheScenario:
-    """Cache levels that a variant counts on, and the hits that they give one request class."""
+    """Cache levels that a variant relies on, and the resulting hit rates of one request class."""
 
     levels: tuple[CacheSizeOption, ...] = ()
     hits: HitShares = field(default_factory=lambda: HitShares({}, 0.0))
@@ -61,9 +61,9 @@ def cache_levels(
     llms: Mapping[str, Component],
     encoders: Mapping[str, Component],
 ) -> tuple[CacheSizeOption, ...]:
-    """Every size of every cache whose size makes a difference to some class.
+    """Return every size of each cache whose size affects a class.
 
-    `llms`: by name. `encoders`: as `services.canonical_encoders`.
+    `llms` is by name, and `encoders` is as in `services.canonical_encoders`.
     """
     found: list[CacheSizeOption] = []
     for encoder in {c.name: c for c in encoders.values()}:
@@ -91,7 +91,7 @@ def cache_levels(
 def scenarios(
     of: RequestClass, known: tuple[CacheSizeOption, ...], encoders: Mapping[str, Component]
 ) -> list[CacheScenario]:
-    """All combinations of the levels that matter to a class; the smallest caches first."""
+    """Return all combinations of the levels that affect a class, with the smallest caches first."""
     mine = [level for level in known if of.name in level.hit_rate]
     by_cache: dict[str, list[CacheSizeOption]] = {}
     for level in sorted(mine, key=lambda level: level.gib):
@@ -117,13 +117,14 @@ def _hits(
 
 
 def embedding_bytes(media: RequestMedia, llm: Component) -> float:
-    """Bytes of one item's embedding for this language model, in 16 bits; 0 where its shape is not known."""
+    """Return the bytes of one item's embedding for this language model in 16 bits, or 0 if its shape is
+    unknown."""
     hidden = llm.shape.hidden if isinstance(llm.shape, LLMShape) else 0
     return length_distributions.mean(media.tokens) * hidden * ELEMENT_BYTES
 
 
 def kv_bytes_per_token(llm: Component) -> int:
-    """Of the whole model; 0 where only a throughput is known."""
+    """Return the model's KV bytes per token, or 0 without a shape."""
     return component_shapes.kv_bytes_per_token(llm.shape) if isinstance(llm.shape, LLMShape) else 0
 
 
@@ -151,11 +152,11 @@ def _prefix_hits(of: RequestClass, gib: float, users: Mapping[str, RequestClass]
     if prefix.hit_rate is not None:
         return prefix.hit_rate
     one = prefix.tokens * kv_bytes_per_token(llm)
-    # An engine's own prefix cache keeps at least the one it has just used.
+    # An engine's own prefix cache keeps at least the prefix used last.
     cached = 1 + (_part(of, users) * gib * GIB / one if one else 0.0)
     return hit_rates.che(prefix.distinct, prefix.zipf, min(cached, prefix.distinct))
 
 
 def _part(of: RequestClass, users: Mapping[str, RequestClass]) -> float:
-    """Classes have a cache's bytes in proportion to their rates."""
+    """Return the class's share of a cache's bytes, in proportion to its rate."""
     return of.rate / sum(c.rate for c in users.values())

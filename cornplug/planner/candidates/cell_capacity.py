@@ -1,4 +1,4 @@
-"""The rate that each service's replicas carry on each footprint: from profiles to the pool's cells."""
+"""Capacity of each service's replicas on each footprint: from profiles to the pool's cells."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from cornplug.planner.simulator.step_times import CellHardware
 
 URGENCY: Final[tuple[Workload, ...]] = ("online", "semi-online", "offline")
 PRIOR: Final = 0.02
-"""Of a cell's price, against the engine that a workload class does not favour: less than any
+"""Share of a cell's price added against an engine that the workload does not favour, smaller than any
 measured difference."""
 NEEDLESSLY_TIGHT: Final = 0.001
-"""Of a cell's price, for each tier that it is tighter than the loosest there can be."""
+"""Share of a cell's price added per tier that it is tighter than the loosest."""
 ROUGHLY: Final = 8
-"""Of a class's draws every eighth tells how many replicas it will take."""
+"""Step through a class's samples when estimating its number of replicas."""
 MOST_TOGETHER: Final = 32
-"""Replicas behind one router for which a capacity is asked: more gain next to nothing."""
+"""Maximum number of replicas behind one router. A capacity hardly grows with more."""
 
 Users = Mapping[str, RequestClass]
 
@@ -61,22 +61,22 @@ class CellBuilder:
     nodes: tuple[NodeClass, ...]
     gpus: Mapping[str, GpuSpec]
     bases: Mapping[str, CacheScenario]
-    """Request class -> its smallest caches; capacities are computed with their hit rates."""
+    """Smallest caches of each request class. Capacities are computed with their hit rates."""
     samples: Samples
     corrections: Mapping[Place, TimesCorrection] = field(default_factory=dict)
-    """Of profiles' times, by their engines' metrics."""
+    """Corrections of profiles' times from engine metrics."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Reason -> cells that were left out for it."""
+    """Number of cells excluded for each reason."""
     config: dict[str, list[TimedConfig]] = field(default_factory=dict)
-    """Service -> the replica configurations that could run it, fast enough or not."""
+    """Replica configurations that can run each service, whether or not they are fast enough."""
     _reference: dict[str, CellHardware] = field(default_factory=dict)
 
     def cells(
         self, service: Service, users: Users, tiers: Chain, loosest: Mapping[str, LatencyTier]
     ) -> Iterator[CellSpec]:
-        """All cells of a service that carry something, and that no quicker hardware makes needless.
+        """Yield the cells of a service that have capacity and are not made unnecessary by faster hardware.
 
-        `loosest`: user -> the loosest tier that it comes to; it may use no cell that promises less.
+        `loosest` is the loosest tier of each user. A user cannot use a cell with a looser tier.
         """
         workloads = tuple(w for w in URGENCY if any(u.app.workload == w for u in users.values()))
         timed: list[TimedConfig] = []
@@ -95,7 +95,7 @@ class CellBuilder:
             yield from self._timed(config, users, tiers, loosest)
 
     def confirm(self, spec: CellSpec, users: Users, replicas: int) -> CellSpec:
-        """The cell with capacities that the simulator finds for so many replicas together."""
+        """Return the cell with the capacities that the simulator finds for `replicas` replicas together."""
         assert spec.hardware is not None
         config = TimedConfig(spec.service, spec.footprint, spec.hardware)
         found = {
@@ -105,7 +105,7 @@ class CellBuilder:
         return spec.with_capacity(found, simulated_replicas=replicas)
 
     def work(self, service: Service, of: RequestClass, scenario: CacheScenario) -> float:
-        """Visits of a service for one request, in requests as they are with the smallest caches."""
+        """Return a service's visits per request, in units of requests with the smallest caches."""
         base = self.bases[of.name]
         if service.tasks == "E":
             return service_demand.encoding_left(service, of, scenario, base, self.samples.encoders)
@@ -129,7 +129,7 @@ class CellBuilder:
         return [TimedConfig(service, footprint, hardware)]
 
     def _enough_kv(self, users: Users) -> int:
-        """Tokens of KV beyond which more is of no use to a replica: all that it may decode together."""
+        """Return the KV tokens beyond which more are not useful to a replica: those of its largest batch."""
         longest = max(
             d.prompt_tokens + d.output_tokens
             for of in users.values()
@@ -165,9 +165,9 @@ class CellBuilder:
         settings = (
             engine_settings(service, footprint, shape, hardware) if isinstance(shape, LLMShape) else None
         )
-        # Measurements tell which engine is better; only an estimate needs a prior.
+        # Measurements show which engine is better. Only an estimate needs a prior.
         preference = self._prior(footprint, users) if service.llm and not hardware.measured else 0.0
-        # Of two promises that cost the same the looser one is enough.
+        # If two tiers cost the same, the looser tier is sufficient.
         preference += NEEDLESSLY_TIGHT * (MOST - tier.rank)
         start_s = self._start_s(service, footprint, users)
         cell = make_cell(service, footprint, tier, rates, preference, timed=True, start_s=start_s)
@@ -184,7 +184,7 @@ class CellBuilder:
         *,
         confirm: bool,
     ) -> float:
-        """Of one class alone, one replica among so many."""
+        """Return the rate per replica of one class alone, with `replicas` replicas."""
         samples = self.samples.at(config.service, of, self.bases[of.name])
         bound = stage_bound(of.slo, tier.seconds, tier.tpot_s, idle_replica.means(samples))
         place = config.station(self.rules.router, replicas)
@@ -193,7 +193,8 @@ class CellBuilder:
         return found / replicas * self._pairing(config)
 
     def _pairing(self, config: TimedConfig) -> float:
-        """Share of capacity that a prefill or decode replica keeps: no pair ever matches the current mix."""
+        """Return the used share of a prefill or decode replica's capacity, because their ratio never matches
+        the current mix."""
         tasks = config.service.tasks.strip("EG")
         if config.hardware.measured or tasks not in ("P", "D"):
             return 1.0
@@ -201,7 +202,7 @@ class CellBuilder:
         return rules.disaggregation_efficiency_p if tasks == "P" else rules.disaggregation_efficiency_d
 
     def _replicas_needed(self, config: TimedConfig, users: Users) -> int:
-        """Replicas that would serve all users of a service, without any bound."""
+        """Return the replicas that would serve all users of a service without bounds."""
         busy = sum(
             of.rate
             * service_demand.seconds(
@@ -214,7 +215,7 @@ class CellBuilder:
         return min(max(ceil(busy / config.footprint.dp / self.rules.max_utilisation), 1), MOST_TOGETHER)
 
     def _context_tokens(self, users: Users) -> int:
-        """Typical prompt of a service's users: their mean, by rate."""
+        """Return the mean prompt length of a service's users, weighted by rate."""
         total = sum(of.rate for of in users.values())
         mean = sum(
             of.rate / total * fmean(d.prompt_tokens for d in self.samples.of(of, self.bases[of.name]))
@@ -223,7 +224,7 @@ class CellBuilder:
         return max(round(mean), 1)
 
     def _throughputs(self, service: Service, footprint: ReplicaConfig) -> dict[str, ThroughputProfile]:
-        """Component -> its throughput, of those that have one there."""
+        """Return the throughput profiles that apply, by component."""
         found = {c.name: throughput_profiles.given(service, c, footprint) for c in service.components}
         return {name: profile for name, profile in found.items() if profile is not None}
 
@@ -250,9 +251,10 @@ class CellBuilder:
         yield CellSpec(cell, service, footprint, tier, f"throughput: {source}")
 
     def _start_s(self, service: Service, footprint: ReplicaConfig, users: Users) -> float:
-        """Of a further replica: the engine's own start, and its weights; unknown shapes weigh nothing.
+        """Return the seconds to start another replica: engine startup and loading of weights (0 bytes for
+        unknown shapes).
 
-        0 where no user grows: it would only keep apart cells that are alike.
+        Returns 0 if no user grows, because the time would only distinguish similar cells.
         """
         if not any(of.online and of.request.growth_per_minute for of in users.values()):
             return 0.0

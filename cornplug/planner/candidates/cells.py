@@ -17,41 +17,42 @@ from cornplug.planner.simulator.simulator import Station
 from cornplug.planner.simulator.step_times import CellHardware
 
 MOST_RATE: Final = 1e9
-"""Of a class whose requests bring a service no work at all."""
+"""Rate for a class whose requests cause no work at a service."""
 
 
 @dataclass(frozen=True)
 class CellSpec:
-    """A pool's cell, and everything known about it."""
+    """A pool's cell, and all information about it."""
 
     cell: Cell
     service: Service
     footprint: ReplicaConfig
     tier: LatencyTier
     source: str
-    """Of its times."""
+    """Source of its times."""
     hardware: CellHardware | None = None
-    """None: only a throughput is known."""
+    """None if only a throughput is known."""
     settings: EngineSettings | None = None
     router: RouterPolicy = "power_of_two"
     simulated_replicas: int = 0
-    """Replicas for which the simulator found its capacity; 0: closed forms say it."""
+    """Number of replicas for which the simulator computed the capacity. 0 means that closed forms did."""
     derating: float = 1.0
-    """Factor on its capacity, from simulations of whole plans that missed a bound."""
+    """Factor on the capacity, from simulations of whole plans that missed a bound."""
 
     @property
     def timed(self) -> bool:
         return self.hardware is not None
 
     def station(self, replicas: int) -> Station:
-        """ValueError: only its throughput is known, not its times."""
+        """Return the cell's station. Raises ValueError if only its throughput is known."""
         if self.hardware is None:
             raise ValueError(f"{self.cell.name}: only its throughput is known, not its times")
         config = TimedConfig(self.service, self.footprint, self.hardware)
         return config.station(self.router, replicas, name=self.cell.name)
 
     def with_capacity(self, capacity: Mapping[str, float], *, simulated_replicas: int) -> CellSpec:
-        """The cell with the simulator's capacity for so many replicas; its derating still applies."""
+        """Return the cell with the simulator's capacity for this number of replicas. Its derating still
+        applies."""
         found = {u: rate * self.derating for u, rate in capacity.items()}
         return replace(
             self, cell=replace(self.cell, capacity=_positive(found)), simulated_replicas=simulated_replicas
@@ -73,14 +74,14 @@ def make_cell(
     timed: bool,
     start_s: float,
 ) -> Cell:
-    """Its name holds the tier's place in the service's chain, the tightest 0."""
+    """Return a cell, named with its tier's rank in the service's chain (0 is the tightest)."""
     suffix = f":t{tier.rank}" if timed else ""
     return Cell(
         name=f"{service.name}@{footprint.name}{suffix}",
         service=service.name,
         nodes=footprint.nodes.name,
         gpus=footprint.gpus,
-        # A throughput's own conditions are its promise: it serves every tier.
+        # A throughput includes its own conditions, so it serves every tier.
         tier=tier.value if timed else 0.0,
         capacity=_positive(capacity),
         role=service.tasks,

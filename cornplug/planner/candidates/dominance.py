@@ -1,8 +1,8 @@
-"""Cells and variants that no plan needs, because others do as much and ask for no more.
+"""Removal of cells and variants that no plan needs, because others do as much with no more resources.
 
-Pruning is exact for cost, stock and packing: in any plan a dominated replica can be replaced by
-the smaller cell's replicas on the same GPUs, because footprints divide each other. If two
-variants ask for the same work, the one with the looser bounds can replace the other.
+Pruning is exact for cost, stock and packing. In any plan, a dominated replica can be replaced by the smaller
+cell's replicas on the same GPUs, because footprints divide each other. If two variants need the same work,
+the variant with the looser bounds can replace the other.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from cornplug.planner.candidates.cells import CellSpec
 from cornplug.planner.optimizer.optimization_problem import PathVariant
 
 TIGHTNESS: Final = 0.005
-"""Relative difference of preferences that tiers cause: only a tie-break among cells that are all needed."""
+"""Relative difference of preferences between tiers. It is only a tie-break among cells that are all
+needed."""
 
 
 def prune(specs: Iterable[CellSpec]) -> list[CellSpec]:
-    """The cells that none of the others dominates, in their order."""
+    """Return the cells that no other cell dominates, in their order."""
     groups: defaultdict[tuple[str, str], list[CellSpec]] = defaultdict(list)
     for spec in specs:
         groups[spec.cell.service, spec.cell.nodes].append(spec)
     kept: list[CellSpec] = []
     for group in groups.values():
         better: list[CellSpec] = []
-        # The smallest first: only cells of at most one's GPUs can dominate it.
+        # Smallest first, because only cells with at most as many GPUs can dominate a cell.
         for spec in sorted(group, key=lambda s: (s.cell.gpus, s.cell.preference, s.cell.tier)):
             if not any(_dominates(other, spec) for other in better):
                 better.append(spec)
@@ -46,7 +47,7 @@ def _dominates(one: CellSpec, other: CellSpec) -> bool:
 
 
 def loosest(variants: Iterable[PathVariant]) -> tuple[PathVariant, ...]:
-    """Of variants that differ in their tiers only, those that no other is looser than throughout."""
+    """Return the variants, without those that are tighter than another and otherwise equal."""
     groups: defaultdict[tuple[object, ...], list[PathVariant]] = defaultdict(list)
     for v in variants:
         services = tuple((n.service, n.work) for n in v.needs)
@@ -55,7 +56,7 @@ def loosest(variants: Iterable[PathVariant]) -> tuple[PathVariant, ...]:
 
 
 def _tighter(variant: PathVariant, place: int, same: list[PathVariant]) -> bool:
-    """Than another; of two equals the later one is."""
+    """Return whether a variant is tighter than another, or equal to an earlier one."""
     tiers = [n.tier for n in variant.needs]
     for i, other in enumerate(same):
         others = [n.tier for n in other.needs]

@@ -1,4 +1,4 @@
-"""Decisions about an engine that become flags, and the geometry of the KV that it hands over."""
+"""Decisions about an engine that become flags, and the geometry of the KV that it transfers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def engine_settings(
     service: Service, footprint: ReplicaConfig, shape: LLMShape, hardware: CellHardware
 ) -> EngineSettings:
     llm = service.llm
-    assert llm is not None, "settings are of an engine"
+    assert llm is not None, "only engines have settings"
     kv_rank_bytes = component_shapes.kv_bytes_per_token(
         shape, tp=footprint.tp, pp=footprint.pp, dcp=footprint.dcp
     )
@@ -61,7 +61,7 @@ def _prefill_tokens_s(service: Service, footprint: ReplicaConfig, hardware: Cell
 
 
 def kv_geometry(shape: LLMShape, samples: Sequence[SampledRequest]) -> KVGeometry:
-    """For prompts as long as the longest of `samples`."""
+    """Return the KV geometry for the longest prompt of `samples`."""
     latent = shape.mla_rank is not None
     return KVGeometry(
         layers=shape.layers,

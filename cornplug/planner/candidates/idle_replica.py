@@ -1,4 +1,4 @@
-"""Times of requests by themselves on the replica that an SLO's slowdowns are measured by."""
+"""Latencies of requests that run alone on the replica that an SLO's slowdowns refer to."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from cornplug.planner.simulator.simulator import Station
 
 @dataclass(frozen=True)
 class IdleReplicas:
-    """Of every class whose SLO bounds a slowdown: a whole engine, with the class's towers."""
+    """Idle replicas of the classes whose SLO bounds a slowdown: whole engines with the class's towers."""
 
     components: Mapping[str, Component]
     encoders: Mapping[str, Component]
-    """As `services.canonical_encoders`."""
+    """Encoders as in `services.canonical_encoders`."""
     gpus: Mapping[str, GpuSpec]
     rules: PlanRules
 
     def with_times(self, of: RequestClass, sampled: list[SampledRequest]) -> list[SampledRequest]:
-        """The requests with their idle times, where the class's SLO needs them.
+        """Return the requests with their idle latencies, if the class's SLO needs them.
 
-        Raises ConfigError where no profile tells the replica's times, or it has no room for the model.
+        Raises ConfigError if no profile has the replica's times, or if the model does not fit on it.
         """
         idle = of.slo.idle
         if idle is None or not of.slo.relative:
@@ -59,14 +59,14 @@ class IdleReplicas:
 
 
 def idle_times(station: Station, request: SampledRequest) -> IdleTimes:
-    """Of one request with nothing beside it, at the same cache hits."""
+    """Return the latencies of one request that runs alone, with the same cache hits."""
     ttft_s = isolated_prefill_s(station, request) + off_device_s(station, request)
     decode_s = isolated_decode_s(station, request)
     return IdleTimes(ttft_s, decode_s / max(request.output_tokens - 1, 1), ttft_s + decode_s)
 
 
 def means(sampled: Sequence[SampledRequest]) -> IdleTimes | None:
-    """Over a class's requests; None: its SLO bounds no slowdown. TPOT is of answers with several tokens."""
+    """Return the class's means, or None without slowdown bounds. TPOT is of outputs with several tokens."""
     known = [d.idle for d in sampled if d.idle is not None]
     if not known:
         return None

@@ -1,4 +1,4 @@
-"""Why no cell can serve a request class: the bound on a service, and the best time that it could reach."""
+"""Reasons why no cell can serve a request class: the bound on a service, and the best achievable time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cornplug.planner.simulator.simulator import Station
 
 
 def unserved(pool: OptimizationProblem) -> list[str]:
-    """Demands without a variant that has a cell for each of its needs."""
+    """Return the demands without a variant that has a cell for each of its needs."""
     capacities: dict[str, list[tuple[float, Mapping[str, float]]]] = {}
     for c in pool.cells:
         capacities.setdefault(c.service, []).append((c.tier, c.capacity))
@@ -46,10 +46,10 @@ def note(
     dropped: Mapping[str, int],
     samples: Mapping[str, Sequence[SampledRequest]],
 ) -> str:
-    """The failing stage of the path that is nearest to being feasible, in words.
+    """Return a description of the failing stage on the path that is closest to feasible.
 
-    `timed_configs`: service -> the configurations that could run it at all.
-    `samples`: service -> the class's requests there.
+    `timed_configs` lists the configurations that can run each service, and `samples` the class's requests
+    there.
     """
     nearest = min(
         (_worst_stage(of, request_path, timed_configs, samples) for request_path in request_paths),
@@ -67,12 +67,12 @@ def note(
 
 @dataclass(frozen=True)
 class Fit:
-    """How close the best replica comes to a bound for an isolated request."""
+    """Ratio between the best replica's latency for an isolated request and a bound."""
 
     stage_budget: StageBudget
     best: TimedConfig | None
     bound: LatencyBound
-    """Bound of one percentile: the percentile that is missed most."""
+    """Bound at the percentile that is missed most."""
     first_s: float
     tpot_s: float
 
@@ -94,10 +94,10 @@ class Fit:
             if self.stage_budget.service.tasks in ("E", "G")
             else "TTFT"
         )
-        unit = "times the idle replica's" if self.bound.relative else "s"
+        unit = "times the idle replica's latency" if self.bound.relative else "s"
         name, percentile = self.stage_budget.service.name, self.bound.percentile
         return (
-            f"{name} may take {allowed:.3g} {unit} for {what} ({percentile}), "
+            f"{name} may take at most {allowed:.3g} {unit} for {what} ({percentile}), "
             f"but the fastest, {self.best.footprint.name}, takes {takes:.3g} {unit} for an isolated request. "
             "Loosen the SLO, or add a faster GPU, a higher tp or a quantisation"
         )

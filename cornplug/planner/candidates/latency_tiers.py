@@ -1,8 +1,8 @@
-"""Tiers of a service: the few promises of time among which its cells choose.
+"""Tiers of a service: a few latency bounds for its cells to choose from.
 
-Each variant asks a service for a bound on its stage's percentile and on the time per token. The
-many bounds are merged into a short chain, towards the tighter side, so that every cell of a tier
-may do the work of all looser ones.
+Each variant requires a bound on its stage's percentile and on the time per token. The many bounds are merged
+into a short chain, rounded to the tighter bound, so that every cell of a tier can do the work of all looser
+tiers.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from math import inf, isinf
 from typing import Final
 
 MOST: Final = 4
-"""Tiers of one service. More of them save little, and multiply the cells."""
+"""Maximum number of tiers per service. More tiers save little and multiply the cells."""
 UNBOUNDED: Final = 1e6
 TIER_SPACING: Final = 1e-5
-"""Relative: tiers with equal seconds differ by it, so that names with six digits do, too."""
+"""Relative difference between tiers with equal seconds, large enough to keep names with six digits
+different."""
 
 
 @dataclass(frozen=True, order=True)
 class LatencyTier:
     seconds: float
-    """The stage's percentile stays under it; inf: no bound."""
+    """Upper bound on the stage's percentile. inf means no bound."""
     tpot_s: float
     rank: int
     value: float
-    """As the pool orders the tiers of one service: seconds, or seconds a token where only they
-    are bounded."""
+    """Order of the tiers in the pool: seconds, or seconds per token if only these are bounded."""
 
 
 @dataclass(frozen=True)
@@ -35,24 +35,24 @@ class Chain:
     tiers: tuple[LatencyTier, ...]
 
     def at_most(self, seconds: float, tpot_s: float) -> LatencyTier:
-        """The loosest tier that keeps both promises. KeyError cannot be: the chain is made of them all."""
+        """Return the loosest tier that keeps both bounds, which always exists in the chain of all pairs."""
         return max(t for t in self.tiers if t.seconds <= seconds and t.tpot_s <= tpot_s)
 
 
 def how_many(services: int, node_classes: int) -> int:
-    """Tiers for each service of a problem of this size.
+    """Return the number of tiers per service for a problem of this size.
 
-    Cells of neighbouring tiers are nearly the same to a solver: with 26 services on six node
-    classes it found a plan of $161/h in 20 s with two tiers, and one of $816/h with four.
+    Cells of adjacent tiers are almost the same to a solver: with 26 services on six node classes it found a
+    plan of $161/h in 20 s with two tiers, and of $816/h with four.
     """
     size = services * node_classes
     return MOST if size <= 12 else 3 if size <= 40 else 2
 
 
 def chain(wanted: Iterable[tuple[float, float]], most: int = MOST) -> Chain:
-    """At most `most` tiers for these (seconds, seconds per token) pairs.
+    """Return at most `most` tiers for these (seconds, seconds per token) pairs.
 
-    A tier's time per token is the least among itself and all looser tiers: it may take their work.
+    A tier's time per token is the minimum over itself and all looser tiers, because it may take their work.
     """
     groups = [[pair] for pair in sorted(set(wanted))]
     while len(groups) > most:
@@ -68,7 +68,7 @@ def chain(wanted: Iterable[tuple[float, float]], most: int = MOST) -> Chain:
 
 
 def _distance(tighter: tuple[float, float], looser: tuple[float, float]) -> float:
-    """Cost of merging two pairs: the factor by which the looser one becomes tighter."""
+    """Return the cost of merging two pairs: the factor by which the looser pair becomes tighter."""
     return _times(tighter[0], looser[0]) * _times(tighter[1], looser[1])
 
 

@@ -1,7 +1,7 @@
-"""Replica configurations that could run a service: engine, nodes, TP, PP, DP, share, quantisation, chunk.
+"""Replica configurations that can run a service: engine, nodes, TP, PP, DP, share, quantisation, chunk.
 
-Speed and memory are not considered here; `cells.py` asks the profiles. Impossible configurations
-are left out, and counted with their reason for the report.
+`cells.py` considers speed and memory. Impossible configurations are left out and counted by reason for the
+report.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from cornplug.planner.inputs.schema import (
 )
 
 CHUNK_TOKENS: Final[dict[Workload, int]] = {"online": 4096, "semi-online": 8192, "offline": 16384}
-"""Prompt tokens of one iteration: small ones keep TPOT short, large ones carry more."""
+"""Prompt tokens per iteration. Small chunks keep TPOT low, and large chunks increase throughput."""
 MAX_BATCH: Final[dict[Workload, int]] = {"online": 256, "semi-online": 256, "offline": 1024}
 TP_WITHOUT_NVLINK: Final = 2
 
 
 @dataclass(frozen=True)
 class ReplicaConfig:
-    """One replica's place and settings."""
+    """Placement and settings of one replica."""
 
     engine: str
-    """vllm, sglang; cornplug: the encoder service; external: a generator's own server."""
+    """"vllm", "sglang", "cornplug" (the encoder service) or "external" (a generator's own server)."""
     nodes: NodeClass
     gpu: GpuSpec
     tp: int
@@ -42,14 +42,14 @@ class ReplicaConfig:
     share: float
     quantisation: Quantisation
     workload: Workload
-    """The urgency that its chunk and batch are set for."""
+    """Workload that its chunk and batch are set for."""
     dp: int = 1
-    """Groups of `tp` GPUs that each have the attention's weights, requests and KV of their own."""
+    """Number of attention-DP groups of `tp` GPUs, each with its own attention weights, requests and KV."""
     expert_parallel: bool = False
     dcp: int = 1
-    """GPUs of a group that divide a request's KV among them."""
+    """Number of GPUs of a group among which a request's KV is divided."""
     pcp: int = 1
-    """Groups of `tp` GPUs that divide the tokens of each prompt, and decode a part of the requests each."""
+    """Number of groups of `tp` GPUs that share the tokens of each prompt and decode different requests."""
 
     @property
     def gpus(self) -> float:
@@ -57,22 +57,22 @@ class ReplicaConfig:
 
     @property
     def ranks(self) -> int:
-        """Processes of the replica, one a GPU."""
+        """Number of processes of the replica, one per GPU."""
         return self.tp * self.pp * self.dp * self.pcp
 
     @property
     def chunk_tokens(self) -> int:
-        """Of each attention-DP group."""
+        """Prompt tokens per iteration and attention-DP group."""
         return CHUNK_TOKENS[self.workload]
 
     @property
     def max_batch(self) -> int:
-        """Of each attention-DP group."""
+        """Decoding requests per attention-DP group."""
         return MAX_BATCH[self.workload]
 
     @property
     def name(self) -> str:
-        """The configuration's name, without the service: a replica keeps it when its role changes."""
+        """Name of the configuration without the service. A replica keeps it when its role changes."""
         parallel = f"tp{self.tp}" + (f"pp{self.pp}" if self.pp > 1 else "")
         parallel += f"pcp{self.pcp}" if self.pcp > 1 else ""
         parallel += f"dcp{self.dcp}" if self.dcp > 1 else ""
@@ -83,7 +83,8 @@ class ReplicaConfig:
 
 
 def engines(service: Service) -> tuple[str, ...]:
-    """A separate encoder is always cornplug's encoder service; a separate generator has its own server."""
+    """Return the LLM's engines, cornplug's encoder service for a separate encoder, or "external" for a
+    generator."""
     if service.llm:
         return tuple(service.llm.engines)
     return ("cornplug",) if service.tasks == "E" else ("external",)
@@ -97,7 +98,8 @@ def footprints(
     workloads: tuple[Workload, ...],
     dropped: Counter[str],
 ) -> Iterator[ReplicaConfig]:
-    """All that could run `service` for these workloads; reasons against others go to `dropped`."""
+    """Yield the configurations that can run `service` for these workloads, and count the others in
+    `dropped`."""
     main = service.components[0]
     settings = workloads if service.llm else workloads[:1]
     choices = product(
@@ -128,7 +130,7 @@ def _tensor_parallel(service: Service) -> list[int]:
     main: Component = service.components[0]
     if service.tasks == "E":
         return [1]
-    # Both engines refuse to start where heads cannot be dealt out evenly.
+    # Both engines refuse to start if heads cannot be divided evenly.
     heads = main.shape.heads if isinstance(main.shape, LLMShape) else 0
     return [tp for tp in main.tp if heads % tp == 0]
 
@@ -154,7 +156,7 @@ def _reason_against(f: ReplicaConfig, rules: PlanRules) -> str | None:
 
 
 def _reason_against_groups(f: ReplicaConfig, service: Service) -> str | None:
-    """Against expert, attention data and context parallelism."""
+    """Return a reason against expert, attention data or context parallelism."""
     shape = service.components[0].shape
     if f.dp > 1 and f.pp > 1:
         return "attention data parallelism is not supported with pipeline parallelism"
@@ -171,7 +173,7 @@ def _reason_against_groups(f: ReplicaConfig, service: Service) -> str | None:
 
 
 def _reason_against_dcp(f: ReplicaConfig, service: Service) -> str | None:
-    """As vLLM's `ModelConfig.verify_with_parallel_config` has it; the rest is not planned."""
+    """Return a reason from vLLM's `ModelConfig.verify_with_parallel_config`, or that it is not planned."""
     main = service.components[0]
     if f.engine != "vllm" or "G" in service.tasks or not {"P", "D"} <= set(service.tasks):
         return "decode context parallelism is supported only for vLLM engines that both prefill and decode"
@@ -183,7 +185,7 @@ def _reason_against_dcp(f: ReplicaConfig, service: Service) -> str | None:
     if not isinstance(shape, LLMShape) or shape.mla_rank is not None:
         return None
     if f.dcp * shape.kv_heads > f.tp:
-        return f"tp = {f.tp} repeats the KV of {shape.kv_heads} heads less than {f.dcp} times"
+        return f"tp = {f.tp} repeats the KV of {shape.kv_heads} heads fewer than {f.dcp} times"
     if shape.heads // shape.kv_heads % f.dcp:
         return (
             f"the {shape.heads // shape.kv_heads} heads of each KV head cannot be divided among {f.dcp} ranks"
@@ -192,14 +194,14 @@ def _reason_against_dcp(f: ReplicaConfig, service: Service) -> str | None:
 
 
 def _reason_against_pcp(f: ReplicaConfig, service: Service) -> str | None:
-    """As vLLM's `PCPManager.validate_config` has it; the rest is not planned."""
+    """Return a reason from vLLM's `PCPManager.validate_config`, or that it is not planned."""
     main = service.components[0]
     if f.engine != "vllm" or service.tasks != "PD":
         return (
             "prefill context parallelism is supported only for vLLM engines that both prefill and decode text"
         )
     if not isinstance(main.shape, LLMShape) or main.shape.mla_rank is None:
-        return "vLLM's prefill context parallelism is of models with latent attention (MLA)"
+        return "vLLM supports prefill context parallelism only for models with latent attention (MLA)"
     if main.acceptance and main.speculative != "none":
         return "prefill context parallelism is not supported with speculative decoding"
     if f.pp > 1 or f.dp > 1 or f.dcp > 1:

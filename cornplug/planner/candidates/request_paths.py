@@ -1,7 +1,7 @@
-"""Request paths of a class: services, how its SLO is divided among the stages, and cache sizes.
+"""Request paths of a class: services, the division of its SLO among the stages, and cache sizes.
 
-The sum of the stages' percentiles bounds the percentile of the sum from above, nearly always, so a
-path's promise is safe when its stages keep theirs and the transfers between them fit in.
+The sum of the stages' percentiles almost always bounds the percentile of the sum. A path therefore meets the
+SLO if its stages meet their bounds and the transfers between them fit in.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from cornplug.planner.inputs.schema import Component
 from cornplug.planner.inputs.slo import IdleTimes
 
 ENCODER_PARTS: Final = (0.3, 0.5, 0.7)
-"""Parts of the time to first token that the encoders may take."""
+"""Shares of the time to first token for the encoders."""
 FIRST_PARTS: Final = (0.15, 0.4)
-"""Parts of the time to the end that the first token may take, where only the end is bounded."""
+"""Shares of a bounded end-to-end latency for the first token."""
 GENERATOR_PARTS: Final = (0.25, 0.5, 0.75)
 EMBEDDING_EDGE_S: Final = 0.010
-"""Fetching an embedding from another process: lookup, notification, copy."""
+"""Seconds to fetch an embedding from another process: lookup, notification and copy."""
 
 
 @dataclass(frozen=True)
 class StageBudget:
-    """Bounds that a stage must keep at the first percentile of the class's SLO that has them."""
+    """Bounds on a stage at the first percentile of the class's SLO that has bounds."""
 
     service: Service
     seconds: float
@@ -46,7 +46,7 @@ class RequestPath:
     stage_budgets: tuple[StageBudget, ...]
     scenario: CacheScenario
     network: float
-    """Bytes between nodes, one request."""
+    """Bytes transferred between nodes per request."""
     name: str
 
 
@@ -65,7 +65,7 @@ def request_paths(
     samples: Samples,
     nic_bytes_s: float,
 ) -> Iterator[RequestPath]:
-    """All divisions of the class's SLO on one path with these cache sizes."""
+    """Yield all divisions of the class's SLO on one path with these cache sizes."""
     embeddings, kv = _moved_bytes(of, llm, path, samples, scenario)
     edge_s = EMBEDDING_EDGE_S + embeddings / nic_bytes_s if path.stages[0].tasks == "E" else 0.0
     seen = set()
@@ -91,7 +91,7 @@ def _stage_budget(
     if service.tasks == "D":
         return StageBudget(service, inf, division.tpot_s)
     first_s = division.first_s * (1 - part) - edge_s if encoders else division.first_s
-    if "G" in service.tasks:  # it answers when all is done: only the end is bounded
+    if "G" in service.tasks:  # the response arrives after generation, so only the end is bounded
         first_s = min(first_s, division.generate_s)
     return StageBudget(service, first_s, division.tpot_s if "D" in service.tasks else inf)
 
@@ -115,7 +115,7 @@ def _divisions(
         return
     if whole.relative and idle is not None:
         if first < inf and tpot < inf:
-            # Mostly enough for the whole answer, as the simulation of the plan tells
+            # Usually sufficient for the whole response. The simulation of the plan verifies it
             yield SloDivision(first, tpot, inf)
         yield from _slack_divisions(whole.value, idle, first, tpot)
         return
@@ -132,7 +132,7 @@ def _divisions(
 
 
 def _slack_divisions(slowdown: float, idle: IdleTimes, first: float, tpot: float) -> Iterator[SloDivision]:
-    """Of a mean request's answer: what it takes on the idle replica, and parts of the time beyond that."""
+    """Divide a mean request's latency: the idle replica's, plus shares of the remaining time."""
     slack, decode_s = (slowdown - 1) * idle.e2e_s, idle.e2e_s - idle.ttft_s
     for part in FIRST_PARTS:
         token_s = idle.tpot_s * (1 + (1 - part) * slack / decode_s) if decode_s > 0 else inf
@@ -142,7 +142,7 @@ def _slack_divisions(slowdown: float, idle: IdleTimes, first: float, tpot: float
 def _moved_bytes(
     of: RequestClass, llm: Component, path: PathTemplate, samples: Samples, scenario: CacheScenario
 ) -> tuple[float, float]:
-    """Of embeddings and of KV, one request at the SLO's percentile of lengths."""
+    """Return the bytes of embeddings and of KV for a request at the SLO's percentile."""
     tasks = {s.tasks for s in path.stages}
     embeddings = kv = 0.0
     if "E" in tasks:

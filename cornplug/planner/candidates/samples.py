@@ -1,4 +1,4 @@
-"""Requests sampled once for each class, and the statistics that the plan needs of them."""
+"""Requests sampled once per class, and the statistics that the plan needs."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ QUANTILE: Final[Mapping[Percentile, float | None]] = {
 
 @dataclass
 class Samples:
-    """Draws of every class, the same at every cache size.
+    """Samples of every class, the same for every cache size.
 
-    All classes are drawn with one seed, so that a plan depends on neither their names nor their order.
+    All classes are sampled with the same seed, so that a plan does not depend on their names or order.
     """
 
     encoders: Mapping[str, Component]
-    """As `services.canonical_encoders`."""
+    """Encoders as in `services.canonical_encoders`."""
     seed: int
     idle: IdleReplicas | None = None
-    """Needed where an SLO bounds a slowdown."""
+    """Required if an SLO bounds a slowdown."""
     _cached: dict[tuple[str, tuple[str, ...], frozenset[str]], RequestSamples] = field(default_factory=dict)
 
     def of(
         self, request_class: RequestClass, scenario: CacheScenario, encoders: tuple[str, ...] | None = None
     ) -> RequestSamples:
-        """With `encoders` given, only these encoders' items have patches."""
+        """Return samples. With `encoders`, only these encoders' items have patches."""
         key = (request_class.name, encoders or ("*",), scenario.names)
         if key not in self._cached:
             self._cached[key] = RequestSamples(self._sample(request_class, scenario, encoders))
         return self._cached[key]
 
     def at(self, service: Service, request_class: RequestClass, scenario: CacheScenario) -> RequestSamples:
-        """The requests as a service's replica sees them: with the patches of that service's towers only."""
+        """Return the samples with patches of the service's own towers only."""
         return self.of(request_class, scenario, tuple(t.name for t in service.towers) or ("",))
 
     def _sample(

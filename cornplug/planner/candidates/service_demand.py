@@ -1,7 +1,7 @@
-"""How much of a service a request uses, and how a larger cache makes that less.
+"""Work of a service per request, and its reduction by a larger cache.
 
-Capacities hold for the smallest caches of the input. With a larger one a request counts for
-less: for the part of its encoding and prefilling that is left.
+Capacities apply to the smallest caches of the input. With a larger cache, a request counts only for the share
+of its encoding and prefill that remains.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from cornplug.planner.inputs.schema import Component
 from cornplug.planner.simulator.step_times import CellHardware
 
 DECODE_BATCH: Final = 32
-"""Requests that a decode iteration is taken to hold, where its part of the work is weighed."""
+"""Requests assumed in a decode iteration when weighing its work."""
 
 
 def items_to_encode(
     of: RequestClass, scenario: CacheScenario, encoders: Mapping[str, Component]
 ) -> dict[str, float]:
-    """Encoder -> mean items of one request whose embeddings are not cached."""
+    """Return the mean number of items per request, by encoder, whose embeddings are not cached."""
     found: dict[str, float] = {}
     for media in of.request.media:
         missed = length_distributions.mean(media.items) * (
@@ -41,7 +41,7 @@ def encoding_left(
     base: CacheScenario,
     encoders: Mapping[str, Component],
 ) -> float:
-    """Items to encode at a service of towers only, in requests with the smallest caches; 0: none."""
+    """Return the items to encode at a service of towers, relative to those with the smallest caches, or 0."""
     with_it, without = items_to_encode(of, scenario, encoders), items_to_encode(of, base, encoders)
     names = [t.name for t in service.towers]
     before = sum(without.get(n, 0.0) for n in names)
@@ -49,7 +49,7 @@ def encoding_left(
 
 
 def seconds(hardware: CellHardware, tasks: str, samples: Sequence[SampledRequest]) -> float:
-    """Of a replica's time for one request: the mean of its stages, decoding shared with others."""
+    """Return the mean seconds of a replica per request, with decode iterations shared among requests."""
     total = 0.0
     for d in samples:
         if "E" in tasks and hardware.encode and d.patches:

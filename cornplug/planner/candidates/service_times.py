@@ -1,4 +1,4 @@
-"""Times of a service's replica on a footprint: its components' profiles, put together."""
+"""Times of a service's replica on a footprint, combined from its components' profiles."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def service_times(
     rules: PlanRules,
     context_tokens: int,
 ) -> CellHardware | None:
-    """Times and memory of one replica; None: a profile is missing there, or it has no room for the model.
+    """Return the times and memory of one replica, or None if a profile is missing or the model does not fit.
 
-    A part of a GPU is slowed by its neighbours, `rules.interference`. Of several towers in
-    one engine the largest stands for all: it takes longest.
+    A share of a GPU is slowed by its neighbours (`rules.interference`). If an engine has several towers, the
+    largest and slowest represents all.
     """
     main = service.components[0]
     found = profile_lookup.hardware(

@@ -1,8 +1,8 @@
-"""Which services the applications need, and the paths of each request class through them.
+"""Services that the applications need, and the paths of each request class through them.
 
-A service is a set of components and the tasks that one of its replicas does of E (encode),
-P (prefill), D (decode) and G (generate). Applications share a service when its components are
-the same; two encoders whose towers have one fingerprint are the same.
+A service is a set of components and the tasks that one of its replicas does: E (encode), P (prefill), D
+(decode) and G (generate). Applications share a service if its components are the same. Encoders whose towers
+have the same fingerprint are the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Service:
 
     @property
     def components(self) -> tuple[Component, ...]:
-        """The one whose model stands on the command line first."""
+        """Components of the service. The first is the model on the command line."""
         first = (self.llm,) if self.llm else ()
         return first + self.towers + ((self.generator,) if self.generator else ())
 
@@ -38,7 +38,7 @@ class Service:
         return hash(self.name)
 
     def can_replace(self, other: Service) -> bool:
-        """Whether it does all tasks of `other`, perhaps with more towers or a generator besides."""
+        """Return whether it does all tasks of `other`, possibly with more towers or a generator."""
         return (
             self.llm == other.llm
             and {t.name for t in self.towers} >= {t.name for t in other.towers}
@@ -49,14 +49,14 @@ class Service:
 
 @dataclass(frozen=True)
 class PathTemplate:
-    """The services of a request class, in the order in which it visits them."""
+    """The services of a request class, in the order of its visits."""
 
     structure: str
     stages: tuple[Service, ...]
 
 
 def canonical_encoders(components: Iterable[Component]) -> dict[str, Component]:
-    """Encoder -> the encoder that represents all with its fingerprint: the first of the components."""
+    """Map each encoder to the first encoder with the same fingerprint, which represents them all."""
     first: dict[str, Component] = {}
     encoders = [c for c in components if c.kind == "encoder"]
     return {c.name: first.setdefault(c.fingerprint or f"name:{c.name}", c) for c in encoders}
@@ -65,9 +65,10 @@ def canonical_encoders(components: Iterable[Component]) -> dict[str, Component]:
 def paths(
     classes: Mapping[str, RequestClass], components: Sequence[Component]
 ) -> dict[str, tuple[PathTemplate, ...]]:
-    """Request class -> its paths: its own, and those through engines that other classes' media need.
+    """Return the paths of each request class: its own, and those through engines that other classes' media
+    need.
 
-    Among these are engines with the towers of all classes: one service in place of one for each medium.
+    These include engines with the towers of all classes, which replace one service per medium.
     """
     encoders, by_name = canonical_encoders(components), {c.name: c for c in components}
     own = {name: tuple(_own_paths(c, by_name, encoders)) for name, c in classes.items()}
@@ -103,7 +104,7 @@ def _own_paths(
 
 
 def _generator_separate(base: str, generator: Component | None, listed: Iterable[str]) -> tuple[bool, ...]:
-    """A generator goes with an LLM that is whole, or apart. Beside a divided LLM it is always apart."""
+    """Return whether the generator can be separate. It is always separate from a divided LLM."""
     if generator is None:
         return (False,)
     if "P+D" in base:
@@ -142,7 +143,7 @@ def _stages(
 
 
 def _unions(known: Sequence[Service]) -> list[Service]:
-    """For each engine with towers the one of its model and tasks that has the towers of all such engines."""
+    """Return, for each model and tasks with towers, an engine with the towers of all such engines."""
     towers: dict[tuple[str, str], dict[str, Component]] = {}
     for s in known:
         if s.llm and s.towers and s.generator is None:
@@ -159,7 +160,7 @@ def _unions(known: Sequence[Service]) -> list[Service]:
 
 
 def _with_replacements(path: PathTemplate, known: tuple[Service, ...]) -> list[PathTemplate]:
-    """The path, and it again through each engine with more towers (which text may use, too)."""
+    """Return the path and its variants through engines with more towers, which text requests may also use."""
     found = [path]
     if any(s.tasks == "E" for s in path.stages):
         return found

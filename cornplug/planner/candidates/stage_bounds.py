@@ -1,4 +1,4 @@
-"""Bounds of one stage, at every percentile of a class's SLO."""
+"""Bounds of one stage at every percentile of a class's SLO."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from cornplug.planner.inputs.slo import IdleTimes, Quantity, Slo
 from cornplug.planner.perf_model.latency_bound import LatencyBound
 
 Kind = tuple[str, bool]
-"""A percentile; whether the bound is a slowdown."""
+"""A percentile, and whether the bound is a slowdown."""
 
 
 def stage_bound(slo: Slo, seconds: float, tpot_s: float, idle: IdleTimes | None = None) -> LatencyBound:
-    """The bounds that a class has where a tier keeps `seconds` and `tpot_s` (inf: none).
+    """Return the bounds of a class in a tier of `seconds` and `tpot_s` (inf means no bound).
 
-    A tier is made of the first bound of each kind (`Slo.every`). A bound at another percentile is in
-    proportion: with 1 s at P50 and 3 s at P99, a stage that has 0.4 s at P50 has 1.2 s at P99. What the
-    stages of a path lose or gain against that is seen in the simulation of the whole plan.
-    `idle`: means of the class, where slowdowns are bounded.
+    A tier is made from the first bound of each kind (`Slo.every`). Bounds at other percentiles are
+    proportional: with 1 s at P50 and 3 s at P99, a stage with 0.4 s at P50 has 1.2 s at P99. The simulation
+    of the whole plan shows deviations. `idle` has the class's means if slowdowns are bounded.
     """
     first = dict(_parts(slo, "ttft", seconds, idle))
     tokens = dict(_parts(slo, "tpot", tpot_s, idle))
@@ -33,12 +32,12 @@ def stage_bound(slo: Slo, seconds: float, tpot_s: float, idle: IdleTimes | None 
 def _parts(
     slo: Slo, quantity: Quantity, value: float, idle: IdleTimes | None
 ) -> Iterator[tuple[Kind, float]]:
-    """Parts of `value`. Where the quantity has no bound, those on the whole answer tell."""
+    """Yield the shares of `value`. If the quantity has no bound, the end-to-end bounds determine them."""
     if isinf(value):
         return
     told: Quantity = quantity if slo.every(quantity) else "e2e"
     whole = slo.first_s(told, idle)
-    if whole is None:  # a tier of another class: this one's requests keep it, too
+    if whole is None:  # a tier of another class, which this class's requests also meet
         yield (slo.percentile, False), value
         return
     for bound in slo.every(told):

@@ -1,8 +1,7 @@
-"""Capacity where only throughputs are known: requests a second, no times.
+"""Capacity if only throughputs are known, in requests per second without times.
 
-An encoder's throughput is of items (images), a language model's and a generator's of requests.
-A replica of several components runs them one after the other, so its rate is the harmonic sum:
-1 / (sum of 1 / rate).
+An encoder's throughput counts items (images); a language model's and a generator's count requests. A replica
+of several components runs them one after another, so its rate is the harmonic sum: 1 / (sum of 1 / rate).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from cornplug.planner.perf_model import profile_lookup as measured
 
 
 def given(service: Service, component: Component, footprint: ReplicaConfig) -> ThroughputProfile | None:
-    """The component's throughput there, if its first fitting profile is one of throughput."""
+    """Return the component's throughput profile, or None if its first matching profile is of another kind."""
     for profile in component.profiles:
         if _fits(profile, service, component, footprint):
             return profile if isinstance(profile, ThroughputProfile) else None
@@ -25,7 +24,7 @@ def given(service: Service, component: Component, footprint: ReplicaConfig) -> T
 
 
 def role(service: Service, component: Component) -> str:
-    """Those of the service's tasks that `component` does."""
+    """Return the tasks of the service that `component` does."""
     if component.kind == "encoder":
         return "E"
     return "G" if component.kind == "generator" else service.tasks.strip("EG")
@@ -39,10 +38,10 @@ def rate(
     items: Mapping[str, float],
     rules: PlanRules,
 ) -> float:
-    """Requests a second of a class that one replica carries; 0: not under its SLO, or not known.
+    """Return a class's requests per second on one replica, or 0 if unknown or outside its SLO.
 
-    `profiles`: component -> its throughput. `items`: encoder -> mean items to encode, one request.
-    Parts of a GPU carry their share, less the cost of neighbours (`rules.interference`).
+    `profiles` has throughputs by component, `items` the mean items to encode by encoder. A share of a GPU has
+    that share of the rate, less the cost of neighbours (`rules.interference`).
     """
     whole = profiles.get(service.llm.name) if service.llm else None
     parts = {service.name: whole} if whole and whole.role == service.tasks else dict(profiles)
@@ -66,7 +65,8 @@ def _requests_per_s(profile: ThroughputProfile, of: RequestClass) -> float:
 
 
 def _visits(name: str, service: Service, of: RequestClass, items: Mapping[str, float]) -> float:
-    """Times that one request uses the component: an encoder for each item, a generator if it does."""
+    """Return the uses of the component per request: one per item for an encoder, one for a generator if
+    used."""
     if any(t.name == name for t in service.towers):
         return items.get(name, 0.0)
     if service.generator and service.generator.name == name:
@@ -75,7 +75,7 @@ def _visits(name: str, service: Service, of: RequestClass, items: Mapping[str, f
 
 
 def _efficiency(service: Service, profiles: Mapping[str, ThroughputProfile], rules: PlanRules) -> float:
-    """Of a prefill-decode pair, unless the rate was measured in that role."""
+    """Return a prefill-decode pair's efficiency, or 1 if measured in that role."""
     tasks = service.tasks.strip("EG")
     if tasks not in ("P", "D") or any(p.role == tasks for p in profiles.values()):
         return 1.0
@@ -94,5 +94,5 @@ def _fits(profile: Profile, service: Service, component: Component, f: ReplicaCo
 
 
 def _quantisation(component: Component, f: ReplicaConfig) -> str:
-    """A tower or generator beside an LLM keeps its own precision."""
+    """Return the precision, which towers and generators in an LLM's engine keep."""
     return f.quantisation if f.quantisation in component.any_quantisations else "none"

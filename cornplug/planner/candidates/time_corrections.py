@@ -1,4 +1,4 @@
-"""Profiles corrected by the times that engines' metrics tell: a factor on prefill, and one on decode."""
+"""Corrections of profiles from engine metrics: a factor on prefill, and a factor on decode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from cornplug.planner.plan import ReplicaGroup, TimesCorrection
 from cornplug.planner.simulator.step_times import CellHardware
 
 Place = tuple[str, str, str, int, int, int, int, int, float, str]
-"""Service, engine, GPU, TP, PP, DP, DCP, PCP, share, quantisation: replicas with one profile."""
+"""Service, engine, GPU, TP, PP, DP, DCP, PCP, share and quantisation, which together determine the
+profile."""
 
 
 def place_of(of: TimesCorrection | ReplicaGroup) -> Place:
@@ -19,13 +20,12 @@ def place_of(of: TimesCorrection | ReplicaGroup) -> Place:
 
 
 def place(service: Service, config: ReplicaConfig) -> Place:
-    """Of a service's replicas on a footprint."""
     f = config
     return service.name, f.engine, f.gpu.name, f.tp, f.pp, f.dp, f.dcp, f.pcp, f.share, f.quantisation
 
 
 def at_place(at: Place) -> TimesCorrection:
-    """One that corrects nothing."""
+    """Return a correction without effect."""
     service, engine, gpu, tp, pp, dp, dcp, pcp, share, quantisation = at
     return TimesCorrection(
         service=service,
@@ -46,12 +46,14 @@ def by_place(corrections: Iterable[TimesCorrection]) -> dict[Place, TimesCorrect
 
 
 def merged(earlier: Iterable[TimesCorrection], later: Iterable[TimesCorrection]) -> list[TimesCorrection]:
-    """All of them, one a place: the later one, whose factors are of the profile, too."""
+    """Return one correction per place. Later corrections replace earlier ones, because both are relative to
+    the profile."""
     return list({**by_place(earlier), **by_place(later)}.values())
 
 
 def corrected(hardware: CellHardware, correction: TimesCorrection | None) -> CellHardware:
-    """The profile's times by the factors; a tower's in the engine go with prefill's. Memory stays."""
+    """Return the corrected times. The prefill factor also applies to a tower in the engine. Memory does not
+    change."""
     if correction is None:
         return hardware
     steps = hardware.steps

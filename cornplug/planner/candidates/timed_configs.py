@@ -1,4 +1,4 @@
-"""A service on a footprint with its times, and which of several no plan can need."""
+"""A service on a footprint with its times, and the removal of configurations that no plan needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cornplug.planner.simulator.simulator import Station
 from cornplug.planner.simulator.step_times import CellHardware, PiecewiseCurve
 
 FAVOURED: Final = {"online": "sglang", "semi-online": "sglang", "offline": "vllm"}
-"""Workload -> the engine that it goes to where nothing was measured on either."""
+"""Preferred engine by workload if there are no measurements."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,6 @@ class TimedConfig:
         return FAVOURED[self.footprint.workload] == self.footprint.engine
 
     def station(self, router: RouterPolicy, replicas: int, *, name: str = "") -> Station:
-        """As the simulator and the closed forms see it."""
         hardware = self.hardware
         return Station(
             name=name,
@@ -41,15 +40,16 @@ class TimedConfig:
             kv_tokens=hardware.kv_tokens if hardware.steps else 1 << 60,
             max_batch=self.footprint.max_batch,
             chunk_tokens=self.footprint.chunk_tokens,
-            # An encoder service divides its replicas' work itself.
+            # An encoder service distributes its replicas' work itself.
             router="least_work" if self.service.tasks == "E" else router,
         )
 
 
 def without_needless_estimates(found: Iterable[TimedConfig]) -> list[TimedConfig]:
-    """Without estimates of an engine beside a measurement or a favoured engine at the same place.
+    """Return the configurations without estimates, if the same place has a measurement or the favoured
+    engine.
 
-    An estimate knows nothing of engines, so it must not choose between them.
+    An estimate does not depend on the engine, so it must not choose between engines.
     """
     places: defaultdict[tuple[object, ...], list[TimedConfig]] = defaultdict(list)
     for one in found:
@@ -63,9 +63,9 @@ def without_needless_estimates(found: Iterable[TimedConfig]) -> list[TimedConfig
 
 
 def undominated(found: Iterable[TimedConfig], enough_kv_tokens: int) -> list[TimedConfig]:
-    """Without those that another on the same GPUs, with the same settings, outdoes in every time.
+    """Return the configurations that no other on the same GPUs with the same settings beats in every time.
 
-    `enough_kv_tokens`: more KV than this is no advantage.
+    More KV than `enough_kv_tokens` is not an advantage.
     """
     rivals: defaultdict[tuple[object, ...], list[TimedConfig]] = defaultdict(list)
     for one in found:
@@ -81,7 +81,7 @@ def undominated(found: Iterable[TimedConfig], enough_kv_tokens: int) -> list[Tim
 
 
 def _outdoes(one: TimedConfig, other: TimedConfig, enough: int, *, first: bool) -> bool:
-    """Never slower and never with less room; of two equals the first does."""
+    """Return whether `one` is never slower and has no less KV. The first of two equals wins."""
     a, b = one.hardware, other.hardware
     if one.favoured < other.favoured or a.measured != b.measured:
         return False
@@ -102,7 +102,7 @@ def _outdoes(one: TimedConfig, other: TimedConfig, enough: int, *, first: bool) 
 
 
 def _quicker(one: PiecewiseCurve | None, other: PiecewiseCurve | None) -> bool:
-    """At every corner of either curve, and so between them."""
+    """Compare at every point of the piecewise linear curves."""
     if one is None or other is None:
         return one is other
     return all(one(x) <= other(x) * (1 + 1e-12) for x in {*one.x, *other.x})

@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from cornplug.settings.byte_size import bytes_of
+from cornplug.settings import bytes_of
 
 
 def wrong(key: str, problem: str, remedy: str) -> PydanticCustomError:

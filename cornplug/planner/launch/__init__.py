@@ -1,1 +1,1 @@
-"""From a plan to processes: command lines, and a launcher of one host's."""
+"""Launch of a plan: command lines, and a launcher for the processes of one host."""

@@ -1,6 +1,6 @@
-"""Where each process of a plan runs: host, GPUs and ports, the same every time a plan is read.
+"""Host, GPUs and ports of each process of a plan. They are the same every time a plan is read.
 
-Hosts that the plan does not name are the variables `${HOST_1}`, `${HOST_2}`, ...: see `command_lines.py`.
+Hosts without a name in the plan are the variables `${HOST_1}`, `${HOST_2}`, ...: see `command_lines.py`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ ENGINE_PORT: Final = 8000
 ENCODER_PORT: Final = 8750
 BOOTSTRAP_PORT: Final = 8998
 SIDE_PORT: Final = 5600
-"""Of NIXL's handshake."""
+"""First port of NIXL's handshake."""
 MASTER_PORT: Final = 29500
 ROUTER_PORT: Final = 30000
 ROUTER_METRICS_PORT: Final = 29000
 MOST_SERVERS: Final = 750
-"""Of one kind on a host, by these ports."""
+"""Maximum number of servers per kind and host."""
 
 
 @dataclass(frozen=True)
 class ReplicaAddress:
-    """One process of a replica; a replica on several nodes has several, of which rank 0 serves."""
+    """One process of a replica. If a replica spans nodes, rank 0 serves its requests."""
 
     group: ReplicaGroup
     replica: int
@@ -37,12 +37,12 @@ class ReplicaAddress:
     ranks: int
     host: str
     devices: tuple[int, ...]
-    """GPUs (or cores) of that host."""
+    """GPUs (or cores) on that host."""
     port: int
     side_port: int
     bootstrap_port: int
     master: str
-    """host:port where the ranks meet."""
+    """Address "host:port" of the rendezvous of the ranks."""
 
     @property
     def url(self) -> str:
@@ -50,7 +50,7 @@ class ReplicaAddress:
 
 
 def hosts(plan: Plan) -> dict[tuple[str, int], str]:
-    """(class of nodes, node's number) -> host."""
+    """Return the host by (node class, node number)."""
     names: dict[tuple[str, int], str] = {}
     for nodes in plan.nodes:
         for number in range(nodes.count):
@@ -118,7 +118,7 @@ def _check_placed(group: ReplicaGroup, sizes: dict[str, int]) -> None:
         raise ConfigError(
             f"groups[{group.name!r}].ports",
             f"{group.replicas} replicas, but {len(group.ports)} ports",
-            "Write one port for each replica, or none.",
+            "Write one port for each replica, or omit the ports.",
         )
     if len(group.placement) != group.replicas or any(len(place) != 2 for place in group.placement):
         raise ConfigError(

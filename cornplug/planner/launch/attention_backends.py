@@ -1,7 +1,7 @@
 """Attention backends for models with latent attention (MLA), by GPU generation.
 
-Sources: the engines' own orders of preference, `vllm/platforms/cuda.py` (0.32) and
-`sglang/srt/arg_groups/overrides.py` (0.5.23). Everything else is left to the engines.
+Sources: the engines' own preferences, in `vllm/platforms/cuda.py` (0.32) and
+`sglang/srt/arg_groups/overrides.py` (0.5.23). For all other models the engines choose.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ def generation_of(gpu: str) -> Generation | None:
 
 
 def backend_of(group: ReplicaGroup, pair_gpus: Iterable[str] = ()) -> str | None:
-    """The engine's name of its attention backend; None: the engine chooses.
+    """Return the engine's name of its attention backend, or None if the engine chooses.
 
-    Args:
-        pair_gpus: Device types that it exchanges KV with. NIXL's handshake in vLLM refuses a pair of
-            unequal backends, so a pair of two generations gets one that runs on both.
+    `pair_gpus` are the device types that it exchanges KV with. NIXL's handshake in vLLM rejects unequal
+    backends, so a pair of two generations gets a backend that runs on both.
     """
     if group.settings is not None and group.settings.attention_backend is not None:
         return group.settings.attention_backend

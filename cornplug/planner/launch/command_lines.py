@@ -1,8 +1,8 @@
-"""A plan as commands: one for each process, with the engines' own flags, and the files beside them.
+"""Commands of a plan: one for each process, with the engines' own flags, and the files that they refer to.
 
-`${HOST_n}`, `${RUN_DIR}`, `${PLAN_DIR}` and `${SECRET_FILE}` in a command are left open: a host that the
-plan does not name, a folder of that host for sockets and logs, the folder of the files here, a file of 32
-bytes that all hosts have in common. `resolved` fills them.
+Commands contain variables that `resolved` substitutes: `${HOST_n}` (a host without a name in the plan),
+`${RUN_DIR}` (sockets and logs of the host), `${PLAN_DIR}` (the plan's files) and `${SECRET_FILE}` (a file of
+32 bytes, the same on all hosts).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from cornplug.planner.launch.settings_files import has_namespaces, qos_toml, sto
 from cornplug.planner.plan import Plan
 
 _CLOSED: Final = (
-    "Other hosts reach this service: it starts only with --allow-anonymous (launch.allow_anonymous of the "
-    "plan's input), or with --require-key and keys."
+    "Other hosts can reach this service, so it starts only with --allow-anonymous (launch.allow_anonymous of "
+    "the plan's input), or with --require-key and keys."
 )
 Kind = Literal["store", "encoder", "engine", "router", "external"]
 
@@ -66,12 +66,12 @@ class LaunchCommand:
     gpus: tuple[int, ...] = ()
     """GPUs of the host that the process uses."""
     share: float = 1.0
-    """Of each of them."""
+    """Share of each of these GPUs."""
     settings: str = ""
     """Text of the settings file that it reads at startup, if a change of the text requires a restart."""
     beside_others: bool = False
-    """Others share its GPU: the next is started when this one is ready, for each takes of the memory
-    that it finds."""
+    """Whether others share its GPU. The next process then waits until this one is ready, because each takes a
+    share of the free memory."""
     remarks: tuple[str, ...] = field(default=())
 
     @property
@@ -105,9 +105,9 @@ def name_of(command: LaunchCommand) -> str:
 
 
 def commands(plan: Plan, *, transfer: Transfer = "nixl") -> list[LaunchCommand]:
-    """Every process of a plan, in the order in which they are started.
+    """Return every process of a plan in start order.
 
-    Raises ConfigError for a plan that is not placed, or lacks an engine's settings.
+    Raises ConfigError for a plan without placements, or without an engine's settings.
     """
     placed = sites(plan)
     links = encoder_links(plan, placed)
@@ -130,8 +130,8 @@ def commands(plan: Plan, *, transfer: Transfer = "nixl") -> list[LaunchCommand]:
 
 
 def _with_secret(command: LaunchCommand) -> LaunchCommand:
-    """With the hosts' secret, if it is a process of cornplug or loads its plugin: those of one host prove
-    themselves to one another by it, too."""
+    """Add the hosts' secret if it is a process of cornplug or loads its plugin, also for authentication
+    within a host."""
     if not any("cornplug" in word.lower() for word in command.argv):
         return command
     return replace(command, env={**command.env, **SECRET_ENV})
@@ -180,8 +180,8 @@ def _stores(
 def _storing(
     plan: Plan, placed: Sequence[ReplicaAddress], contexts: Sequence[GroupContext]
 ) -> dict[str, None]:
-    """Hosts with a store: of engines that share, and of encoders whose embeddings are planned to be cached,
-    for engines of several hosts."""
+    """Return the hosts with engines that share entries, or with encoders whose embeddings are cached for
+    several hosts."""
     return {
         site.host: None
         for site, its in zip(placed, contexts, strict=True)
@@ -191,14 +191,14 @@ def _storing(
 
 
 def _kv_servers(placed: Sequence[ReplicaAddress], transfer: Transfer) -> list[LaunchCommand]:
-    """Yield LMCache's server on each host of a vLLM pair that transfers KV through it."""
+    """Return LMCache's server on each host of a vLLM pair that transfers KV through it."""
     if transfer != "lmcache":
         return []
     pairs = [s for s in placed if s.group.engine == "vllm" and role_of(s.group) != "PD" and s.group.kv]
     found = []
     for number, host in enumerate(dict.fromkeys(s.host for s in pairs)):
         local = [s.group for s in pairs if s.host == host]
-        # Each replica's buffer, of all its ranks: the server holds whole pages of all heads.
+        # Buffer of each replica for all its ranks, because the server holds whole pages of all heads.
         size = sum(transfers.buffer_bytes(group.kv) for group in local if group.kv) / 2**30
         argv, env = tuple(transfers.lmcache_server(size)), {"PYTHONHASHSEED": "0"}
         found.append(
@@ -212,8 +212,7 @@ def _kv_servers(placed: Sequence[ReplicaAddress], transfer: Transfer) -> list[La
 def _encoders(
     plan: Plan, placed: Sequence[ReplicaAddress], contexts: Sequence[GroupContext]
 ) -> list[LaunchCommand]:
-    """Return the encoder command. A group's replicas on one host are one service of several processes, behind
-    one socket."""
+    """Return the encoder commands. A group's replicas on a host are one service behind one socket."""
     stored = _storing(plan, placed, contexts)
     by_service: dict[tuple[str, str], list[ReplicaAddress]] = {}
     for site in placed:
@@ -264,9 +263,12 @@ def _encoder(
     env |= site.group.env
     shared = len(local) - len(devices)
     bound = bind_address(plan, site.host)
-    # `cornplug launch` takes a host without a name for this one.
+    # `cornplug launch` runs a host without a name on this host.
     closed = not plan.allow_anonymous and not bound.startswith("$") and serves_others(bound)
-    remark = f"{shared} of its {len(local)} replicas share a device with another: one process"
+    remark = (
+        f"{shared} of the {len(local)} replicas share a device with another replica, so one process serves "
+        f"all {len(local)}"
+    )
     return LaunchCommand(
         site.group.name,
         number,
@@ -329,9 +331,9 @@ def _remarks(site: ReplicaAddress, its: GroupContext) -> tuple[str, ...]:
     if group.engine == "external" and not group.command:
         found.append(f"Start your own server of {group.model} here; it is planned for port {site.port}.")
     elif "G" in group.tasks and group.engine != "external":
-        found.append("The generator's part is not served by this engine: put its server beside it.")
+        found.append("This engine does not serve the generator. Start the generator's own server next to it.")
     if group.engine == "vllm" and its.role != "PD" and its.sharing.kv:
-        found.append("KV goes through two connectors, so they are given in the long form.")
+        found.append("KV uses two connectors, so they are configured in the long form.")
     return tuple(found)
 
 

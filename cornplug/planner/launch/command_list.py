@@ -1,4 +1,4 @@
-"""`commands.txt`: the command line of every process of a plan, one line each, for reading and copying."""
+"""`commands.txt`: the command line of every process of a plan, for reading and copying."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def text(plan: Plan, *, transfer: Transfer = "nixl") -> str:
     """Return the commands by host, in start order, routers last."""
     every = commands(plan, transfer=transfer)
     lines = [
-        f"# The processes of the plan {_one_line(plan.name)!r}, in the order in which they are started.",
-        "# `cornplug launch plan.json` runs them, waits until they serve, and ends them in order.",
+        f"# Processes of the plan {_one_line(plan.name)!r}, in start order.",
+        "# `cornplug launch plan.json` starts them, waits until they are ready, and stops them in order.",
         *_variables(every),
     ]
     for host in dict.fromkeys(hosts(plan).values()):
         local = [c for c in every if c.host == host and c.kind != "router"]
         lines += ["", f"# Host {host.strip('${}')}", *_lines(local)] if local else []
     routers = [c for c in every if c.kind == "router"]
-    lines += ["", "# Routers, once all hosts serve", *_lines(routers)] if routers else []
+    lines += ["", "# Routers, to be started when all hosts are ready", *_lines(routers)] if routers else []
     return "\n".join(lines) + "\n"
 
 
@@ -78,12 +78,13 @@ def _variables(every: Sequence[LaunchCommand]) -> Iterator[str]:
     }
     used = [name for name in known if any(f"${{{name}}}" in text for text in texts)]
     if used:
-        yield "# To run one by hand, set the variables first:"
+        yield "# To run a command by hand, first set these variables:"
         yield from (f"#   {name}: {known[name]}" for name in used)
     if "SECRET_FILE" in used:
-        yield "# Engines ask encoder services of other hosts; the secret seals their messages. Make it once:"
+        yield "# Engines use encoder services on other hosts. The secret seals their messages."
+        yield "# Create it once:"
         yield "#   head -c 32 /dev/urandom > secret && chmod 600 secret"
-        yield "# Copy it to each host with its mode (scp -p), and there run: pip install 'cornplug[remote]'"
+        yield "# Copy it to each host with its mode (scp -p), and run there: pip install 'cornplug[remote]'"
 
 
 def _lines(some: Sequence[LaunchCommand]) -> Iterator[str]:

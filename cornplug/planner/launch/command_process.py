@@ -24,10 +24,7 @@ _LOOK_S: Final = 60.0
 
 
 class CommandProcess(ManagedProcess):
-    """The process of one command.
-
-    Raises ConfigError where its program is not installed.
-    """
+    """The process of one command. Raises ConfigError if its program is not installed."""
 
     def __init__(self, command: LaunchCommand, log: Path, *, ready_s: float = READY_S) -> None:
         self.command = command
@@ -60,8 +57,8 @@ class CommandProcess(ManagedProcess):
             allowed = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
             raise ConfigError(
                 f"groups[{self.command.group!r}].placement",
-                f"cores {list(cores)} are not available to this process ({e.strerror}), only {allowed}",
-                "Plan for the available cores.",
+                f"cores {list(cores)} are not available to this process ({e.strerror}). It can use {allowed}",
+                "Plan for these cores.",
             ) from e
 
 
@@ -122,9 +119,9 @@ def _has_module(interpreter: str, module: str) -> bool:
 
 
 def _environment(words: Sequence[str], added: Mapping[str, str]) -> dict[str, str]:
-    """This process's and the command's; PATH begins with the program's folder, which has build tools.
+    """Return the environment. PATH begins with the program's folder, which has build tools.
 
-    A proxy stays for downloads and users' media. It is not used for the hosts that the command names by URL.
+    A proxy stays in use for downloads and users' media, but not for hosts that the command names by URL.
     """
     path = f"{Path(words[0]).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     direct = {"localhost", "127.0.0.1", *_HOST_OF_URL.findall(" ".join(words))}

@@ -1,5 +1,5 @@
-"""The socket by which `cornplug launch --apply` reaches the launcher that runs. Its claim also keeps a second
-launcher out of the same run folder."""
+"""Socket through which `cornplug launch --apply` sends a plan to the running launcher. It also prevents a
+second launcher in the same run folder."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def control_socket(run_dir: Path) -> Iterator[ControlSocket]:
 
 
 def ask(run_dir: Path, plan: Plan, tell: Tell) -> str | None:
-    """Have the launcher of a folder apply a plan; returns its error, or None. Raises ConfigError where none
-    runs."""
+    """Send a plan to the launcher of a folder and return its error, or None. Raises ConfigError if no
+    launcher runs."""
     path = run_dir / NAME
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
@@ -96,13 +96,13 @@ def ask(run_dir: Path, plan: Plan, tell: Tell) -> str | None:
                 "Start the first plan with `cornplug launch`, or set its folder with --run-dir.",
             ) from e
         if foreign_user(sock) is not None:
-            raise ConfigError("--run-dir", f"{path} belongs to another user", "Set a folder of your own.")
+            raise ConfigError("--run-dir", f"{path} belongs to another user", "Use a folder of your own.")
         sock.sendall(frame(plan.model_dump_json().encode(), limit=_LIMIT))
         while True:
             try:
                 message = json.loads(receive_frame(sock, limit=_LIMIT))
             except OSError:
-                return "the launcher ended, or refused the plan; see its output"
+                return "the launcher stopped, or rejected the plan; see its output"
             if "status" in message:
                 return message.get("error") if message["status"] else None
             tell(message["text"])

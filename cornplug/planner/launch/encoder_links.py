@@ -1,8 +1,8 @@
-"""How each engine asks the encoder services of a plan: its host's by the unix socket, or all by URL.
+"""Links from engines to the encoder services of a plan: through their host's unix socket, or by URL.
 
-An engine asks one socket, or a list of URLs, each by its weight (rendezvous): the plan's flow from that
-service to the engine's group. The socket costs no network, so it is taken where the services' loads stay
-about as planned.
+An engine uses one socket, or a list of URLs with weights (rendezvous hashing): the planned flow from each
+service to the engine's group. A socket needs no network, so it is used if the services' loads stay close to
+the plan.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from cornplug.planner.plan import Plan, ReplicaGroup
 
 _PULLING: Final = ("vllm", "sglang")
 _TOLERANCE: Final = 1.1
-"""Times the least overload of a service that the sockets may cost."""
+"""Factor on the smallest overload of a service up to which sockets are used."""
 
 ReplicaHost = tuple[str, str]
-"""Group, and host of the serving rank."""
+"""Group, and host of the rank that serves requests."""
 Flow = Sequence[tuple[ReplicaAddress, float]]
 """Services, with the planned rate of requests to each."""
 
@@ -32,7 +32,7 @@ class EncoderLink:
 
     socket: str | None = None
     urls: tuple[str, ...] = ()
-    """Whether the services are on other hosts, so that the hosts need one secret."""
+    """URLs of services, possibly on other hosts. The hosts then need a common secret."""
 
     @property
     def flags(self) -> list[str]:
@@ -107,7 +107,7 @@ def encoder_links(plan: Plan, placed: Sequence[ReplicaAddress]) -> dict[ReplicaH
         for engine, flow in asked.items()
         if any(s.host == engine[1] for s, _ in flow)
     }
-    # vLLM without a tower needs a URL: the service fetches and decodes its images.
+    # vLLM without a tower needs a URL, because the service fetches and decodes its images.
     by_url = {g.name for g in plan.groups if g.engine == "vllm" and without_tower(plan, g)}
     beside = {engine: site for engine, site in beside.items() if engine[0] not in by_url}
     local = _local(flows, asked, beside)
@@ -172,11 +172,12 @@ class _Flows:
                     self._between[encoder, engine] += route.rate * part * weight
 
     def rate(self, replicas: ReplicaHost) -> float:
-        """Of a group's replicas on one host, a service's or an engine's."""
+        """Return the rate of a service's or engine's replicas on a host."""
         return self._rates[replicas[0]] * self._part(replicas)
 
     def to(self, engine: ReplicaGroup, services: Sequence[ReplicaAddress]) -> Flow:
-        """From each of the services to an engine's group; services without a flow are left out."""
+        """Return the flow from each of the services to an engine's group. Services without a flow are left
+        out."""
         rates = [self._between[s.group.name, engine.name] * self._part(replica_host(s)) for s in services]
         return [(site, rate) for site, rate in zip(services, rates, strict=True) if rate > 0] or [
             (site, 1.0) for site in services

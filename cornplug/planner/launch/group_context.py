@@ -1,7 +1,5 @@
-"""Deployment context of an engine's command line, beyond its own group: the services that encode for
-it, the entries that it shares on its host, the groups it hands KV to, the bounds of its requests.
-Read off the plan.
-"""
+"""Deployment context of an engine's command line, read from the plan: encoder services, entries shared on its
+host, groups that it transfers KV to, and bounds of its requests."""
 
 from __future__ import annotations
 
@@ -27,9 +25,9 @@ from cornplug.planner.plan import CacheSize, Plan, ReplicaGroup
 
 STORE_SOCKET: Final = "${RUN_DIR}/store.sock"
 QUEUE_MARGIN: Final = 2
-"""Times the longest queue of the simulation, which is of an hour or less."""
+"""Factor on the longest queue of the simulation, which covers an hour or less."""
 LEAST_STORE_GIB: Final = 1.0
-"""Where a plan has no cache but engines take embeddings from a service beside them."""
+"""Store size if a plan has no cache but engines receive embeddings from a service on their host."""
 _DRAIN_S: Final = (30, 600)
 
 Role = Literal["P", "D", "PD"]
@@ -50,9 +48,8 @@ class StoreSharing:
 
     @property
     def env(self) -> dict[str, str]:
-        """Settings that turn off sharing without a use in the plan (it would cost a copy for nothing), and
-        the start of a store by the engine: it would take the socket of the launcher's while that one is
-        being restarted."""
+        """Settings that turn off sharing that the plan does not use, which would cost a copy. An engine also
+        starts no store, which would take the socket while the launcher restarts its store."""
         on = {
             "CORNPLUG_ENGINE_SHARE_KV": self.kv,
             "CORNPLUG_ENGINE_SHARE_EMBEDDINGS": self.embeddings,
@@ -73,7 +70,7 @@ class GroupContext:
     unequal_pair: bool
     """Whether it transfers KV to or from a group with another tensor-parallel degree."""
     pair_gpus: frozenset[str]
-    """Device types of both sides of its transfers; its own alone without any."""
+    """Device types of both sides of its transfers, or only its own without transfers."""
     ttft_s: float | None
     """Tightest bound of the request classes that use this engine."""
     drain_s: int
@@ -94,12 +91,12 @@ def role_of(group: ReplicaGroup) -> Role:
 
 
 def is_cpu(group: ReplicaGroup) -> bool:
-    """Whether its devices are cores: the device types of the table that begin with "cpu"."""
+    """Return whether its devices are cores: device types of the table that begin with "cpu"."""
     return group.gpu.startswith("cpu")
 
 
 def bind_address(plan: Plan, host: str) -> str:
-    """Address that a server on `host` listens at. A plan of one host serves that host only."""
+    """Return the address that a server on `host` listens on. A plan of one host serves only that host."""
     if plan.listen is not None:
         return plan.listen
     return host if sum(nodes.count for nodes in plan.nodes) == 1 else "0.0.0.0"  # noqa: S104
@@ -132,7 +129,7 @@ def caches_for(plan: Plan, kind: str, components: set[str]) -> list[CacheSize]:
 
 
 def store_size(plan: Plan) -> list[str]:
-    """`--size` of each host's store; without it, the store takes a share of the host's memory."""
+    """Return `--size` for each host's store. Without it, the store takes a share of the host's memory."""
     planned = [cache.gib for cache in plan.caches]
     if None in planned:
         return []
@@ -147,7 +144,7 @@ def context_for(
     transfer: Transfer,
     links: Mapping[ReplicaHost, EncoderLink] | None = None,
 ) -> GroupContext:
-    """Surroundings of one engine's process. `links`: of `encoder_links`, where they are known."""
+    """Return the context of one engine process. `links` is the result of `encoder_links`, if known."""
     placed = sites(plan) if placed is None else placed
     links = encoder_links(plan, placed) if links is None else links
     group = site.group
@@ -179,7 +176,7 @@ def _sharing(plan: Plan, group: ReplicaGroup, link: EncoderLink) -> StoreSharing
     encoded = {name for one in plan.groups if one.name in named for name in one.components}
     return StoreSharing(
         app=_app(plan, group),
-        # Whether an engine can share KV is decided by the engine's own rules, when it starts.
+        # At startup, the engine's own rules decide whether it can share KV.
         kv=role != "D" and bool(caches_for(plan, "prefix", set(group.components))),
         embeddings=role != "D"
         and (bool(link.flags) or bool(caches_for(plan, "embedding", set(group.components) | encoded))),
@@ -188,14 +185,14 @@ def _sharing(plan: Plan, group: ReplicaGroup, link: EncoderLink) -> StoreSharing
 
 
 def _app(plan: Plan, group: ReplicaGroup) -> str:
-    """The application that an engine of several names: the first of the most urgent class of service. A class
-    that the plan does not have has priority 0, as in the encoder service."""
+    """Return the application for an engine of several: the first in the most urgent class of service. An
+    unknown class has priority 0, as in the encoder service."""
     priority = {app: one.priority for one in plan.reservations for app in one.apps}
     return max(group.apps, key=lambda app: priority.get(app, 0), default=group.components[0])
 
 
 def _admits(plan: Plan, group: ReplicaGroup) -> bool:
-    """Whether a class of service of its applications has a deadline."""
+    """Return whether a class of service of the group's applications has a deadline."""
     return any(r.deadline_s is not None and set(r.apps) & set(group.apps) for r in plan.reservations)
 
 

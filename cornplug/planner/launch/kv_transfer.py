@@ -1,9 +1,9 @@
-"""KV from prefill to decode: the buffer's size, pages, and each engine's flags for the transfer.
+"""KV transfer from prefill to decode: buffer sizes, pages, and each engine's flags.
 
-The sizing rule is that of NIXL and LMCache set-ups: room for the longest prompt's KV,
-2·L·N·H·D·bytes, rounded up to 256 MiB; pages of at least 128 tokens, for a transfer
-costs one descriptor a page and layer. Latent attention (MLA) keeps one vector a token and layer in place
-of K and V of every head, and every rank keeps all of it.
+Sizes follow the rule for NIXL and LMCache: the KV of the longest prompt, 2·L·N·H·D·bytes, rounded up to 256
+MiB. Pages have at least 128 tokens, because a transfer needs one descriptor per page and layer. Latent
+attention (MLA) stores one vector per token and layer instead of K and V of every head, and every rank holds
+all of it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _VLLM_ROLE: Final = {"P": "kv_producer", "D": "kv_consumer"}
 
 
 def page_tokens(kv: KVGeometry) -> int:
-    """Tokens of an engine's KV page where it is transferred.
+    """Return the tokens of an engine's KV page if it is transferred.
 
-    MLA kernels take pages of 64 only; theirs are large as they are, one vector for all heads.
+    MLA kernels support only pages of 64 tokens. These are large enough, because one vector serves all heads.
     """
     return 64 if kv.mla else LEAST_PAGE_TOKENS
 
 
 def prompt_bytes(kv: KVGeometry, *, tp: int = 1, pp: int = 1) -> int:
-    """Bytes of the longest prompt's KV on one rank, in whole pages of at least 128 tokens."""
+    """Return the bytes of the longest prompt's KV on one rank, in whole pages of at least 128 tokens."""
     tokens = _up(kv.max_prompt_tokens, LEAST_PAGE_TOKENS)
     layers = -(-kv.layers // pp)
     if kv.mla:
@@ -42,14 +42,14 @@ def prompt_bytes(kv: KVGeometry, *, tp: int = 1, pp: int = 1) -> int:
 
 
 def buffer_bytes(kv: KVGeometry, *, tp: int = 1, pp: int = 1) -> int:
-    """Bytes that a rank sets aside for transfers: `prompt_bytes`, rounded up to 256 MiB."""
+    """Return the bytes that a rank reserves for transfers: `prompt_bytes`, rounded up to 256 MiB."""
     return _up(prompt_bytes(kv, tp=tp, pp=pp), BUFFER_STEP)
 
 
 def vllm_config(role: Literal["P", "D"], transfer: Transfer) -> dict[str, Any]:
-    """vLLM's `--kv-transfer-config` for one side of a pair.
+    """Return vLLM's `--kv-transfer-config` for one side of a pair.
 
-    A transfer that fails is computed again: vLLM's own default would fail the request.
+    KV whose transfer fails is recomputed. vLLM's default would fail the request.
     """
     if transfer == "lmcache":
         return {
@@ -69,7 +69,7 @@ def vllm_config(role: Literal["P", "D"], transfer: Transfer) -> dict[str, Any]:
 
 
 def vllm_together(*connectors: dict[str, Any]) -> dict[str, Any]:
-    """Several connectors as one: vLLM loads from the first that has a prefix, and saves to all."""
+    """Combine several connectors. vLLM loads from the first connector that has a prefix, and saves to all."""
     if len(connectors) == 1:
         return connectors[0]
     return {
@@ -81,7 +81,7 @@ def vllm_together(*connectors: dict[str, Any]) -> dict[str, Any]:
 
 
 def lmcache_server(gib: float) -> list[str]:
-    """The server through which a host's engines hand over KV with transfer "lmcache"."""
+    """Return the command of the server through which a host's engines transfer KV with "lmcache"."""
     return [
         "lmcache", "server", "--host", "127.0.0.1", "--port", str(LMCACHE_PORT),
         "--http-port", str(LMCACHE_HTTP_PORT), "--l1-size-gb", f"{gib:g}",
@@ -90,8 +90,8 @@ def lmcache_server(gib: float) -> list[str]:
 
 
 def sglang_staging(kv: KVGeometry, *, tp: int, pp: int) -> dict[str, str]:
-    """Environment for a pair of unequal tensor parallelism: SGLang gathers slices of heads in a
-    buffer, as single heads are too small to be sent. MLA has no heads to gather."""
+    """Return the environment for a pair with different tensor-parallel degrees. SGLang gathers slices of
+    heads in a buffer, because single heads are too small to send. MLA has no heads to gather."""
     if kv.mla:
         return {}
     mib = buffer_bytes(kv, tp=tp, pp=pp) >> 20

@@ -32,7 +32,7 @@ from cornplug.planner.plan import Plan
 from cornplug.processes import GRACE_S
 
 _ORDER: Final = ("router", "external", "engine", "encoder", "store")
-"""Order in which processes are ended: clients before their servers."""
+"""Order in which processes are stopped: clients before their servers."""
 _POLL_S: Final = 0.2
 
 
@@ -47,16 +47,13 @@ def running(
     event: Event = lambda process, what: None,
     stopping: threading.Event | None = None,
 ) -> Iterator[list[CommandProcess]]:
-    """The processes of some commands of a plan, serving; ended in order on leaving, after an error too.
+    """Run commands of a plan and yield their processes once they serve. Stops them in order, also after an
+    error.
 
-    Args:
-        to_start: Of `local_commands`.
-        run_dir: For sockets, logs and the plan's files; made, and closed to other users.
-        ready_s: Longest wait for one process.
-        stopping: Set by a caller that wants the start to be given up.
-
-    Raises ProcessFailed with the end of the log of a process that fails, ConfigError for a program that is
-    not installed, and for a common secret that is not there.
+    `to_start` comes from `local_commands`. `run_dir` is for sockets, logs and the plan's files, and is closed
+    to other users. `ready_s` limits the wait for one process. A caller sets `stopping` to abort the start.
+    Raises ProcessFailed with the end of a failed process's log, and ConfigError for a missing program or
+    common secret.
     """
     check_readable(command.env for command in to_start)
     check_programs(to_start)
@@ -90,16 +87,11 @@ def local_commands(
     secret_file: Path | None = None,
     transfer: Transfer = "nixl",
 ) -> list[LaunchCommand]:
-    """The commands of one host of a plan, with every variable filled in.
+    """Return the commands of one host of a plan, with every variable substituted.
 
-    Args:
-        host: One of the plan's, or HOST_n where the plan names none; None: the plan has only one.
-        routers: The plan's routers in place of a host's servers.
-        only: Groups to start, with the store; none: all.
-        addresses: HOST_n -> its address.
-        secret_file: The secret that all hosts have in common.
-
-    Raises ConfigError for a host, group, address or secret that is missing or unknown.
+    `host` is a host of the plan, HOST_n if it has no name, or None if there is only one. `routers` selects
+    the plan's routers instead. `only` limits the groups, besides the store. `addresses` maps HOST_n to
+    addresses. Raises ConfigError for a missing or unknown host, group, address or secret.
     """
     chosen = _chosen(plan, commands(plan, transfer=transfer), host, routers=routers)
     names = {command.group for command in chosen}
@@ -164,15 +156,15 @@ def _chosen(
         raise ConfigError(
             "--host",
             problem,
-            f"Run `cornplug launch plan.json --host HOST` on each of {', '.join(hosts)}. When all serve, run "
-            "`cornplug launch plan.json --routers`.",
+            f"Run `cornplug launch plan.json --host HOST` on each of {', '.join(hosts)}. When all are ready, "
+            "run `cornplug launch plan.json --routers`.",
         )
     several = len(hosts) > 1
     return [c for c in found if c.host.strip("${}") == host and not (several and c.kind == "router")]
 
 
 def end(processes: Sequence[CommandProcess]) -> None:
-    """End the processes, all of one kind together, routers first and stores last."""
+    """Stop the processes, all of one kind together, routers first and stores last."""
     for kind in _ORDER:
         these = [p for p in processes if p.command.kind == kind]
         began_s = time.monotonic()
@@ -190,11 +182,10 @@ def start_in_batches(
     event: Event,
     pause: Callable[[float], bool],
 ) -> None:
-    """Start commands, each batch once the one before serves, and add their processes to `started`.
+    """Start commands, each batch once the previous batch serves, and add their processes to `started`.
 
-    Args:
-        log: The file for a command's output.
-        pause: Waits so many seconds; False: no more is started or waited for.
+    `log` returns the file for a command's output. `pause` waits for a number of seconds, and returns False to
+    end the start.
     """
     for batch in pending_with_routers_last(commands):
         loading = []
@@ -216,14 +207,14 @@ def start_in_batches(
 
 
 def spawned(command: LaunchCommand, log: Path, ready_s: float) -> CommandProcess:
-    """The process of a command, started; it may not serve yet."""
+    """Start the process of a command and return it. It may not serve yet."""
     process = CommandProcess(command, log, ready_s=ready_s)
     process.spawn()
     return process
 
 
 def pending_with_routers_last(commands: Sequence[LaunchCommand]) -> Iterator[list[LaunchCommand]]:
-    """Commands in batches, each to be started when the one before serves: stores, encoders and processes
+    """Yield commands in batches, each to start when the previous batch serves: stores, encoders and processes
     that share a GPU one by one, the other engines together, routers last."""
     batch: list[LaunchCommand] = []
     runnable = [command for command in commands if command.argv]

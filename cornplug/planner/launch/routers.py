@@ -1,8 +1,8 @@
-"""Routers in front of a plan's engines, and which address each request class is sent to.
+"""Routers in front of a plan's engines, and the addresses for each request class.
 
-Command lines of vllm-router 0.1.17 and sglang-router 0.3.2. Neither takes weights and both count requests,
-not work. So each group, and each pair of prefill and decode groups, has its router, and clients divide
-a class's requests among them by the weights of routes.json, as the simulation did.
+Command lines are those of vllm-router 0.1.17 and sglang-router 0.3.2. Neither supports weights, and both
+count requests instead of work. So each group, and each pair of prefill and decode groups, has its own router,
+and clients divide a class's requests among the routers by the weights of routes.json, as in the simulation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cornplug.planner.plan import Plan, PlanRoute, RouteStage
 _POLICY: Final = {
     "power_of_two": "power_of_two",
     "random": "random",
-    # Of plans that earlier versions made.
+    # Policies in plans of earlier versions.
     "least_work": "power_of_two",
     "join_shortest_queue": "power_of_two",
 }
@@ -73,7 +73,7 @@ def pools_of(plan: Plan, route: PlanRoute) -> list[tuple[RouterPool, float]]:
     engine = {group.name: group.engine for group in plan.groups}
     serving, prefill, decode = (_stage(route, tasks) for tasks in ("PD", "P", "D"))
     if serving:
-        # Both routers take any OpenAI server; one that is neither's gets vLLM's.
+        # Both routers accept any OpenAI server. A server of another kind gets vLLM's router.
         return [
             (RouterPool("sglang" if engine[name] == "sglang" else "vllm", (name,)), share)
             for name, share in serving.groups.items()
@@ -115,10 +115,11 @@ def routers(plan: Plan, placed: Sequence[ReplicaAddress], *, transfer: Transfer)
 def entries(
     plan: Plan, front: Sequence[RouterCommand], *, without: Collection[str | None] = ()
 ) -> dict[str, dict[str, Any]]:
-    """Request class -> {"priority": its requests' field, for either engine: the lowest goes first,
-    "to": [{"weight": part of the class, "url": ...}], heaviest first}, and "cache_salt" of a tenant's.
+    """Return the entries of routes.json by request class.
 
-    Addresses of `without` are left out of a class that has another one.
+    "priority" goes into its requests, the lowest first in both engines. "to" lists {"weight": share of the
+    class, "url": ...}, heaviest first. A tenant has "cache_salt". Addresses in `without` are left out if
+    there are others.
     """
     priority = {f"{one.app}/{one.request}": -one.priority for one in plan.latency_forecasts}
     address = {router.pool: router.url for router in front}
@@ -198,7 +199,7 @@ def _queue(plan: Plan, servers: Sequence[ReplicaAddress], pool: RouterPool) -> l
 
 
 def _stage(route: PlanRoute, tasks: str) -> RouteStage | None:
-    """The stage that does exactly these tasks of prefill and decode, perhaps with E or G besides."""
+    """Return the stage that does exactly these tasks of prefill and decode, possibly with E or G."""
     for stage in route.stages:
         if {task for task in stage.tasks if task in "PD"} == set(tasks):
             return stage
@@ -206,13 +207,14 @@ def _stage(route: PlanRoute, tasks: str) -> RouteStage | None:
 
 
 def _partners(decode: RouteStage, engine: Mapping[str, str], kind: str) -> dict[str, float]:
-    """Decode groups of this engine -> their part of its decoding: KV of one engine is not another's."""
+    """Return the share of decoding by decode group of this engine. Engines cannot use each other's KV."""
     same = {name: weight for name, weight in decode.groups.items() if engine[name] == kind}
     return {name: weight / sum(same.values()) for name, weight in same.items()}
 
 
 def _counts_on_prefixes(plan: Plan, servers: Sequence[ReplicaAddress]) -> bool:
-    """Whether the plan rests on cached prefixes here: in a planned store, or in each engine's own cache."""
+    """Return whether the plan relies on cached prefixes here, in a planned store or in each engine's own
+    cache."""
     if caches_for(plan, "prefix", {c for s in servers for c in s.group.components}):
         return True
     visitors = [one for s in servers if "P" in s.group.tasks for one in classes_of(plan, s.group)]

@@ -24,13 +24,11 @@ _ROUTES: Final = "routes.json"
 
 
 class LaunchSession:
-    """Processes of a plan that serve, until `end` of them.
+    """Serving processes of a plan, until they are stopped with `end`.
 
-    Args:
-        render: Commands of this host for a plan, with every variable filled in.
-        settle_s: Seconds after a change of routes.json in which clients read it again. Only then do
-            processes end that the new routes leave out.
-        processes: Those that serve; the list follows each change, for the caller that ends them.
+    `render` returns this host's commands for a plan. `settle_s` is the time for clients to reload routes.json
+    after a change, before processes that it leaves out are stopped. `processes` follows each change, for the
+    caller that stops them.
     """
 
     def __init__(
@@ -60,8 +58,8 @@ class LaunchSession:
         self._save(plan)
 
     def watch(self, stop: threading.Event, each: Callable[[], None] = lambda: None) -> bool:
-        """Restart what ends until `stop` is set; `each` is called in between. True where every process was
-        still being kept up, False where one was given up, or all were."""
+        """Restart processes that end, and call `each` in between, until `stop` is set or all are given up.
+        Returns False if any process was given up."""
         while not stop.wait(_POLL_S):
             self.supervisor.tick()
             if self.supervisor.given_up == self.supervisor.processes != []:
@@ -70,10 +68,11 @@ class LaunchSession:
         return not self.supervisor.given_up
 
     def apply(self, new: Plan, stop: threading.Event) -> PlanTransition:
-        """Go to a new plan; returns the steps that were done.
+        """Change to a new plan and return the steps.
 
-        Raises ProcessFailed where a new process does not serve. If it could start beside the old ones, these
-        run on, with the old routes; a process that starts in turn is restarted as any other.
+        Raises ProcessFailed if a new process does not serve. If it was started before the old processes were
+        stopped, these continue with the old routes. A process that replaces a stopped process is restarted
+        like any other.
         """
         for dead in self.supervisor.given_up:
             self.supervisor.remove(dead)
@@ -102,7 +101,7 @@ class LaunchSession:
         return steps
 
     def _start_in_turn(self, commands: Sequence[LaunchCommand], stop: threading.Event) -> None:
-        """Start them in place of processes that have ended: one that fails starts again, as any other."""
+        """Start commands that replace stopped processes. A process that fails is restarted like any other."""
         for batch in pending_with_routers_last(commands):
             late = []
             for command in batch:
@@ -122,7 +121,7 @@ class LaunchSession:
             self._processes.append(process)
 
     def _started(self, commands: Sequence[LaunchCommand], stop: threading.Event) -> list[CommandProcess]:
-        """Processes of new commands, serving. After a ProcessFailed none of them is left."""
+        """Return new processes once they serve. After a ProcessFailed all are stopped."""
         started: list[CommandProcess] = []
         try:
             start_in_batches(
@@ -141,11 +140,11 @@ class LaunchSession:
         return plain if plain not in used else self._run_dir / f"{name_of(command)}-{command.port}.log"
 
     def _wait(self, seconds: float, stop: threading.Event) -> bool:
-        """True once time has passed, with the other processes kept up. Raises ProcessFailed at the launch's
-        end."""
+        """Wait while the other processes are supervised, and return True. Raises ProcessFailed if the launch
+        ends."""
         for _ in range(max(round(seconds / _POLL_S), 1)):
             if stop.wait(min(seconds, _POLL_S)):
-                raise ProcessFailed("the launch was ended before the new plan served")
+                raise ProcessFailed("the launch was stopped before the new plan was ready")
             self.supervisor.tick()
         return True
 

@@ -1,4 +1,4 @@
-"""Settings of a plan's processes, in the form that CORNPLUG_CONFIG takes: classes of service, namespaces."""
+"""Settings files of a plan's processes for CORNPLUG_CONFIG: classes of service and namespaces."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from cornplug.planner.plan import Plan
 
 
 def qos_toml(plan: Plan) -> str:
-    """Classes of service of the encoder and of admission, as CORNPLUG_CONFIG takes them."""
-    lines = [f"# Of the plan {plan.name!r}."]
+    """Return the classes of service for the encoder and for admission control, as CORNPLUG_CONFIG accepts
+    them."""
+    lines = [f"# Classes of service of the plan {plan.name!r}."]
     for one in plan.reservations:
         lines += ["", f"[qos.classes.{json.dumps(one.qos)}]", f"share = {_down(one.share)}"]
         lines += [f"priority = {one.priority}"]
@@ -20,7 +21,7 @@ def qos_toml(plan: Plan) -> str:
 
 
 def store_toml(plan: Plan) -> str:
-    """Namespaces of the store, one for each application that has one."""
+    """Return the namespaces of the store, one for each application that has one."""
     lines = ["# Namespaces of a plan's applications."]
     for app in plan.applications:
         if app.namespace is not None:
@@ -31,10 +32,9 @@ def store_toml(plan: Plan) -> str:
 
 
 def has_namespaces(plan: Plan) -> bool:
-    """Whether an application has a namespace of its own."""
     return any(app.namespace is not None for app in plan.applications)
 
 
 def _down(share: float) -> float:
-    """To four digits: the shares of all classes may not add up to over 1."""
+    """Round down to four digits, because the shares of all classes may not exceed 1 in total."""
     return math.floor(share * 1e4) / 1e4

@@ -1,4 +1,4 @@
-"""A plan's decisions as the command line of `python -m sglang.launch_server` (0.5.23)."""
+"""Command line of `python -m sglang.launch_server` (0.5.23) for a plan's engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cornplug.planner.launch.group_context import QUEUE_MARGIN, STORE_SOCKET, Gr
 from cornplug.planner.launch.vllm_flags import settings_of
 from cornplug.planner.plan import EngineSettings, ReplicaGroup
 
-# The second: the first image waits 16 s for the compiler without it.
+# Without TORCHDYNAMO_DISABLE, the first image waits 16 s for the compiler.
 _CPU_ENV: Final = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "TORCHDYNAMO_DISABLE": "1",
@@ -41,9 +41,9 @@ def argv(site: ReplicaAddress, context: GroupContext) -> list[str]:
 
 
 def env(site: ReplicaAddress, context: GroupContext) -> dict[str, str]:
-    """Environment variables for the settings that have no flag."""
+    """Return environment variables for the settings that have no flag."""
     group = site.group
-    # Else each health check computes a token.
+    # Otherwise each health check computes a token.
     found = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"} | context.sharing.env
     if is_cpu(group):
         found |= _CPU_ENV | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, site.devices))}
@@ -55,7 +55,7 @@ def env(site: ReplicaAddress, context: GroupContext) -> dict[str, str]:
 
 
 def _parallel(site: ReplicaAddress) -> list[str]:
-    """SGLang's TP counts all GPUs of its experts, so those of all attention-DP groups."""
+    """Return the flags of parallelism. SGLang's TP counts the GPUs of all attention-DP groups."""
     group, flags = site.group, []
     tp = group.tp * group.dp
     if tp > 1:
@@ -73,7 +73,7 @@ def _parallel(site: ReplicaAddress) -> list[str]:
 
 
 def _sizes(group: ReplicaGroup, context: GroupContext) -> list[str]:
-    """Flags of the plan's settings; an apps file has its own ones, or leaves them to the engine."""
+    """Return flags of the plan's settings, or none for an apps file, which has its own flags."""
     if group.flags is not None:
         return []
     settings = settings_of(group)
@@ -81,9 +81,9 @@ def _sizes(group: ReplicaGroup, context: GroupContext) -> list[str]:
 
 
 def _batches(group: ReplicaGroup, settings: EngineSettings, context: GroupContext) -> list[str]:
-    # Chunks are whole pages, and ours and those of transfers have at most 128 tokens.
+    # Chunks are whole pages. Our pages and those of transfers have at most 128 tokens.
     page = kv_transfer.LEAST_PAGE_TOKENS
-    # SGLang divides chunk and requests by the attention-DP groups.
+    # SGLang divides the chunk and the requests among the attention-DP groups.
     chunk = max(settings.chunk_tokens // page, 1) * page * group.dp
     flags = [
         "--context-length", str(settings.max_model_len),
@@ -96,8 +96,8 @@ def _batches(group: ReplicaGroup, settings: EngineSettings, context: GroupContex
 
 
 def _memory(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
-    """Flags of the cache's size. SGLang's fraction is of the memory that is free at its start, so an engine
-    beside others on one GPU gets a number of tokens."""
+    """Return flags of the cache's size. SGLang's fraction refers to free memory at startup, so an engine that
+    shares its GPU gets tokens."""
     tokens = ["--max-total-tokens", str(settings.kv_tokens)]
     if is_cpu(group):
         return [*tokens, "--mem-fraction-static", f"{settings.memory_share:.4g}"]
@@ -107,7 +107,8 @@ def _memory(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
 
 
 def _precision(group: ReplicaGroup, context: GroupContext) -> list[str]:
-    """AWQ and GPTQ stand in the checkpoint; naming them would keep SGLang from its faster kernels."""
+    """Return flags of precision. AWQ and GPTQ come from the checkpoint; a flag would prevent SGLang's faster
+    kernels."""
     flags = ["--quantization", "fp8"] if group.quantisation == "fp8" else []
     if group.kv is not None and group.kv.element_bytes == 1:
         flags += ["--kv-cache-dtype", "fp8_e4m3"]
@@ -128,7 +129,7 @@ def _attention(group: ReplicaGroup, context: GroupContext) -> list[str]:
 
 
 def _speculation(settings: EngineSettings) -> list[str]:
-    """SGLang requires all three numbers or none."""
+    """Return all three numbers of speculation, or none, as SGLang requires."""
     if settings.speculative == "none":
         return []
     tokens = settings.speculative_tokens
@@ -142,13 +143,13 @@ def _speculation(settings: EngineSettings) -> list[str]:
 
 
 def _schedule(group: ReplicaGroup, context: GroupContext) -> list[str]:
-    """SGLang has priorities with the policies "fcfs" and "lof" only, and bounds no queue of a pair:
-    there the router does."""
+    """Return flags of scheduling. SGLang supports priorities only with "fcfs" and "lof", and leaves queue
+    limits of a pair to the router."""
     flags: list[str] = []
     if context.ranks_requests:
-        # vLLM's direction, so that a request's priority means one thing in both engines.
+        # vLLM's order, so that a request's priority means the same in both engines.
         flags += ["--enable-priority-scheduling", "--schedule-low-priority-values-first"]
-        # As vLLM takes a request that says nothing.
+        # vLLM's default for requests without a priority.
         flags += ["--default-priority-value", "0", "--retraction-policy", "priority"]
         flags += ["--schedule-policy", "fcfs"]
     elif context.role != "D" and group.workload != "offline":
@@ -201,7 +202,7 @@ def _encoding(group: ReplicaGroup, context: GroupContext) -> list[str]:
 
 
 def _encodes(group: ReplicaGroup, context: GroupContext) -> bool:
-    """Whether the engine has a tower: for all of its media, or for those that no service encodes in time."""
+    """Return whether the engine has a tower, for all media or for those that no service encodes in time."""
     return "E" in group.tasks or (bool(context.sharing.encoder.flags) and not context.encoder_urls)
 
 

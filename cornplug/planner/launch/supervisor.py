@@ -102,11 +102,11 @@ class Supervisor:
         what = str(error).removeprefix(f"{one.process.name} ").partition(";")[0]
         if one.restarts >= self._policy.limit:
             one.given_up = True
-            self._event(one.process, f"{what}, and is not started again; {one.process.log_end()}")
+            self._event(one.process, f"{what}, and will not be restarted; {one.process.log_end()}")
             return
         wait_s = min(self._policy.first_s * 2**one.restarts, self._policy.longest_s)
         one.due_s = self._clock() + wait_s
-        self._event(one.process, f"{what}; it starts again in {wait_s:g} s")
+        self._event(one.process, f"{what}; restarting in {wait_s:g} s")
 
     def _restart(self, one: _Watched) -> None:
         assert one.due_s is not None

@@ -1,8 +1,8 @@
-"""From one plan of a host to the next: processes that stay, those that start, and those that end.
+"""Transition of a host from one plan to the next: processes that stay, start, and stop.
 
-A process stays when the new plan's command for it is the same but for flags that may lag behind
-(`LAGGING_FLAGS`). A replica on the devices of an old one gets its port, so that it can be the same. A new
-process starts before old ones end, at another port, unless it needs their GPUs, or takes over their address.
+A process stays if the new plan's command for it differs only in `LAGGING_FLAGS`. A replica on the devices of
+an old replica gets its port, so that the commands can be equal. A new process starts at another port before
+old ones stop, unless it needs their GPUs or takes over their address.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAGGING_FLAGS: Final = (
 """Flags that depend on the simulated load and differ slightly in every plan. A process keeps its old
 values."""
 _NEXT_ROUTERS: Final = 100
-"""From one set of routers' ports to the other."""
+"""Offset between the two sets of routers' ports."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PlanTransition:
 
     @property
     def lagging(self) -> dict[str, list[str]]:
-        """Flags of the new plan that a kept process does not have: group and replica -> "flag value"."""
+        """Flags ("flag value") of the new plan that a kept process does not have, by group and replica."""
         found = {}
         for old, new in self.kept:
             differing = [
@@ -132,7 +132,8 @@ def _ports(plan: Plan) -> set[int]:
 
 
 def _with_ports_of(old: Plan, new: Plan) -> Plan:
-    """The new plan with old ports for replicas on the devices of old ones, unused ports for the others."""
+    """Return the new plan with the old ports for replicas on the same devices, and unused ports for the
+    others."""
     before: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for site in sites(old):
         if site.rank == 0:
@@ -165,7 +166,8 @@ def _moved(
     *,
     used: Collection[int],
 ) -> Plan:
-    """The plan with other ports for replicas that could start before the old ones at their ports end."""
+    """Return the plan with other ports for replicas that can start before the old processes at their ports
+    stop."""
     staying = {id(old) for old, _ in kept}
     known = {id(one) for _, one in kept}
     stopped = [command for command in running if id(command) not in staying]
@@ -177,7 +179,7 @@ def _moved(
         if id(command) in known or site is None or site.group.fixed_ports or command.port not in used:
             continue
         if command.kind == "encoder" and not _without_tower(wanted):
-            continue  # its engines encode by themselves meanwhile, and need not be started again
+            continue  # its engines encode themselves until then, and need no restart
         if any(set(command.gpus) & set(o.gpus) and command.share + o.share > 1 for o in stopped):
             continue
         port = _free(site, taken)

@@ -1,4 +1,4 @@
-"""A plan's decisions as the command line of `vllm serve` (0.32)."""
+"""Command line of `vllm serve` (0.32) for a plan's engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def argv(site: ReplicaAddress, context: GroupContext) -> list[str]:
 
 
 def env(site: ReplicaAddress, context: GroupContext) -> dict[str, str]:
-    """Environment variables for the settings that have no flag."""
+    """Return environment variables for the settings that have no flag."""
     found = dict(context.sharing.env)
     if is_cpu(site.group):
         found |= _CPU_ENV | {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, site.devices))}
@@ -54,7 +54,7 @@ def env(site: ReplicaAddress, context: GroupContext) -> dict[str, str]:
     if context.role == "P" and context.transfer == "mooncake":
         found["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(site.bootstrap_port)
     if context.role != "PD" and context.transfer == "lmcache":
-        # Its keys are Python's hashes: both sides must make the same.
+        # Its keys are Python hashes, which must be the same on both sides.
         found["PYTHONHASHSEED"] = "0"
     if context.admits:
         found["CORNPLUG_CONFIG"] = "${PLAN_DIR}/qos.toml"
@@ -62,7 +62,7 @@ def env(site: ReplicaAddress, context: GroupContext) -> dict[str, str]:
 
 
 def _sizes(group: ReplicaGroup) -> list[str]:
-    """Flags of the plan's settings; an apps file has its own ones, or leaves them to the engine."""
+    """Return flags of the plan's settings, or none for an apps file, which has its own flags."""
     if group.flags is not None:
         return ["--enforce-eager"] if is_cpu(group) else []
     settings = settings_of(group)
@@ -70,9 +70,9 @@ def _sizes(group: ReplicaGroup) -> list[str]:
 
 
 def settings_of(group: ReplicaGroup) -> EngineSettings:
-    """The engine settings that the plan chose for a language model's group.
+    """Return the engine settings that the plan chose for a language model's group.
 
-    Raises ConfigError where it has no settings: planned from a throughput, or edited.
+    Raises ConfigError if it has none, because it was planned from a throughput or edited.
     """
     if group.settings is not None:
         return group.settings
@@ -94,7 +94,7 @@ def _parallel(site: ReplicaAddress) -> list[str]:
     if group.pp > 1:
         flags += ["--pipeline-parallel-size", str(group.pp)]
     if group.dp > 1:
-        # One server for all groups: it sends each request to the least busy.
+        # One server for all groups, which sends each request to the least busy group.
         flags += ["--data-parallel-size", str(group.dp)]
     if group.pcp > 1:
         flags += ["--prefill-context-parallel-size", str(group.pcp)]
@@ -111,7 +111,7 @@ def _parallel(site: ReplicaAddress) -> list[str]:
 
 
 def _batches(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
-    # vLLM refuses fewer tokens in an iteration than requests.
+    # vLLM requires at least as many tokens per iteration as requests.
     tokens = max(settings.chunk_tokens, settings.max_batch)
     return [
         "--max-model-len", str(settings.max_model_len),
@@ -122,8 +122,8 @@ def _batches(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
 
 
 def _memory(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
-    """Flags of the cache's size. Beside others on one GPU it is in bytes: the memory that is free at the
-    time of profiling depends on the order of starts. The share stays, for vLLM checks it at start."""
+    """Return flags of the cache's size, in bytes if the engine shares its GPU, because free memory depends on
+    the start order. vLLM also checks the share at startup."""
     exact = ["--kv-cache-memory-bytes", str(settings.kv_bytes)]
     if is_cpu(group):
         return exact
@@ -132,12 +132,13 @@ def _memory(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
 
 
 def _precision(group: ReplicaGroup, context: GroupContext) -> list[str]:
-    """AWQ and GPTQ stand in the checkpoint; naming them would keep vLLM from its faster kernels."""
+    """Return flags of precision. AWQ and GPTQ come from the checkpoint; a flag would prevent vLLM's faster
+    kernels."""
     flags = ["--quantization", "fp8"] if group.quantisation == "fp8" else []
     if group.kv is not None and group.kv.element_bytes == 1:
         flags += ["--kv-cache-dtype", "fp8"]
     if context.agrees_on_dtype and group.quantisation in ("none", "fp8"):
-        # As the encoder service's own: embeddings and KV of another dtype are others.
+        # The encoder service's dtype. Embeddings and KV of another dtype would differ.
         flags += ["--dtype", "bfloat16"]
     return flags
 
@@ -170,12 +171,14 @@ def _by_workload(group: ReplicaGroup) -> list[str]:
 
 
 def _admission(group: ReplicaGroup, context: GroupContext) -> list[str]:
-    """vLLM serves lower values first; with the SGLang lines' own flag both engines agree."""
+    """Return flags of admission control. vLLM serves lower priorities first, and SGLang's flags set the same
+    order."""
     flags = ["--scheduling-policy", "priority"] if context.ranks_requests else []
     settings = group.settings
     rate = settings.prefill_tokens_s if settings else None
     if context.limits_queue and context.role != "D" and context.ttft_s is not None and settings and rate:
-        # Of all attention-DP groups: the server counts before it divides requests among them.
+        # For all attention-DP groups, because the server counts requests before it divides them among the
+        # groups.
         simulated = QUEUE_MARGIN * group.queue.prompt_tokens * group.dp if group.queue else 0
         most = max(math.ceil(context.ttft_s * rate * group.dp), settings.max_model_len, simulated)
         flags += ["--max-num-queued-tokens", str(most)]
@@ -205,7 +208,8 @@ def _short(sharing: StoreSharing) -> list[str]:
 
 
 def _ours(context: GroupContext, key: str, name: str) -> dict[str, Any]:
-    """Beside another connector `--kv-connector cornplug` has no room: the long form says the same."""
+    """Return a connector in the long form, because `--kv-connector cornplug` cannot be combined with another
+    connector."""
     kind, sharing = key.partition("_")[0], context.sharing
     extra = {"engine.app": sharing.app, "store.socket": STORE_SOCKET, **sharing.encoder.extra_config}
     extra |= {"engine.tower": "service"} if context.encoder_urls else {}

@@ -10,7 +10,7 @@ from cornplug.planner.plan import Plan, PlannedApplication
 
 
 def warm_requests(plan: Plan, routes: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Return application -> address of its first engine, and its prompts as JSON lines."""
+    """Return the URL of each application's first engine, and its prompts as JSON lines."""
     found = {}
     for app in plan.applications:
         urls = [way["to"][0]["url"] for name, way in routes.items() if name.partition("/")[0] == app.name]
@@ -20,7 +20,7 @@ def warm_requests(plan: Plan, routes: Mapping[str, Mapping[str, Any]]) -> dict[s
 
 
 def _lines(app: PlannedApplication) -> list[dict[str, Any]]:
-    """Yield one request for each prefix after the system prompt, or the system prompt alone without
+    """Return one request for each prefix after the system prompt, or the system prompt alone without
     prefixes."""
     system = [{"role": "system", "content": app.system_prompt}] if app.system_prompt else []
     salt = {"cache_salt": app.tenant} if app.tenant else {}

@@ -1,4 +1,4 @@
-"""The optimisation problem, its solvers, and why there may be no solution.
+"""The optimisation problem, its solvers, and the explanation of infeasible problems.
 
-No engine and no GPU is known here.
+This package does not depend on an engine or a GPU.
 """

@@ -1,11 +1,11 @@
-"""The least cost of pools that the solver does not settle at once.
+"""Least-cost search for pools that are too large for a single solver call.
 
-Only nodes have a cost: a plan that frees three GPUs of a node costs as much as before, and a solver
-finds no direction in that. So plans are improved by a potential, the cost plus a little of each
-GPU's price. And each group of services is solved alone (`subproblems.py`): its least cost bounds the
-whole pool's, more tightly than the relaxation, which mostly gains by splitting replicas; and the cells
-that it uses are the few that the whole is searched over. Both are done again at slightly other
-prices of GPUs. The last word is the solver's, on the cost itself.
+Only nodes have a cost, so freeing three GPUs of a node gives a solver no direction. Therefore plans are
+improved by a potential: the cost plus a small share of each GPU's price. In addition, each group of services
+is solved alone (`subproblems.py`). Its least cost bounds the whole pool's more tightly than the relaxation,
+which gains mostly by splitting replicas, and the whole pool is searched only over the cells of the groups'
+plans. Both steps are repeated with slightly different GPU prices. The last solver call minimises the cost
+itself.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from cornplug.planner.optimizer.variables import PoolModel
 Build = Callable[[OptimizationProblem], PoolModel]
 
 NEAR, QUICK, POTENTIAL, GROUPS, CHOSEN, ROOT, ROUNDS = 0.1, 0.15, 0.2, 0.15, 0.15, 0.05, 0.5
-"""Shares of the work; the solver's last call gets the rest."""
+"""Shares of the work. The solver's last call gets the rest."""
 SMALL = 500
-"""Columns of a model that the solver is left alone with: one call has all of the work. Pools of
-`examples/plan_and_launch` (342) are proved in 5 to 21 units so; this search left gaps of 11 to 25 % in 20."""
+"""Number of columns up to which one solver call gets all of the work. Pools of `examples/plan_and_launch`
+(342) are proved in 5 to 21 units this way; the decomposition left gaps of 11 to 25 % in 20."""
 MOST_ROUNDS = 20
 GPU_WEIGHT = 0.1
-"""Of a GPU's price, in the potential."""
+"""Share of a GPU's price in the potential."""
 SPREAD = 0.03
-"""Of a GPU's price, up and down, from round to round."""
+"""Relative variation of GPU prices between rounds, up and down."""
 
 
 def least_cost(
@@ -47,16 +47,16 @@ def least_cost(
     build: Build,
     near: Collection[str] = (),
 ) -> tuple[SolverRun, Values | None]:
-    """The cheapest plan found, with its proven bound.
+    """Return the cheapest plan found, with its proven bound.
 
-    `near`: cells of a like pool's plan. What can be done with them alone is searched first: few cells are
-    soon searched, and the whole begins from a plan.
+    `near` names cells of a similar pool's plan. They are searched first, which is fast and gives the full
+    search a start.
     """
     best = Incumbent(model, cost, limits, tell)
     others = model.x.keys() - set(near)
     if near and others:
         with without(model, others):
-            # Another objective to `improve`, for the bound is of these cells only
+            # A different objective object for `improve`, because the bound applies to these cells only
             best.improve(1 * cost, NEAR)
     small = len(model.problem.variables()) <= SMALL
     quick = best.improve(cost, 1.0 if small else QUICK)
@@ -75,14 +75,14 @@ def least_cost(
 
 
 def gpu_prices(model: PoolModel, cost: Any) -> dict[str, float]:
-    """Cell -> price of one replica's GPUs, in the unit of `cost`."""
+    """Return the price of one replica's GPUs by cell, in the unit of `cost`."""
     return {
         c.name: cost.get(model.z[c.nodes], 0.0) / model.nodes[c.nodes].gpus * c.gpus for c in model.pool.cells
     }
 
 
 def rounds(best: Incumbent, parts: list[PoolModel], potential: Any) -> None:
-    """Groups alone, then the whole over the cells that they chose, until the time is up."""
+    """Solve the groups alone, then the whole pool over the cells that they chose, until the time is up."""
     model, chance = best.model, np.random.default_rng(0)
     gpu_values, candidate_cells = shadow_prices(best), set[str]()
     end = best.spent + ROUNDS * best.limits.work
@@ -102,10 +102,10 @@ def rounds(best: Incumbent, parts: list[PoolModel], potential: Any) -> None:
 
 
 def bound_groups(best: Incumbent, parts: list[PoolModel], gpu_values: Mapping[str, float]) -> set[str]:
-    """Adds a row for each group: at these prices of GPUs its replicas cost at least this.
+    """Add a lower bound on each group's replicas at these GPU prices, and return the cells of the groups'
+    cheapest plans.
 
-    The rows follow from the others: they are no reasons for a plan. Returns the cells that the
-    groups' cheapest plans use.
+    The rows follow from the other constraints, so they are not reported as reasons for a plan.
     """
     used, end = set[str](), best.spent + GROUPS * best.limits.work
     for i, part in enumerate(sorted(parts, key=lambda part: len(part.x))):
@@ -113,13 +113,13 @@ def bound_groups(best: Incumbent, parts: list[PoolModel], gpu_values: Mapping[st
         if work <= 0:
             break
         for z in part.z.values():
-            z.cat = LpContinuous  # GPUs are paid for one by one
+            z.cat = LpContinuous  # GPUs are paid for individually
         part.problem.setObjective(lpSum(gpu_values[n] * part.nodes[n].gpus * z for n, z in part.z.items()))
         run = run_solver(part.problem, best.limits_of_call(best.limits.gap / 5, work))
         best.record(run)
         if run.bound > 0:
             dollars = lpSum(gpu_values[c.nodes] * c.gpus * best.model.x[c.name] for c in part.pool.cells)
-            # A hair below: rounding must not cut off the very plan that proved it
+            # Slightly below the bound, so that rounding does not cut off the plan that proved it
             best.model.problem.addConstraint(dollars >= run.bound * (1 - 1e-7))
         if run.status in ("optimal", "feasible"):
             used |= {name for name, x in part.x.items() if (x.varValue or 0.0) > 0.5}
@@ -127,9 +127,10 @@ def bound_groups(best: Incumbent, parts: list[PoolModel], gpu_values: Mapping[st
 
 
 def shadow_prices(best: Incumbent) -> dict[str, float]:
-    """Node class -> value of one GPU: the larger of its price and its shadow price in the relaxation.
+    """Return the value of one GPU by node class: the larger of its price and its shadow price in the
+    relaxation.
 
-    The shadow price is the larger one where the stock binds.
+    The shadow price is larger if the stock is the limit.
     """
     model = best.model
     model.problem.setObjective(best.cost)
@@ -145,7 +146,7 @@ def shadow_prices(best: Incumbent) -> dict[str, float]:
 
 @contextmanager
 def without(model: PoolModel, cells: Iterable[str]) -> Iterator[None]:
-    """Meanwhile these cells have no replicas."""
+    """Fix these cells' replicas to 0 within the context."""
     before = {name: (model.x[name].lowBound, model.x[name].upBound) for name in cells}
     for name in before:
         model.x[name].lowBound = model.x[name].upBound = 0

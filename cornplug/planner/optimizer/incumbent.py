@@ -1,4 +1,4 @@
-"""The best plan and the best bound so far, over several calls of a solver."""
+"""The best plan and the best bound over several solver calls."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Tell = Callable[[SolveProgress], None]
 
 
 class Incumbent:
-    """Of one model and its money; `tell` hears of every improvement."""
+    """Best plan and bound of a model. `tell` is called for every improvement."""
 
     def __init__(self, model: PoolModel, cost: Any, limits: SolverLimits, tell: Tell | None) -> None:
-        """`limits`: of all calls together."""
+        """`limits` apply to all calls together."""
         self.model, self.cost, self.limits, self.tell = model, cost, limits, tell
         self.began, self.spent, self.timed_out = time.monotonic(), 0.0, False
         self.values: Values | None = None
@@ -33,18 +33,17 @@ class Incumbent:
         return reached(self.dollars, self.bound, self.limits.gap)
 
     def limits_of_call(self, gap: float, work: float) -> SolverLimits:
-        """Limits of one call: its work, of which a little is always left, and the seconds that remain."""
+        """Return the limits of one call: its work, with a small minimum, and the remaining seconds."""
         left = self.limits.seconds - (time.monotonic() - self.began)
         work = max(min(work, self.limits.work - self.spent), 0.02 * self.limits.work)
         return replace(self.limits, gap=gap, seconds=max(left, 0.02 * self.limits.seconds), work=work)
 
     def record(self, run: SolverRun) -> None:
-        """Count the work of a call."""
         self.spent += run.work
         self.timed_out = self.timed_out or run.timed_out
 
     def improve(self, goal: Any, share: float, *, gap: float | None = None) -> SolverRun:
-        """Run the solver once from the best plan, and keep its plan if that is cheaper."""
+        """Run the solver once, starting from the best plan, and keep its plan if it is cheaper."""
         model, is_cost = self.model, goal is self.cost
         model.problem.setObjective(goal)
         for variable, value in (self.values or {}).items():
@@ -60,7 +59,7 @@ class Incumbent:
         return run
 
     def _keep(self, values: Values, *, equals: bool) -> None:
-        """Of plans that cost the same, the one that is better by a potential leads on."""
+        """Keep a cheaper plan. With `equals`, also keep one of equal cost: it is better by the potential."""
         dollars = sum(weight * values[v] for v, weight in self.cost.items())
         if dollars < self.dollars - 1e-6:
             self.dollars, self.values = dollars, values
@@ -74,7 +73,7 @@ class Incumbent:
             self._note(self.dollars, self.bound)
 
     def _watch(self) -> Tell:
-        """A callback that notes the solver's progress where incumbent or bound changed."""
+        """Return a callback that notes the solver's progress when the incumbent or the bound changes."""
 
         def heard(at: SolveProgress) -> None:
             dollars = self.dollars if at.incumbent is None else min(at.incumbent, self.dollars)
@@ -92,7 +91,7 @@ class Incumbent:
             self.tell(at)
 
     def run(self, status: Literal["infeasible"] | None = None) -> SolverRun:
-        """All calls as one."""
+        """Return all calls as a single run."""
         seconds = time.monotonic() - self.began
         history = tuple(self.history)
         run = SolverRun("none", seconds, history=history, work=self.spent, timed_out=self.timed_out)

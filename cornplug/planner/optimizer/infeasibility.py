@@ -1,7 +1,7 @@
-"""Why no plan exists: the constraint, the amount that it allows, the amount needed, and the remedies.
+"""Explanation of infeasible problems: the constraint, the allowed and the needed amount, and the remedies.
 
-One kind of limit at a time is lifted and the least excess over it is sought. Each kind that makes
-the pool feasible alone is one remedy; a smaller demand is always another.
+Limits are relaxed one kind at a time, and the smallest excess over the limit is computed. Each kind that
+makes the pool feasible alone is one remedy. A smaller demand is always another.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from cornplug.planner.optimizer.transition_costs import counted_switches
 from cornplug.planner.optimizer.variables import PoolModel
 
 UNLIMITED = 10**6
-"""Nodes of a class, where its stock is lifted."""
+"""Number of nodes in a class if its stock is relaxed."""
 WORK_SHARE = 0.25
-"""Of a solve's work, for each kind of limit: an explanation may be a little worse than the smallest."""
+"""Share of a solve's work for each kind of limit. An explanation may exceed the smallest excess slightly."""
 
 Build = Callable[[OptimizationProblem], PoolModel]
 
@@ -53,7 +53,7 @@ def unserved_in_short(model: PoolModel) -> str:
 
 
 def _lost(model: PoolModel) -> list[str]:
-    """Demands that no cell can serve, where the objective cannot leave them out."""
+    """Return the demands that no cell can serve and that the objective cannot leave out."""
     served = {v.demand for v in model.variants}
     lost = [u.name for u in model.pool.demands if u.rate > 0 and u.name not in served]
     left_out = model.pool.objective == "goodput" and len(lost) < len(model.pool.demands)
@@ -72,7 +72,7 @@ class MissingCell:
 
 
 def _missing(pool: OptimizationProblem, demand: str) -> list[MissingCell]:
-    """Return the needs that the demand's variants fail at."""
+    """Return the reasons why the demand's variants cannot be served."""
     variants = [v for v in pool.variants if v.demand == demand]
     if not variants:
         return [MissingCell("no structure fits its requests", "Allow another structure")]
@@ -88,7 +88,7 @@ def _fails(pool: OptimizationProblem, demand: str, service: str, tier: float) ->
         return MissingCell(f"{service} does not fit on any GPU of the pool", "Add a larger GPU")
     able = [c for c in cells if demand in c.capacity]
     if not able:
-        fact = f"no configuration of {service} keeps its SLO"
+        fact = f"no configuration of {service} meets its SLO"
         return MissingCell(fact, "Loosen the SLO or add a faster GPU")
     best = min(able, key=lambda c: c.tier)
     if best.tier <= tier:
@@ -101,7 +101,7 @@ def _fails(pool: OptimizationProblem, demand: str, service: str, tier: float) ->
 
 @dataclass(frozen=True)
 class Relaxation:
-    """A pool without one kind of limit, the excess to minimise instead, and the report of it."""
+    """A pool without one kind of limit, the excess to minimise instead, and its report."""
 
     pool: OptimizationProblem
     excess: Callable[[PoolModel], Any]
@@ -109,7 +109,7 @@ class Relaxation:
 
 
 def explain(pool: OptimizationProblem, settings: SolverOptions, build: Build) -> PlanInfeasible:
-    """The error that tells how to make the pool feasible."""
+    """Return the error that lists the changes that make the pool feasible."""
     found = [
         list(shortfall)
         for relaxation in relaxations(pool)

@@ -6,12 +6,12 @@ Variables   phi_v  rate of a variant                 x_j  replicas of a cell (in
             w_l    cache level chosen (binary)       e_j  cell used (binary; `spare_replicas.py`)
             a_j, d_j, m_jk  starts, stops, role switches (integer; `transition_costs.py`)
 Objectives  `objectives.py`: dollars; or goodput, then dollars; or the least share, then both
-Constraints one function each; every row is named, and a plan's reasons quote those names
+Constraints one function each. Every row is named, and a plan's reasons refer to these names
 
-Work may always use a cell of a tighter tier than it asks for. Tiers are nested (a cell that keeps
-0.2 s keeps 0.5 s), so that f needs no index for them: the cells that keep a tier must hold all
-work that asks for that tier or a tighter one. By Gale's theorem for nested sets this is
-necessary and sufficient for such a flow to exist; `solution.py` then splits f by tier.
+Work may always use a cell of a tighter tier than it needs. Tiers are nested (a cell that stays under 0.2 s
+also stays under 0.5 s), so f needs no index for tiers: the cells of a tier must hold all work that requires
+this tier or a tighter one. By Gale's theorem for nested sets this is necessary and sufficient for such a flow
+to exist. `solution.py` then splits f by tier.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from cornplug.planner.optimizer.trim import trim
 from cornplug.planner.optimizer.variables import PoolModel
 
 TIE_GAP: Final = 1e-5
-"""Less than the preference of one cell among a hundred: one tier, one engine."""
+"""Smaller than the preference of one cell among a hundred: one tier, or one engine."""
 TIE_WORK: Final = 0.25
 """Share of the work for the tie-break."""
 
@@ -71,7 +71,7 @@ def constrain(model: PoolModel) -> None:
 
 
 def demand(model: PoolModel) -> None:
-    """All requests are served (cost), or at most all (goodput, max-min)."""
+    """Require that all requests are served (cost), or at most all (goodput, max-min)."""
     for u in model.demands.values():
         served = lpSum(model.phi[v.name] for v in model.variants if v.demand == u.name)
         cost = model.pool.objective == "cost"
@@ -81,7 +81,7 @@ def demand(model: PoolModel) -> None:
 
 
 def flow(model: PoolModel) -> None:
-    """A service's cells do all work that variants ask of it, each within the tier asked for."""
+    """Require that a service's cells do all work that the variants need, each within the required tier."""
     for (u, service), needs in model.needs.items():
         tiers = sorted({need.tier for _, need in needs})
         for tier in tiers:
@@ -96,7 +96,7 @@ def flow(model: PoolModel) -> None:
 
 
 def slices(model: PoolModel) -> None:
-    """A demand that is cut into slices sends each slice along one variant, to one cell of each service."""
+    """Route each slice of a sliced demand along one variant, to one cell of each service."""
     for v in model.variants:
         u = model.demands[v.demand]
         if u.slices is None:
@@ -121,7 +121,7 @@ def slices(model: PoolModel) -> None:
 
 
 def capacity(model: PoolModel) -> None:
-    """Work fits the replicas; online work leaves the share that is kept free for its peaks."""
+    """Require that work fits, and that online work leaves its share for peaks free."""
     limits = model.pool.limits
     for cell in model.pool.cells:
         everyone, online = model.classes(cell), model.online(cell)
@@ -134,7 +134,7 @@ def capacity(model: PoolModel) -> None:
 
 
 def growth(model: PoolModel) -> None:
-    """What runs carries the growth of online work until further replicas have started."""
+    """Require that running replicas carry online growth until additional ones have started."""
     for cell in model.pool.cells:
         grown = {u: 1 + model.demands[u].growth_per_s * cell.start_s for u in model.online(cell)}
         if any(times > 1 for times in grown.values()):
@@ -144,7 +144,7 @@ def growth(model: PoolModel) -> None:
 
 
 def spot(model: PoolModel) -> None:
-    """Of an online demand's work at a service, machines that may be taken back do a share at most."""
+    """Limit the share of an online demand's work at a service on spot machines."""
     limit = model.pool.limits.spot_share
     for u, service in model.needs:
         work = {c.name: model.f[u, c.name] for c in model.cells_of[service] if (u, c.name) in model.f}
@@ -154,7 +154,7 @@ def spot(model: PoolModel) -> None:
 
 
 def packing(model: PoolModel) -> None:
-    """GPUs. Exact although nodes are only counted: footprints divide one another."""
+    """Limit the GPUs. Counting nodes is exact because footprints divide one another."""
     for name, node in model.nodes.items():
         used = lpSum(c.gpus * model.x[c.name] for c in model.pool.cells if c.nodes == name)
         model.add(f"packing[{name}]", used <= node.gpus * model.z[name])
@@ -166,12 +166,12 @@ def stock(model: PoolModel) -> None:
 
 
 def network(model: PoolModel) -> None:
-    """Bytes between nodes fit the nodes' network cards."""
+    """Limit traffic between nodes to their network cards."""
     traffic = {v.name: v.network for v in model.variants if v.network > 0}
     if not traffic:
         return
     share = model.pool.limits.network_utilisation
-    # No more can flow than this; a card without a limit counts as one that carries it all
+    # Upper bound on the traffic. A card without a limit counts as if it could carry all of it
     most = sum(
         u.rate * max((v.network for v in model.variants if v.demand == u.name), default=0.0)
         for u in model.demands.values()
@@ -181,7 +181,7 @@ def network(model: PoolModel) -> None:
 
 
 def cache(model: PoolModel) -> None:
-    """One level of each cache; variants that count on a level need it; the caches fit the nodes' memory."""
+    """Choose one level of each cache, so that all fit in the nodes' memory. Variants require their levels."""
     levels = model.pool.levels
     for name in dict.fromkeys(level.cache for level in levels):
         chosen = lpSum(model.w[level.name] for level in levels if level.cache == name)
@@ -202,7 +202,7 @@ def cache(model: PoolModel) -> None:
 
 
 def build(pool: OptimizationProblem) -> PoolModel:
-    """Variables and all constraints, without an objective."""
+    """Return the variables and all constraints, without an objective."""
     model = PoolModel(pool)
     if pool.current is not None:
         transition_costs.variables(model, pool.current)
@@ -218,14 +218,13 @@ def solve(
     notes: Mapping[str, str] | None = None,
     near: Collection[str] = (),
 ) -> PoolSolution:
-    """The best plan of a pool, by its objective; among equals the cheapest, then the best by the tie-break.
+    """Return the best plan by the objective. Ties are broken by cost, then by the tie-break goal.
 
-    The same pool and settings give the same plan, as long as `settings.time_limit_s` is not reached.
-
-    `notes`: demand -> why nothing in the pool can serve it, for the message. `near`: cells of a plan of a
-    like pool, from which the search for the least cost begins. Raises PlanInfeasible
-    with the constraint and how much is lacking, PlanUnfinished when a limit came before any
-    plan, ConfigError when the pool itself is impossible.
+    The same pool and settings give the same plan, unless `settings.time_limit_s` is reached. `notes` gives,
+    for each demand, the reason why nothing in the pool can serve it, for the error message. `near` names
+    cells of a similar pool's plan, where the least-cost search starts. Raises PlanInfeasible with the
+    constraint and the shortage, PlanUnfinished if a limit is reached before any plan is found, and
+    ConfigError if the pool itself is invalid.
     """
     began = time.monotonic()
     problem_checks.check(pool)
@@ -242,7 +241,7 @@ def solve(
         raise infeasibility.explain(pool, settings, build)
     if values is None:
         raise PlanUnfinished(
-            f"no plan was found in {first.seconds:.3g} s, and it was not proven impossible. "
+            f"no plan was found in {first.seconds:.3g} s, and infeasibility was not proven. "
             "Raise solver.work and solver.time_limit_s, or plan with fewer node classes."
         )
     spent = first.work
@@ -255,7 +254,7 @@ def solve(
     values = trim(model, values)
     if not is_whole(model, values):
         fresh = build(pool)
-        # The tie-break is of integers only.
+        # The tie-break goal has only integers.
         values = polish(model, fresh, [(goal.expression, goal.sign) for goal in goals(fresh)[:-1]], values)
     reached = wanted[0].reached(values)
     if reached < first.objective - 1e-6:
@@ -270,7 +269,7 @@ def _minimise(
     progress: Callable[[SolveProgress], None] | None,
     start: Values | None = None,
 ) -> tuple[SolverRun, Values | None]:
-    """One call of the solver, and the plan that it found."""
+    """Call the solver once and return the run with the plan that it found."""
     model.problem.setObjective(goal.sign * goal.expression)
     for variable, value in (start or {}).items():
         variable.varValue = value
@@ -291,7 +290,8 @@ def _with_sign(progress: Callable[[SolveProgress], None], sign: int) -> Callable
 def _limits(
     wanted: list[SolveGoal], i: int, settings: SolverOptions, began: float, spent: float
 ) -> SolverLimits:
-    """Most of the remaining work and time goes to this goal; the tie-break gets some in any case."""
+    """Return limits that give this goal most of the remaining work and time. The tie-break always gets a
+    share."""
     share = 0.6 if i < len(wanted) - 2 else 0.95
     left_s = settings.time_limit_s - (time.monotonic() - began)
     seconds = max(share * left_s, 0.02 * settings.time_limit_s)
@@ -305,7 +305,7 @@ def _hold(model: PoolModel, goal: SolveGoal, values: Values, *, last: bool) -> N
     """Hold the value that an earlier goal reached. For the tie-break, hold the nodes too: see `tie_break`."""
     reached = goal.reached(values)
     allowed = reached + 1e-7 * max(1.0, abs(reached))
-    # No law of the pool, and so no row by name: it must not be given as a plan's reason
+    # Not a constraint of the pool, so not a named row: it must not be reported as a reason for a plan
     model.problem.addConstraint(goal.sign * goal.expression <= allowed, f"keep:{goal.name}")
     if last:
         for z in model.z.values():

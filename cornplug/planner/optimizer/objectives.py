@@ -1,4 +1,5 @@
-"""Objectives of the pool model, in their order: dollars; or goodput or the least share served before them."""
+"""Objectives of the pool model in their order: cost, preceded by goodput or the least share served if
+chosen."""
 
 from __future__ import annotations
 
@@ -22,18 +23,18 @@ class SolveGoal:
     sign: int = 1
 
     def reached(self, values: Values) -> float:
-        """The minimised value, which is the negative one of a goal that is maximised."""
+        """Return the minimised value. It is negated for a goal that is maximised."""
         return float(self.sign * sum(weight * values[v] for v, weight in self.expression.items()))
 
 
 def goals(model: PoolModel) -> list[SolveGoal]:
-    """In their order: a later one chooses among the plans that are best by the earlier ones."""
+    """Return the goals in order. A later goal chooses among the best plans of the earlier goals."""
     first = {"cost": [], "goodput": [goodput(model)], "max-min": [min_served_fraction(model), goodput(model)]}
     return [*first[model.pool.objective], cost_objective(model), tie_break(model)]
 
 
 def cost_objective(model: PoolModel) -> SolveGoal:
-    """Dollars an hour; when re-planning, dollars over the horizon, changes included."""
+    """Return dollars per hour. When re-planning, return dollars over the horizon, including changes."""
     nodes = lpSum(node.price * model.z[name] for name, node in model.nodes.items())
     current = model.pool.current
     if current is None:
@@ -42,7 +43,7 @@ def cost_objective(model: PoolModel) -> SolveGoal:
 
 
 def goodput(model: PoolModel) -> SolveGoal:
-    """Weighted requests a second within their SLOs."""
+    """Return weighted requests per second within their SLOs."""
     return SolveGoal(
         "goodput", lpSum(model.demands[v.demand].weight * model.phi[v.name] for v in model.variants), -1
     )
@@ -53,11 +54,10 @@ def min_served_fraction(model: PoolModel) -> SolveGoal:
 
 
 def tie_break(model: PoolModel) -> SolveGoal:
-    """The tie-break: GPUs taken at their price, plus each cell's preference (3 % at most).
+    """Return the tie-break: GPUs in use at their price, plus each cell's preference (at most 3 %).
 
-    It is a separate goal after the cost, with the nodes held as they are, and no small term of the
-    cost: a term small enough never to outweigh a cent would drown in the solver's tolerances, and
-    a larger one could change the cost.
+    It is a separate goal after the cost, with the nodes fixed. As a term of the cost it would either be lost
+    in the solver's tolerances or change the cost.
     """
     return SolveGoal("neatness", lpSum(_weight(model, c) * model.x[c.name] for c in model.pool.cells))
 

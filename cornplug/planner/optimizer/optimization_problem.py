@@ -1,8 +1,8 @@
-"""The optimisation problem in pool form: integer replicas of cells, integer nodes of classes.
+"""The optimisation problem in pool form: integer replicas of cells, and integer nodes of classes.
 
-Nodes are counted, never indexed (`docs/decisions.md` says why that is exact). Nothing here knows an
-engine, a GPU's speed or a solver: `cells.py` and `request_paths.py` make a Pool, `milp.py` solves it.
-Rates are requests a second, money dollars an hour, network bytes a second.
+Nodes are counted, not indexed (`docs/decisions.md` explains why this is exact). The problem does not depend
+on engines, GPU speeds or solvers: `cells.py` and `request_paths.py` create it, `milp.py` solves it. Units are
+requests per second, dollars per hour and network bytes per second.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class MachineClass:
-    """A class of machines."""
-
     name: str
     gpu: str
     gpus: int
@@ -23,33 +21,33 @@ class MachineClass:
     stock: int
     nic: float = float("inf")
     dram: float = float("inf")
-    """Bytes for caches."""
+    """Bytes of host memory for caches."""
     spot: bool = False
-    """All of them may be taken back at once."""
+    """Whether the provider may reclaim all machines at the same time."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A service on a footprint: one replica's GPUs and its capacity."""
+    """A service on a footprint: the GPUs of one replica, and its capacity."""
 
     name: str
     service: str
     nodes: str
-    """Name of the class of machines it runs on."""
+    """Name of the machine class that it runs on."""
     gpus: float
-    """Of one node: 1/4, 1/2, 1, 2, 4, 8; or a multiple of whole nodes."""
+    """GPUs of one node: 1/4, 1/2, 1, 2, 4, 8, or a multiple of whole nodes."""
     tier: float
-    """Seconds that its stage's percentile stays under; inf: none promised."""
+    """Upper bound in seconds on its stage's percentile. inf means no bound."""
     capacity: Mapping[str, float]
-    """Demand -> largest rate of it alone, one replica."""
+    """Maximum rate per replica by demand, if served alone."""
     role: str = ""
-    """Replicas of cells that differ in their role only may be switched (re-planning)."""
+    """Tasks. Replicas can be switched between cells that differ only in role (re-planning)."""
     switches_with: tuple[str, ...] = ()
-    """Cells that a running replica of this one can become without a restart."""
+    """Cells that a running replica of this cell can switch to without a restart."""
     start_s: float = 0.0
-    """From the decision for a further replica to its first request."""
+    """Seconds from the decision to add a replica until its first request."""
     preference: float = 0.0
-    """Tie-break, share of its price, at most 0.03: the larger the worse."""
+    """Tie-break as a share of its price, at most 0.03. Larger is worse."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +56,9 @@ class ServiceDemand:
 
     service: str
     tier: float
-    """Cells with a tier at most this may do it."""
+    """Largest tier of a cell that may do this work."""
     work: float = 1.0
-    """Requests of the service for one request: items x (1 - hit rate), share of prefill left."""
+    """Service requests per request: items x (1 - hit rate), or the share of prefill that remains."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +70,9 @@ class PathVariant:
     structure: str
     needs: tuple[ServiceDemand, ...]
     levels: frozenset[str] = frozenset()
-    """Names of the cache levels that it counts on."""
+    """Names of the cache levels that it relies on."""
     network: float = 0.0
-    """Bytes between nodes, one request."""
+    """Bytes transferred between nodes per request."""
 
 
 @dataclass(frozen=True)
@@ -83,18 +81,18 @@ class RateDemand:
 
     name: str
     rate: float
-    """Planned for (with its peak factor)."""
+    """Planned rate, including the peak factor."""
     online: bool = True
     weight: float = 1.0
     growth_per_s: float = 0.0
-    """Share by which its rate may grow within a second, until further replicas have started."""
+    """Relative growth of the rate per second, until additional replicas have started."""
     slices: int | None = None
-    """Its rate is divided among cells in multiples of rate / slices; None: at will."""
+    """Number of equal slices to divide among cells. None allows any division."""
 
 
 @dataclass(frozen=True)
 class CacheLevel:
-    """One size of one cache. Of each cache exactly one level is chosen."""
+    """One size of one cache. Exactly one level of each cache is chosen."""
 
     name: str
     cache: str
@@ -103,12 +101,12 @@ class CacheLevel:
 
 @dataclass(frozen=True)
 class CrowdedNode:
-    """A node whose loss a plan did not survive: its class had so many nodes, and it held so many replicas."""
+    """A node whose loss a plan did not survive, with the number of nodes of its class."""
 
     nodes: str
     count: int
     replicas: Mapping[str, int]
-    """Cell -> replicas on that node."""
+    """Replicas on that node by cell."""
 
 
 @dataclass(frozen=True)
@@ -117,13 +115,13 @@ class PoolLimits:
     online_share: float = 0.8
     network_utilisation: float = 0.7
     spot_share: float = 0.0
-    """Of an online demand's work at each service, that spot machines may do."""
+    """Maximum share of an online demand's work at each service on spot machines."""
     spare: frozenset[str] = frozenset()
-    """Services that must carry their online work with one replica, the largest, lost."""
+    """Services that must carry their online work after the loss of their largest replica."""
     by_node: bool = False
-    """These services must carry it with all replicas of one node lost, whichever it is."""
+    """Whether these services must also survive the loss of any node with all its replicas."""
     crowded: tuple[CrowdedNode, ...] = ()
-    """With `by_node`: placements that are not to come again."""
+    """Placements to exclude, with `by_node`."""
 
 
 @dataclass(frozen=True)
@@ -131,17 +129,17 @@ class CurrentState:
     """The current deployment, and the costs of changing it (re-planning)."""
 
     replicas: Mapping[str, int]
-    """Cell -> replicas."""
+    """Replicas by cell."""
     below_min_dwell: Mapping[str, int] = field(default_factory=dict)
-    """Cell -> replicas that have not run for the minimum dwell yet: they stay."""
+    """Replicas by cell that are within the minimum dwell time, and so are kept."""
     start_cost: Mapping[str, float] = field(default_factory=dict)
-    """Cell -> dollars to start one replica."""
+    """Dollars to start one replica, by cell."""
     switch_cost: float = 0.0
     """Dollars for one role switch."""
     horizon_hours: float = 24.0
     max_changes: int | None = None
     free: frozenset[tuple[str, str]] = frozenset()
-    """Switches (from, to) that change no process, only the tier that it keeps."""
+    """Switches (from, to) that change only the tier, without changing a process."""
 
 
 @dataclass(frozen=True)
@@ -158,14 +156,14 @@ class OptimizationProblem:
 
 @dataclass(frozen=True)
 class CellFlow:
-    """A demand's rate, at one service, on one cell, for one variant's tier."""
+    """Rate of a demand at one service on one cell, for the tier of one variant."""
 
     demand: str
     service: str
     cell: str
     rate: float
     tier: float = float("inf")
-    """Seconds that the work asks for; the cell's own tier may be tighter."""
+    """Tier in seconds that the work requires. The cell's own tier may be tighter."""
 
 
 @dataclass(frozen=True)
@@ -178,30 +176,31 @@ class SolveProgress:
 @dataclass(frozen=True)
 class PoolSolution:
     status: Literal["optimal", "feasible"]
-    """"optimal" only where the solver proved it to its gap."""
+    """"optimal" only if the solver proved it within its gap."""
     seconds: float
     objective: float
     bound: float
-    """No plan is better than this."""
+    """Proven bound. No plan is better."""
     replicas: Mapping[str, int]
     nodes: Mapping[str, int]
     served: Mapping[str, float]
-    """Variant -> rate."""
+    """Rate by variant."""
     flows: tuple[CellFlow, ...]
     levels: frozenset[str]
     slack: Mapping[str, float]
-    """Constraint -> its slack; near 0: it binds."""
+    """Slack by constraint. Near 0 means binding."""
     first_s: float | None = None
-    """Seconds until the first incumbent, where the solver tells."""
+    """Seconds until the first incumbent, if the solver reports it."""
     history: tuple[SolveProgress, ...] = ()
     started: Mapping[str, int] = field(default_factory=dict)
     switched: Mapping[tuple[str, str], int] = field(default_factory=dict)
     extra: Mapping[str, int] = field(default_factory=dict)
-    """Cell -> replicas, of `replicas`, on GPUs that would be idle without them."""
+    """Number of `replicas` by cell on GPUs that would otherwise be idle."""
     work: float = 0.0
-    """Of the solver: see `SolverOptions.work`."""
+    """Work of the solver, see `SolverOptions.work`."""
     timed_out: bool = False
-    """The wall clock ended the search, or one that led to it: another run may find another plan."""
+    """Whether this search or an earlier one reached the wall-clock limit. Another run may find another
+    plan."""
 
     @property
     def gap(self) -> float:
@@ -211,7 +210,7 @@ class PoolSolution:
 
 @dataclass(frozen=True)
 class CapacityShortfall:
-    """Why nothing fits: one constraint, the amount that it allows and the amount needed."""
+    """Reason for infeasibility: a constraint, the allowed amount and the needed amount."""
 
     constraint: str
     allowed: float

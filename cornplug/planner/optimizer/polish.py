@@ -1,7 +1,7 @@
-"""Rates at whole replicas and nodes.
+"""Rates for whole replicas and nodes.
 
-A solver keeps integers to a tolerance (HiGHS: 1e-6), so 4e-6 of a replica may carry a little work. This holds
-every integer at its rounded value and solves for the rates once more: the usual polish of a MIP's solution.
+A solver keeps integers only to a tolerance (1e-6 in HiGHS), so 4e-6 of a replica may carry some work.
+Polishing a MIP solution fixes every integer at its rounded value and solves for the rates again.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from cornplug.planner.optimizer.variables import PoolModel
 
 WHOLE: Final = 1e-9
 HELD: Final = 1e-7
-"""Relative: an earlier goal may lose so much, which the solver's own tolerances need."""
+"""Relative loss allowed for an earlier goal, because of the solver's tolerances."""
 
 
 def is_whole(model: PoolModel, values: Values) -> bool:
-    """Whether every integer variable has an integer value."""
     return all(abs(values[v] - round(values[v])) <= WHOLE for v in _integers(model))
 
 
 def polish(
     model: PoolModel, fresh: PoolModel, wanted: Sequence[tuple[Any, int]], values: Values
 ) -> dict[Any, float]:
-    """The values of `model` with its integers rounded and its rates the best for them.
+    """Return the values of `model` with rounded integers and the best rates for them.
 
-    `fresh`: the same model without an objective, which this changes; `wanted`: its goals in their order, each
-    an expression with the sign 1 (minimised) or -1. Where no rates fit the rounded integers, the rates stay.
+    `fresh` is the same model without an objective, and is modified. `wanted` lists its goals as (expression,
+    sign), 1 (minimised) or -1. If no rates fit the rounded integers, the rates stay.
     """
     rounded = {v.name: round(values[v]) for v in _integers(model)}
     for v in _integers(fresh):

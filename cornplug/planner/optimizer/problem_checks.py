@@ -1,4 +1,4 @@
-"""Refuses pools that mean nothing, before a solver gives a puzzling answer to them."""
+"""Checks that reject invalid pools before a solver returns a confusing result."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from cornplug.errors import ConfigError
 from cornplug.planner.optimizer.optimization_problem import Cell, MachineClass, OptimizationProblem
 
 SMALLEST_SHARE = 0.125
-"""Of a GPU. Footprints are halves of one another, or whole nodes: then counted nodes are exact."""
+"""Smallest share of a GPU. Footprints are halves of one another or whole nodes, so that counting nodes is
+exact."""
 
 
 def check(pool: OptimizationProblem) -> None:
-    """Raises ConfigError that names the entry."""
+    """Raise ConfigError that names an invalid entry."""
     _once("nodes", (n.name for n in pool.nodes))
     _once("cells", (c.name for c in pool.cells))
     _once("demands", (u.name for u in pool.demands))
@@ -24,7 +25,7 @@ def check(pool: OptimizationProblem) -> None:
     _demands(pool)
     _variants(pool)
     share = pool.limits.spot_share
-    _require(0 <= share <= 1, "limits.spot_share", f"is {share}", "Give a share from 0 to 1.")
+    _require(0 <= share <= 1, "limits.spot_share", f"is {share}", "Set a share from 0 to 1.")
     _running(pool)
 
 
@@ -36,21 +37,28 @@ def _require(holds: bool, field: str, problem: str, remedy: str) -> None:
 def _once(what: str, names: Iterable[str]) -> None:
     seen = set[str]()
     for name in names:
-        _require(name not in seen, f"{what}[{name}]", "is there twice", "Give each its own name.")
+        _require(
+            name not in seen, f"{what}[{name}]", "is defined twice", "Use a different name for each entry."
+        )
         seen.add(name)
 
 
 def _nodes(pool: OptimizationProblem) -> None:
     for node in pool.nodes:
         field = f"nodes[{node.name}]"
-        _require(node.gpus >= 1, f"{field}.gpus", f"is {node.gpus}", "A node has at least one GPU.")
+        _require(node.gpus >= 1, f"{field}.gpus", f"is {node.gpus}", "Set 1 or more.")
         _require(
             node.price >= 0 and isfinite(node.price),
             f"{field}.price",
             f"is {node.price}",
-            "Give dollars an hour, 0 or more.",
+            "Set dollars per hour, 0 or more.",
         )
-        _require(node.stock >= 0, f"{field}.stock", f"is {node.stock}", "Give how many there are.")
+        _require(
+            node.stock >= 0,
+            f"{field}.stock",
+            f"is {node.stock}",
+            "Set the number of available nodes, 0 or more.",
+        )
 
 
 def _cells(pool: OptimizationProblem) -> None:
@@ -58,21 +66,32 @@ def _cells(pool: OptimizationProblem) -> None:
     demands = {u.name for u in pool.demands}
     for cell in pool.cells:
         field = f"cells[{cell.name}]"
-        _require(cell.nodes in nodes, f"{field}.nodes", f'"{cell.nodes}" is none', "Name a node class.")
+        _require(
+            cell.nodes in nodes,
+            f"{field}.nodes",
+            f'"{cell.nodes}" is not a node class',
+            "Set the name of a node class.",
+        )
         _require(
             packs(cell, nodes[cell.nodes]),
             f"{field}.gpus",
             f"{cell.gpus:g} GPUs do not divide a node of {nodes[cell.nodes].gpus}",
-            "Give 1/8, 1/4, 1/2, 1, 2, 4, 8 up to the node's GPUs, or a multiple of these.",
+            "Set 1/8, 1/4, 1/2, 1, 2, 4 or 8 up to the node's GPUs, or a multiple of the node's GPUs.",
         )
         for demand, rate in cell.capacity.items():
             where = f"{field}.capacity[{demand}]"
-            _require(demand in demands, where, "is no demand's", "Name a demand.")
+            _require(demand in demands, where, "is not for a known demand", "Use the name of a demand.")
             _require(
-                rate > 0 and isfinite(rate), where, f"is {rate}", "Leave out what the cell cannot serve."
+                rate > 0 and isfinite(rate),
+                where,
+                f"is {rate}",
+                "Set requests per second above 0, or omit a demand that the cell cannot serve.",
             )
         _require(
-            0 <= cell.preference <= 0.03, f"{field}.preference", f"is {cell.preference}", "At most 0.03."
+            0 <= cell.preference <= 0.03,
+            f"{field}.preference",
+            f"is {cell.preference}",
+            "Set a number from 0 to 0.03.",
         )
 
 
@@ -87,10 +106,15 @@ def packs(cell: Cell, node: MachineClass) -> bool:
 def _demands(pool: OptimizationProblem) -> None:
     for u in pool.demands:
         field = f"demands[{u.name}]"
-        _require(u.rate >= 0 and isfinite(u.rate), f"{field}.rate", f"is {u.rate}", "Give requests a second.")
-        _require(u.growth_per_s >= 0, f"{field}.growth_per_s", f"is {u.growth_per_s}", "Give 0 or more.")
-        _require(u.weight > 0, f"{field}.weight", f"is {u.weight}", "Give more than 0.")
-        _require(u.slices is None or u.slices >= 1, f"{field}.slices", f"is {u.slices}", "Give 1 or more.")
+        _require(
+            u.rate >= 0 and isfinite(u.rate),
+            f"{field}.rate",
+            f"is {u.rate}",
+            "Set requests per second, 0 or more.",
+        )
+        _require(u.growth_per_s >= 0, f"{field}.growth_per_s", f"is {u.growth_per_s}", "Set 0 or more.")
+        _require(u.weight > 0, f"{field}.weight", f"is {u.weight}", "Set a number above 0.")
+        _require(u.slices is None or u.slices >= 1, f"{field}.slices", f"is {u.slices}", "Set 1 or more.")
 
 
 def _variants(pool: OptimizationProblem) -> None:
@@ -98,16 +122,24 @@ def _variants(pool: OptimizationProblem) -> None:
     levels = {level.name for level in pool.levels}
     for v in pool.variants:
         field = f"variants[{v.name}]"
-        _require(v.demand in demands, f"{field}.demand", f'"{v.demand}" is none', "Name a demand.")
         _require(
-            v.levels <= levels, f"{field}.levels", f"{sorted(v.levels - levels)} are none", "Name levels."
+            v.demand in demands,
+            f"{field}.demand",
+            f'"{v.demand}" is not a demand',
+            "Set the name of a demand.",
+        )
+        _require(
+            v.levels <= levels,
+            f"{field}.levels",
+            f"{sorted(v.levels - levels)} are not levels",
+            "Use the names of levels.",
         )
         for need in v.needs:
             _require(
                 need.work >= 0 and isfinite(need.work),
                 f"{field}.needs[{need.service}].work",
                 f"is {need.work}",
-                "Give requests of the service for one request.",
+                "Set the number of requests to the service per request, 0 or more.",
             )
 
 
@@ -117,11 +149,11 @@ def _running(pool: OptimizationProblem) -> None:
     cells = {c.name for c in pool.cells}
     for name, count in pool.current.replicas.items():
         field = f"current.replicas[{name}]"
-        _require(name in cells, field, "is no cell of the pool", "Keep the cells that run in the pool.")
+        _require(name in cells, field, "is not a cell of the pool", "Keep running cells in the pool.")
         below_min_dwell = pool.current.below_min_dwell.get(name, 0)
         _require(
             0 <= below_min_dwell <= count,
             field,
             f"{below_min_dwell} of {count} are below the minimum dwell",
-            "Not more than run.",
+            "Set at most the number of running replicas.",
         )

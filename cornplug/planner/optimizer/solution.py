@@ -1,4 +1,4 @@
-"""From the values of a model's variables to a Solution."""
+"""Conversion of the values of a model's variables to a PoolSolution."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cornplug.planner.optimizer.variables import PoolModel
 
 Key = TypeVar("Key")
 Values = Mapping[Any, float]
-"""Variable -> value."""
+"""Value by variable."""
 
 NOTHING = 1e-7
-"""Rates below are the solver's tolerance."""
+"""Rates below this value are solver tolerance."""
 
 
 def read(model: PoolModel, values: Values, run: SolverRun, sign: int, seconds: float) -> PoolSolution:
-    """`run`: of the first goal; `sign` is -1 where that was maximised."""
+    """Return the solution of the first goal's `run`. `sign` is -1 for a maximised goal."""
     replicas = _whole(model.x, values)
     served = {
         v.name: values[model.phi[v.name]]
@@ -54,12 +54,13 @@ def _whole(variables: Mapping[Key, Any], values: Values) -> dict[Key, int]:
 
 
 def _has_replicas(model: PoolModel, variant: PathVariant, replicas: Mapping[str, int]) -> bool:
-    """Whether every service of the variant has a replica: a rate without one is the solver's tolerance."""
+    """Return whether every service of the variant has a replica. A rate without a replica is solver
+    tolerance."""
     return all(any(c.name in replicas for c in model.fit(variant, need)) for need in variant.needs)
 
 
 def slack(row: Any, values: Values) -> float:
-    """Slack of a constraint; 0 for an equation."""
+    """Return the slack of a constraint, or 0 for an equation."""
     if row.sense == LpConstraintEQ:
         return 0.0
     value = row_value(row, values)
@@ -67,7 +68,8 @@ def slack(row: Any, values: Values) -> float:
 
 
 def row_value(row: Any, values: Values) -> float:
-    """Left side of a constraint: PuLP keeps a row as expression + constant <= 0 (or >= 0, or = 0)."""
+    """Return the left side of a constraint. PuLP stores a row as expression + constant <= 0 (or >= 0, or =
+    0)."""
     return float(row.constant + sum(weight * values[v] for v, weight in row.items()))
 
 
@@ -82,9 +84,10 @@ def signed(at: SolveProgress, sign: int) -> SolveProgress:
 
 
 def flows(model: PoolModel, values: Values, served: Mapping[str, float]) -> Iterator[CellFlow]:
-    """Work by demand, service, tier asked for and cell: the tightest work on the tightest cells.
+    """Yield work by demand, service, required tier and cell, assigning the tightest work to the tightest
+    cells.
 
-    Cells without a replica do none.
+    Cells without a replica get no work.
     """
     for (u, service), needs in model.needs.items():
         cells = [

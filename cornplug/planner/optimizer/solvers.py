@@ -1,7 +1,7 @@
 """HiGHS in this process, through PuLP.
 
-All programs are minimised. A run has its proven bound: PuLP's status calls a plan "Optimal" also
-when the time was up, so incumbent and bound are compared here.
+All programs are minimised. A run includes its proven bound. PuLP reports "Optimal" also if the time limit was
+reached, so the status is computed from the incumbent and the bound.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from cornplug.planner.optimizer.optimization_problem import SolveProgress
 Watch = Callable[[SolveProgress], None]
 NAME: Final = "HiGHS"
 MIN_STEPS: Final = 10
-"""Steps that each call counts at least: presolve alone may settle a model."""
+"""Minimum number of steps to count per call, because presolve alone may solve a model."""
 _scheduler: Final = {"threads": 0}
-"""Of this process: what the last call asked for."""
+"""Number of threads of the last call in this process."""
 
 
 @dataclass(frozen=True)
 class SolverRun:
-    """Result of one call of a solver. The variables hold its plan where there is one."""
+    """Result of one solver call. The variables contain its plan, if it found one."""
 
     status: Literal["optimal", "feasible", "infeasible", "none"]
-    """none: the time was up before any plan was found, and none was proven impossible."""
+    """"none" means that the time was up before a plan or a proof of infeasibility was found."""
     seconds: float
     objective: float = inf
     bound: float = -inf
     first_s: float | None = None
     history: tuple[SolveProgress, ...] = ()
     work: float = 0.0
-    """Million steps x non-zero coefficients: see `SolverOptions.work`."""
+    """Million steps x non-zero coefficients, see `SolverOptions.work`."""
     timed_out: bool = False
-    """The wall clock ended it: another run may find another plan."""
+    """Whether the wall-clock limit was reached. Another run may find another plan."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class SolverLimits:
     seconds: float
     threads: int = 1
     work: float = inf
-    """As `SolverRun.work`. Deterministic, unlike `seconds`, which is for machines that never get there."""
+    """Work as in `SolverRun.work`. It is deterministic, unlike `seconds`, which only limits slow machines."""
 
 
 def solve(
     problem: Any, limits: SolverLimits, watch: Watch | None = None, *, start: bool = False
 ) -> SolverRun:
-    """HiGHS's result of minimising the problem; with `start`, from the values that the variables hold."""
+    """Minimise the problem with HiGHS. With `start`, begin from the current values of the variables."""
     _without_banner()
     _share_threads(limits.threads)
     began, history = time.monotonic(), list[SolveProgress]()
@@ -110,7 +110,7 @@ def solve(
 
 
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
-    """PuLP's HiGHS, which cannot be handed a first plan."""
+    """PuLP's HiGHS with a warm start, which PuLP does not support."""
 
     def __init__(self, *, start: bool, **settings: Any) -> None:
         super().__init__(**settings)
@@ -125,7 +125,7 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
 
 
 def with_objective(run: SolverRun, objective: float, gap: float) -> SolverRun:
-    """The run with a better objective than the solver's, and the status that its bound then proves."""
+    """Return the run with a better objective than the solver's, and the status that its bound proves."""
     return replace(run, objective=objective, status=_status(objective, run.bound, gap))
 
 
@@ -134,21 +134,21 @@ def _status(objective: float, bound: float, gap: float) -> Literal["optimal", "f
 
 
 def reached(objective: float, bound: float, gap: float) -> bool:
-    """The plan is proven: none is better by more than the gap."""
+    """Return whether the bound proves that no plan is better by more than the gap."""
     return isfinite(objective) and objective - bound <= gap * abs(objective) + 1e-6
 
 
 def relax(problem: Any) -> None:
-    """Solve without integrality: afterwards each row's `pi` is its shadow price."""
+    """Solve without integrality. Each row's `pi` is then its shadow price."""
     _without_banner()
     _share_threads(1)
     problem.solve(pulp.HiGHS(mip=False, msg=False, threads=1))
 
 
 def _share_threads(number: int) -> None:
-    """Let the next call have so many threads.
+    """Set the number of threads of the next call.
 
-    HiGHS starts its threads once a process, and solves nothing in a call that asks for another number.
+    HiGHS starts its threads once per process, and solves nothing if a later call requests another number.
     """
     if _scheduler["threads"] != number:
         highspy.Highs.resetGlobalScheduler(True)
@@ -157,9 +157,10 @@ def _share_threads(number: int) -> None:
 
 @cache
 def _without_banner() -> None:
-    """Make the first solver of this process with standard output closed.
+    """Create the first solver of this process with standard output closed.
 
-    highspy 1.16 prints its name there, before any option is set: `cornplug plan --json` prints a document.
+    highspy 1.16 prints a banner to it before any option is set, but `cornplug plan --json` must print only
+    JSON.
     """
     sys.stdout.flush()
     stdout, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)

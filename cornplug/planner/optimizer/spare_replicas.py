@@ -1,9 +1,9 @@
-"""Spare replicas: a service survives the loss of one replica, or of one node with all that it holds.
+"""Spare replicas, so that a service survives the loss of one replica or of one node with all its replicas.
 
-For a node the model needs to know the most replicas of a cell that any node holds. Nodes are counted, not
-indexed, so it chooses that number k (one binary b_jk for each) and has at most k replicas on each node of the
-class: x_j <= k z_n, with s_jk <= z_n where b_jk = 1 and 0 elsewhere. Whether the replicas of all services can
-be placed so is seen when they are placed; a placement that fails comes back as a `CrowdedNode`.
+For nodes, the model limits a cell's replicas on any node. Nodes are counted, not indexed, so it chooses the
+limit k (a binary b_jk for each k): x_j <= sum of k s_jk, with s_jk <= z_n if b_jk = 1 and s_jk = 0 otherwise.
+Whether all services' replicas can be placed this way is checked at placement, and a failed placement is
+excluded as a `CrowdedNode`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from cornplug.planner.optimizer.variables import PoolModel
 
 
 def constrain(model: PoolModel) -> None:
-    """Rows for every cell in use of the services that must survive.
+    """Add rows for every used cell of the services that must survive a loss.
 
-    The capacity that online work leaves free on the cells that may stand in, counted in lost
-    replicas, is at least the lost ones, filled to the limit: after a loss the part kept for peaks
-    may be used.
-    The exchange rate is the worst of the classes at hand, so that the row is exact where cells
-    are one another's multiples and careful otherwise.
+    The capacity that online work leaves free on cells that may substitute, counted in lost replicas, must
+    cover the lost replicas filled to the limit. After a loss, the share for peaks may be used. The exchange
+    rate is the minimum over the demands: exact if cells are multiples of one another, and conservative
+    otherwise.
     """
     limit = model.pool.limits.max_utilisation
     for name, used in model.e.items():
@@ -40,7 +39,7 @@ def constrain(model: PoolModel) -> None:
         beside = _beside(model, cell)
         needed = lpSum(worth * model.lost(other) for other, worth in beside)
         most = sum(worth * model.per_node(other) for other, worth in beside)
-        # Of a cell that is not used, the row says nothing
+        # The row has no effect for a cell that is not used
         model.add(f"spare[{name}]", lpSum(left) + limit * most * (1 - used) >= limit * needed)
     for name, choices in model.spread.items():
         _spread(model, model.cells[name], choices)
@@ -49,14 +48,16 @@ def constrain(model: PoolModel) -> None:
 
 
 def stands_in(model: PoolModel, cell: Cell, lost: Cell) -> float:
-    """Replicas of `lost` that one of `cell` is worth; 0: it may not take all of its work."""
+    """Return how many replicas of `lost` one replica of `cell` replaces, or 0 if it cannot take all of its
+    work."""
     if cell.tier > lost.tier:
         return 0.0
     return min(cell.capacity.get(u, 0.0) / lost.capacity[u] for u in model.online(lost))
 
 
 def _beside(model: PoolModel, lost: Cell) -> list[tuple[Cell, float]]:
-    """Cells whose replicas go with a node of `lost`, for the same free capacity; their most worth in it."""
+    """Return the cells that are lost together with a node of `lost`, with their largest value in its
+    replicas."""
     found = []
     for cell in model.cells_of[lost.service]:
         common = [u for u in model.online(lost) if u in cell.capacity]
@@ -66,7 +67,7 @@ def _beside(model: PoolModel, lost: Cell) -> list[tuple[Cell, float]]:
 
 
 def _spread(model: PoolModel, cell: Cell, choices: list[tuple[int, Any, Any]]) -> None:
-    """At most k replicas on each node, for one k."""
+    """Limit the replicas on each node to k, for exactly one k."""
     name, z = cell.name, model.z[cell.nodes]
     most = min(model.nodes[cell.nodes].stock, model.most(cell))
     model.add(f"spread[{name}]", model.x[name] <= lpSum(k * s for k, _, s in choices))
@@ -77,7 +78,7 @@ def _spread(model: PoolModel, cell: Cell, choices: list[tuple[int, Any, Any]]) -
 
 
 def _not_again(model: PoolModel, i: int, crowded: CrowdedNode) -> None:
-    """More nodes than the crowded one's class had, or the loss of all that it held."""
+    """Require more nodes than the crowded node's class had, or survival of the loss of all its replicas."""
     if crowded.nodes not in model.z:
         return
     more = model.count(f"q_{i}", 1)

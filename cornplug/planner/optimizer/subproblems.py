@@ -1,9 +1,9 @@
-"""Services that stand in for one another, taken alone: their least cost bounds the whole pool's.
+"""Groups of services that can replace one another. Their least costs bound the whole pool's.
 
-A request may take the monolith, or prefill and decode apart: such services form a group. The
-constraints that couple groups (tiers of one demand, cache levels, the network, nodes that several
-fill) are left out, so that at any price of GPUs a group's least cost is never above its cost in
-a plan. The model's own relaxation splits replicas at will and stays percents below.
+A request may use the monolith, or separate prefill and decode: such services form a group. Constraints that
+couple groups (tiers of one demand, cache levels, the network, nodes that several groups share) are left out.
+At any GPU price a group's least cost is therefore at most its cost in a plan. The model's own relaxation
+splits replicas freely, and its bound is some percent lower.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cornplug.planner.optimizer.optimization_problem import OptimizationProblem,
 
 
 def groups(pool: OptimizationProblem) -> list[frozenset[str]]:
-    """A partition of the services that variants need."""
+    """Return a partition of the services that variants need."""
     parts: list[frozenset[str]] = []
     for u in pool.demands:
         variants = [[need.service for need in v.needs] for v in pool.variants if v.demand == u.name]
@@ -30,7 +30,7 @@ def groups(pool: OptimizationProblem) -> list[frozenset[str]]:
 
 
 def subproblem(pool: OptimizationProblem, services: frozenset[str]) -> OptimizationProblem:
-    """The pool of one group: its cells, and the demands' work there."""
+    """Return the pool of one group: its cells, and the demands' work there."""
     variants: dict[tuple[str, object], PathVariant] = {}
     for v in pool.variants:
         needs = tuple(need for need in v.needs if need.service in services)

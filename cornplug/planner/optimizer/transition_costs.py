@@ -1,7 +1,7 @@
-"""Re-planning: cost of a change of the running replicas, and the number of changes allowed.
+"""Costs of changing the running replicas when re-planning, and the limit on the number of changes.
 
-x = x0 + a - d + in - out: starts, stops, and role switches between cells whose engines can change
-their role without a restart. That a switch comes before a restart follows from their prices.
+x = x0 + a - d + in - out: starts, stops, and role switches between cells whose engines can change their role
+without a restart. Switches are preferred to restarts because of their prices.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cornplug.planner.optimizer.variables import PoolModel
 
 
 def cost(model: PoolModel) -> Any:
-    """Dollars for all starts and switches."""
+    """Return the dollars for all starts and switches."""
     current = model.pool.current
     if current is None:
         return 0.0
@@ -47,7 +47,7 @@ def balance(model: PoolModel, current: CurrentState) -> None:
 
 
 def dwell(model: PoolModel, current: CurrentState) -> None:
-    """Replicas that have not run for the minimum dwell are neither stopped nor switched."""
+    """Keep replicas within the minimum dwell time from being stopped or switched."""
     for name, young_replicas in current.below_min_dwell.items():
         went = lpSum(
             m for (source, to), m in model.m.items() if source == name and (source, to) not in current.free
@@ -63,5 +63,5 @@ def change_budget(model: PoolModel, current: CurrentState) -> None:
 
 
 def counted_switches(model: PoolModel, current: CurrentState) -> list[Any]:
-    """Role switches; a switch that changes no process counts for nothing."""
+    """Return the role switches that change a process."""
     return [m for pair, m in model.m.items() if pair not in current.free]

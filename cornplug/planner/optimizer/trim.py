@@ -1,7 +1,7 @@
-"""Replicas and nodes that a plan does not need: a solver that is stopped early leaves some.
+"""Removal of replicas and nodes that a plan does not need, which a solver that is stopped early leaves.
 
-Rates stay as they are. A replica goes if every row of the model still holds without it: rows of capacity,
-and of spare replicas, keep those with a use.
+Rates do not change. A replica is removed if every row of the model still holds without it. Capacity and spare
+rows thus keep the replicas that are needed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from cornplug.planner.optimizer.solution import Values, row_value
 from cornplug.planner.optimizer.variables import PoolModel
 
 TOLERANCE: Final = 1e-6
-"""As HiGHS's own, for how far a row may be broken."""
+"""Tolerance for violated rows, as in HiGHS."""
 
 
 def trim(model: PoolModel, values: Values) -> dict[Any, float]:
-    """The values without needless replicas, then without needless nodes; the dearest go first."""
+    """Return the values without unneeded replicas and then without unneeded nodes, the most expensive
+    replicas first."""
     left = dict(values)
     for name, choices in model.spread.items():
         for k, b, s in choices:  # a solver may count more nodes than the replicas need
@@ -41,7 +42,7 @@ def trim(model: PoolModel, values: Values) -> dict[Any, float]:
 
 
 def _without_replica(model: PoolModel, values: Values, name: str) -> dict[Any, float]:
-    """The changed values: one replica fewer, which is a start fewer or a stop more when re-planning."""
+    """Return the changed values for one replica fewer: one start fewer, or one stop more when re-planning."""
     x = model.x[name]
     changed = {x: values[x] - 1}
     if name in model.e and values[x] < 1.5:
@@ -54,7 +55,7 @@ def _without_replica(model: PoolModel, values: Values, name: str) -> dict[Any, f
 
 
 def _apply(rows_of: dict[Any, list[Any]], values: dict[Any, float], changed: dict[Any, float]) -> bool:
-    """Whether all rows of the changed variables hold; only then the values change."""
+    """Apply the changes if all affected rows still hold, and return whether they do."""
     before = {variable: values[variable] for variable in changed}
     values |= changed
     bounds = all(v.upBound is None or value <= v.upBound for v, value in changed.items())

@@ -1,6 +1,6 @@
-"""Sets and variables of the pool model, and its rows by name. `milp.py` explains them.
+"""Sets, variables and named rows of the pool model. `milp.py` explains them.
 
-Every row is kept under the name that the plan's reasons and an explanation of a shortfall quote.
+A plan's reasons and the explanation of a shortfall refer to rows by these names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cornplug.planner.optimizer.optimization_problem import (
 
 
 class PoolModel:
-    """One pool's sets and variables; `add` collects the constraints."""
+    """Sets and variables of one pool. `add` collects the constraints."""
 
     def __init__(self, pool: OptimizationProblem) -> None:
         self.pool = pool
@@ -39,13 +39,13 @@ class PoolModel:
             self.cells_of.setdefault(cell.service, []).append(cell)
         self.variants = [v for v in pool.variants if all(any(self.fit(v, n)) for n in v.needs)]
         self.needs: dict[tuple[str, str], list[tuple[PathVariant, ServiceDemand]]] = {}
-        """(demand, service) -> the variants that need it, and their needs."""
+        """Variants that need a service, with their needs, by (demand, service)."""
         for variant in self.variants:
             for need in variant.needs:
                 self.needs.setdefault((variant.demand, need.service), []).append((variant, need))
 
     def fit(self, variant: PathVariant, need: ServiceDemand) -> Iterator[Cell]:
-        """Cells that may do this work."""
+        """Yield the cells that may do this work."""
         for cell in self.cells_of.get(need.service, ()):
             if variant.demand in cell.capacity and cell.tier <= need.tier:
                 yield cell
@@ -74,7 +74,8 @@ class PoolModel:
             for i, c in enumerate(pool.cells)
             if pool.limits.by_node and c.name in self.e and self.per_node(c) > 1
         }
-        """Cell -> (k, whether no node has more than k of its replicas, the nodes that have some if so)."""
+        """(k, whether no node has more than k replicas of the cell, number of nodes with some of them if so),
+        by cell."""
         self.min_served = self.real("min_served", 1.0)
         self.y: dict[tuple[str, int, str], Any] = {}
         self.a: dict[str, Any] = {}
@@ -91,35 +92,35 @@ class PoolModel:
         if name in self.rows:
             raise ValueError(f"two constraints are called {name}")
         self.rows[name] = constraint
-        # PuLP rewrites characters such as "/" and "-"; the number keeps two such names apart
+        # PuLP rewrites characters such as "/" and "-". The number keeps such names distinct
         self.problem.addConstraint(constraint, f"{len(self.rows)}:{name}")
 
     def classes(self, cell: Cell) -> list[str]:
-        """Demands that may come to the cell."""
+        """Return the demands that the cell may serve."""
         return [u for u in cell.capacity if (u, cell.name) in self.f]
 
     def online(self, cell: Cell) -> list[str]:
         return [u for u in self.classes(cell) if self.demands[u].online]
 
     def load(self, cell: Cell, demands: Iterable[str]) -> Any:
-        """Replicas of the cell that the demands' work fills."""
+        """Return the replicas of the cell that the demands' work fills."""
         return pulp.lpSum(self.f[u, cell.name] * (1 / cell.capacity[u]) for u in demands)
 
     def per_node(self, cell: Cell) -> int:
-        """Replicas of the cell that fit on one node."""
+        """Return the replicas of the cell that fit on one node."""
         return max(int(self.nodes[cell.nodes].gpus / cell.gpus + 1e-9), 1)
 
     def lost(self, cell: Cell) -> Any:
-        """Most replicas of the cell that are lost together: with a node, or one by itself."""
+        """Return the most replicas of the cell lost together: one, or all on a node."""
         if cell.name not in self.spread:
             return 1 * self.e[cell.name]
         return pulp.lpSum(k * b for k, b, _ in self.spread[cell.name])
 
     def most(self, cell: Cell) -> int:
-        """Replicas beyond which one more of this cell cannot help, nor fit.
+        """Return an upper bound on the useful replicas of this cell.
 
-        A bound that is no looser than that keeps the relaxation tight: it is the coefficient
-        of the only rows that switch something on or off (`spare`).
+        A tight bound keeps the relaxation tight, because it is the coefficient of the only rows that switch
+        something on or off (`spare`).
         """
         node = self.nodes[cell.nodes]
         room = int(node.stock * node.gpus / cell.gpus + 1e-9)
@@ -139,7 +140,7 @@ class PoolModel:
         )
         if not limits.spare:
             return ceil(whole - 1e-9)
-        # Spare replicas: as many as stand in for one of the largest sibling, or for a node full of them.
+        # Spare replicas: enough to replace the largest sibling, or a node full of siblings.
         largest = max(
             (other.capacity[u] / cell.capacity[u]) * (self.per_node(other) if limits.by_node else 1)
             for other in self.cells_of[cell.service]
@@ -149,7 +150,7 @@ class PoolModel:
         return ceil(whole - 1e-9) + ceil(largest - 1e-9)
 
     def _work(self, demand: str, cell: Cell) -> float:
-        """Replicas that all of a demand would fill, on its most laborious variant."""
+        """Return the number of replicas that a demand fills on the variant with the most work."""
         work_of: dict[str, float] = {}
         for variant, need in self.needs[demand, cell.service]:
             if cell.tier <= need.tier:
@@ -158,5 +159,5 @@ class PoolModel:
 
 
 def _at_most(fitting: int) -> list[int]:
-    """Bounds among which the most replicas on one node is chosen; beyond 8 in coarse steps."""
+    """Return the candidate bounds on replicas per node, in coarse steps beyond 8."""
     return [k for k in range(1, fitting + 1) if k <= 8 or k == fitting or k in (16, 32)]

@@ -1,1 +1,1 @@
-"""Performance of one replica, or of a few behind one router: times, memory, rates."""
+"""Performance of one replica, or of a few replicas behind one router: times, memory and rates."""

@@ -1,11 +1,10 @@
-"""A station's capacity by closed forms, in milliseconds.
+"""Capacity of a station by closed forms, computed in milliseconds.
 
-A replica does the work that comes once a request (encode, prefill, generate) as a server of GI/G/c
-does, with iterations that hold more of it the more waits; decoding runs beside it, in the time
-that is left. The wait has Allen and Cunneen's tail (`queueing.py`), a request's own time
-is its draw's, and the percentile is that of their sum over the draws. Requests that decode, and
-the KV tokens that they hold, are as M/G/infinity has them: Poisson, so that a percentile needs
-room for some standard deviations more than the mean.
+Work that occurs once per request (encode, prefill, generate) occupies a replica like a GI/G/c server, with
+iterations that contain more of it the longer the queue. Decoding uses the remaining time. The wait has Allen
+and Cunneen's tail (`queueing.py`), a request's own time is its sample's, and the percentile is of their sum
+over the samples. Decoding requests and their KV tokens are Poisson distributed as in M/G/infinity, so a
+percentile needs some standard deviations more than the mean.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from cornplug.planner.perf_model.request_costs import Floats, RequestCosts, size
 from cornplug.planner.simulator.stations import Station
 
 WAIT_FACTOR: Final = {"least_work": 1.0, "join_shortest_queue": 3.0, "random": 1.0}
-"""Of Allen and Cunneen's wait: they are 15 to 40 % safe for the least work, and 2 to 5 times too
-short where requests are counted (simulated at 25 to 30 servers of Splitwise's prompts)."""
+"""Factor on Allen and Cunneen's wait. The formula is 15 to 40 % too long for least_work, and 2 to 5 times too
+short for join_shortest_queue (simulated with 25 to 30 servers of Splitwise's prompts)."""
 
 
 def screen(
     station: Station, samples: Sequence[SampledRequest], bound: LatencyBound, burst: float = 1.0
 ) -> float:
-    """Requests a second that all replicas carry, by closed forms; see `capacity.capacity`."""
+    """Return the requests per second of all replicas by closed forms. See `capacity.capacity`."""
     sizes = sizes_of(tuple(samples))
     if not _fits(station, sizes):
         return 0.0
@@ -70,7 +69,8 @@ def _meets(
 
 
 def _waits(router: str, servers: int, rate: float, service_s: float) -> tuple[float, float]:
-    """Share of requests that wait, and the mean wait of those, in seconds, were times exponential."""
+    """Return the share of requests that wait, and their mean wait in seconds, for exponential service
+    times."""
     load = rate * service_s
     if router == "power_of_two" and servers > 1:
         waits, mean = two_choices(load / servers)
@@ -82,13 +82,14 @@ def _waits(router: str, servers: int, rate: float, service_s: float) -> tuple[fl
 def _on_time(
     station: Station, state: AnalyticState, bound: LatencyBound, seconds: Floats, rate: float, burst: float
 ) -> bool:
-    """Whether the percentile of wait and own time is within `seconds`, one figure a draw."""
+    """Return whether the percentile of wait plus own time is within `seconds`, which has one value per
+    sample."""
     service_s = float(state.service.mean())
     if service_s == 0:
         return bound.of(state.own / seconds) <= 1
     servers, cv2 = station.schedulers, float(state.service.var()) / service_s**2
     if station.router == "random":
-        # Each replica has its own queue, of arrivals thinned at random.
+        # Each replica has its own queue with randomly thinned arrivals.
         servers, rate = station.groups, rate / station.replicas
         burst = 1 + (burst - 1) / station.replicas
     if rate * service_s >= servers:
@@ -103,14 +104,15 @@ def _on_time(
 
 
 def _sigmas(bound: LatencyBound) -> float:
-    """Standard deviations above the mean for which a bound needs room; without one the mean does."""
+    """Return the standard deviations above the mean that a bound requires. Without a bound, the mean is
+    enough."""
     if bound.seconds is None and bound.tpot_s is None:
         return 0.0
     return {"p90": 1.282, "p95": 1.645, "p99": 2.326}.get(bound.percentile, 0.5)
 
 
 def _fits(station: Station, sizes: RequestCosts) -> bool:
-    """Whether the KV cache of a replica holds each of the requests by itself."""
+    """Return whether the KV cache of a replica can hold each of the requests alone."""
     if station.steps is None or "G" in station.tasks:
         return True
     held = sizes.prompts + sizes.outputs if "D" in station.tasks else sizes.prompts
@@ -118,7 +120,7 @@ def _fits(station: Station, sizes: RequestCosts) -> bool:
 
 
 def _largest(meets: Callable[[float], bool], rate: float) -> float:
-    """The largest rate that meets, to 2 %, from one that is next to nothing; 0 if that does not."""
+    """Return the largest rate that meets the bounds to 2 %, starting from a very low rate, or 0."""
     if not meets(rate):
         return 0.0
     step = 16.0

@@ -1,9 +1,8 @@
 """One replica under a steady rate of requests of one class, by closed forms.
 
-Work that comes once a request (encode, prefill, generate) keeps the replica for a while; decoding
-shares the rest of the time. Both depend on how many there are at once, so a state is a
-fixed point: the more requests decode, the slower each; the more prompts wait, the more of them an
-iteration holds.
+Work that occurs once per request (encode, prefill, generate) occupies the replica, and decoding shares the
+remaining time. A state is a fixed point: the more requests decode, the slower each is, and the more prompts
+wait, the more of them an iteration contains.
 """
 
 from __future__ import annotations
@@ -28,32 +27,33 @@ from cornplug.planner.simulator.stations import Station
 
 _T = TypeVar("_T", float, Floats)
 _ROUNDS: Final = 24
-"""Of a fixed point: beyond them the replica is so near to overload that the bounds decide."""
+"""Iterations of the fixed point. A replica that needs more is so close to overload that the bounds decide."""
 
 
 @dataclass(frozen=True)
 class _Balance:
-    """Means of a steady state."""
+    """Mean values of a steady state."""
 
     decoding: float
     fill: float
-    """How full iterations are with waiting requests: 0, one request each, to 1."""
+    """Fill of iterations with waiting requests, from 0 (one request each) to 1."""
     service_s: float
     iterations: float
-    """That hold a part of one prompt."""
+    """Mean iterations with a part of one prompt."""
     pace: float
-    """Tokens a second of one request that decodes."""
+    """Tokens per second of one decoding request."""
     in_step: SharedIterations | None = None
-    """With attention-DP groups."""
+    """Present with attention-DP groups."""
 
 
 class ReplicaLoad:
-    """Times of one replica of a station, for the sampled requests of a class."""
+    """Times of one replica of a station for the sampled requests of a class."""
 
     def __init__(self, station: Station, of: RequestCosts, sigmas: float) -> None:
-        """`sigmas`: standard deviations above the mean for which there must be room."""
+        """`sigmas` is the number of standard deviations above the mean that must fit."""
         self._station = station
-        # A router that knows the load evens out decoding: the fluctuations are those of all replicas.
+        # A router that knows the load balances decoding, so the fluctuations are those of all replicas
+        # together.
         self._spread = sigmas / (station.groups if station.router == "random" else station.schedulers) ** 0.5
         decodes, prefills = "D" in station.tasks, "P" in station.tasks
         self._encode = encode_s(of, station)
@@ -77,10 +77,10 @@ class ReplicaLoad:
         self._mean_steps = float(self._steps.mean())
         self._context = self._mean_context(of.prompts)
         self.isolated_latency_s = float((self._isolated + self._isolated_decode + self._generate).mean())
-        """Mean seconds of a lone request."""
+        """Mean seconds of a request that runs alone."""
 
     def at(self, rate: float) -> AnalyticState | None:
-        """The state at so many requests a second; None: overloaded."""
+        """Return the state at `rate` requests per second, or None if overloaded."""
         if "G" in self._station.tasks:
             return self._serial(rate)
         return self._engine(rate) if "D" in self._station.tasks else self._batches(rate)
@@ -88,7 +88,7 @@ class ReplicaLoad:
     # Kinds of replica -----------------------------------------------------------------------
 
     def _serial(self, rate: float) -> AnalyticState | None:
-        """One request after the other, whole."""
+        """Serve one whole request after another."""
         service = self._isolated + self._isolated_decode + self._generate
         if rate * service.mean() >= 1:
             return None
@@ -99,7 +99,7 @@ class ReplicaLoad:
         return AnalyticState(service, own, token_s, token_s, steps=self._steps)
 
     def _batches(self, rate: float) -> AnalyticState | None:
-        """Prefill or encode, nothing decodes."""
+        """Prefill or encode, without decoding."""
         isolated_latency_s, packed_s, _, _ = self._means
         fill = self._fill(rate, isolated_latency_s, packed_s)
         if fill is None:
@@ -143,10 +143,10 @@ class ReplicaLoad:
         )
 
     def _interruptions(self, service: Floats, balance: _Balance, token_s: float) -> tuple[float, float]:
-        """Iterations with prompts for each prompt of others, and by how much each is longer.
+        """Return the iterations with prompts per prompt of other requests, and the time that each adds.
 
-        Prompts differ in length, so their sum is compound Poisson: as variable as fewer
-        and longer ones, of E[S^2] / E[S], would be.
+        Prompts differ in length, so their sum is compound Poisson, as variable as of fewer, longer prompts of
+        E[S^2] / E[S].
         """
         mean_s = float(service.mean())
         variable = float((service**2).mean()) / mean_s**2
@@ -156,7 +156,8 @@ class ReplicaLoad:
         return self._station.groups / balance.in_step.groups / variable, longer * variable
 
     def _waiting(self, rate: float, service: Floats) -> float:
-        """Prompts that wait at one replica; they follow a prompt at once, and so interrupt it first."""
+        """Return the waiting prompts of one replica, which follow a prompt directly and interrupt it
+        first."""
         mean_s = float(service.mean())
         station = self._station
         servers = station.groups if station.router == "random" else station.schedulers
@@ -166,7 +167,8 @@ class ReplicaLoad:
     # Means of a steady state ----------------------------------------------------------------
 
     def _balance(self, rate: float) -> _Balance | None:
-        """The fixed point of how many decode, from none upwards: by Little's law, rate x time."""
+        """Return the fixed point of the number of decoding requests, starting from 0, by Little's law (rate x
+        time)."""
         found, decoding = self._with(rate, 0.0), 0.0
         for _ in range(_ROUNDS):
             if found is None or decoding > 1.5 * self._station.max_batch:
@@ -179,7 +181,7 @@ class ReplicaLoad:
         return found
 
     def _with(self, rate: float, decoding: float) -> _Balance | None:
-        """Means with so many requests decoding; None: prompts overload it."""
+        """Return the means with `decoding` requests, or None if prompts overload the replica."""
         token_s = self._token_s(decoding)
         if "P" not in self._station.tasks:
             return _Balance(decoding, 0.0, 0.0, 0.0, 1 / token_s)
@@ -199,10 +201,10 @@ class ReplicaLoad:
         return _Balance(decoding, fill, service_s, iterations, pace, in_step)
 
     def _fill(self, rate: float, isolated_latency_s: float, packed_s: float) -> float | None:
-        """How full iterations are with waiting requests; None: overloaded even with full ones.
+        """Return the fill of iterations with waiting requests, or None if full iterations are overloaded.
 
-        A server at utilisation u has u^2 / (1 - u) waiting; they come with the next iteration. Each of
-        j requests pays a j-th of their shared part, which saves 1 - 1 / j of it.
+        A server at utilisation u has u^2 / (1 - u) waiting requests, which join the next iteration. Each of j
+        requests has 1 / j of their shared cost, and saves 1 - 1 / j.
         """
         most = self._largest / self._mean_size
         saved = 1 - 1 / most
@@ -224,18 +226,18 @@ class ReplicaLoad:
         return fill
 
     def _beside(self, service: _T, iterations: _T, decoding: float, token_s: float) -> _T:
-        """Seconds of iterations with prompts, with requests that decode in them."""
+        """Return the seconds of iterations with prompts, including the requests that decode in them."""
         steps = self._station.steps
         if steps is None or "P" not in self._station.tasks:
             return service
         per_token = 2 * (steps.prefill(self._largest) - steps.prefill(self._largest / 2)) / self._largest
         mixed = 1 + (steps.mixed_factor - 1) * min(decoding, 1.0)
         with_them = service + iterations * decoding * per_token
-        # The larger of the two, of floats and arrays alike.
+        # The larger of the two, for floats and arrays alike.
         return (with_them + iterations * token_s + abs(with_them - iterations * token_s)) * (mixed / 2)
 
     def _has_room(self, rate: float, balance: _Balance) -> bool:
-        """For the requests and the KV tokens in use, and some standard deviations more."""
+        """Return whether the requests and their KV tokens fit, with some standard deviations of margin."""
         if balance.decoding + self._spread * balance.decoding**0.5 > self._station.max_batch:
             return False
         seconds = balance.service_s + self._steps / balance.pace
@@ -247,7 +249,7 @@ class ReplicaLoad:
 
     @property
     def _side_by_side(self) -> float:
-        """A mean prompt's iteration with one in each attention-DP group, times that of a lone one."""
+        """Ratio of a mean prompt's iteration with one in every attention-DP group to that alone."""
         steps = self._station.steps
         assert steps is not None
         tokens = min(self._mean_size, self._largest)
@@ -259,9 +261,10 @@ class ReplicaLoad:
         return steps.request_overhead_s if steps is not None and "P" in self._station.tasks else 0.0
 
     def _own(self, service: Floats, fill: float, token_s: float) -> Floats:
-        """A request's own time: alone or with others in its iterations, then the pipeline's rest."""
+        """Return a request's own time: its iterations, alone or shared, and then the rest of the pipeline."""
         batched = 1 / (1 - fill * (1 - self._mean_size / self._largest))
-        # All that share an iteration leave at its end: half of the others' parts later than in turn.
+        # Requests that share an iteration leave at its end, which is later by half of the others' parts than
+        # in sequence.
         others_s = (batched - 1) / 2 * float(service.mean())
         own: Floats = service + others_s + token_s / 2 + self._overhead_s
         steps = self._station.steps
@@ -271,7 +274,7 @@ class ReplicaLoad:
         return own
 
     def _when_packed(self) -> Floats:
-        """Service of a request that shares full iterations: its part of them."""
+        """Return the service time of a request in full iterations: its share of them."""
         station = self._station
         if station.tasks == "E" and station.encode is not None:
             return self._size * (station.encode(self._largest) / self._largest)
@@ -281,12 +284,12 @@ class ReplicaLoad:
         return packed
 
     def _mean_context(self, prompts: Floats) -> float:
-        """Tokens of context of a request that decodes, over the time that it does."""
+        """Return the mean context tokens of a decoding request over its decoding time."""
         total = self._steps.sum()
         return float(((prompts + self._steps / 2) * self._steps).sum() / total) if total else 0.0
 
     def _token_s(self, decoding: float) -> float:
-        """Seconds of an iteration that only decodes."""
+        """Return the seconds of an iteration that only decodes."""
         steps = self._station.steps
         assert steps is not None
         many = max(decoding, 1.0)

@@ -1,7 +1,7 @@
-"""The largest rate of one request class that a station carries under its bounds.
+"""The largest rate of one request class that a station can carry within its bounds.
 
-Closed forms (`analytic_capacity.py`) find it in milliseconds, well enough to drop cells that no plan
-uses; the simulator (`simulated_capacity.py`) then finds it for the cells that are kept.
+Closed forms (`analytic_capacity.py`) compute it in milliseconds, accurately enough to drop cells that no plan
+uses. The simulator (`simulated_capacity.py`) then computes it for the remaining cells.
 """
 
 from __future__ import annotations
@@ -27,16 +27,14 @@ def capacity(
     seed: int = 0,
     confirm: bool = True,
 ) -> float:
-    """Requests a second of the class of `samples`, alone, that all of the station's replicas carry.
+    """Return the requests per second of the class of `samples`, alone, that all of the station's replicas
+    carry.
 
-    Without bounds that is their throughput, all busy; with bounds it is at most that.
-    0: not even a lone request meets the bounds, or one does not fit the KV cache. Infinite: the
-    requests need nothing here (all their embeddings are cached).
+    Without bounds this is the throughput, and with bounds at most that. 0: a single request misses the bounds
+    or does not fit in the KV cache. Infinity: the requests need no work here, as all embeddings are cached.
 
-    Args:
-        burst: squared coefficient of variation of the times between arrivals.
-        confirm: False: by closed forms alone, milliseconds; True: by simulation, some tenths of a
-            second. Both are remembered for equal arguments.
+    `burst` is the squared coefficient of variation of the interarrival times. Without `confirm` closed forms
+    are used (milliseconds), otherwise a simulation (some tenths of a second). Both are cached.
     """
     if not samples:
         raise ValueError("a capacity needs samples of a request class")
@@ -54,7 +52,7 @@ def _capacity(
 ) -> float:
     if not confirm:
         return analytic_capacity.screen(station, samples, bound, burst)
-    # By way of the cache: a cell is confirmed after it was screened.
+    # Through the cache, because a cell is confirmed after it was screened.
     screened = _capacity(station, samples, bound, burst, seed, False)
     if not 0 < screened < float("inf"):
         return screened

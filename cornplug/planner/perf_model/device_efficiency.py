@@ -1,8 +1,8 @@
-"""How much of a GPU's peaks engines reach, and latencies that no peak tells: the constants of the roofline.
+"""Constants of the roofline: the share of a GPU's peaks that engines reach, and latencies.
 
 Hopper and Blackwell: fitted to half of 577 published measurements of vLLM (Llama 70B, MiniMax-M2.5,
-Qwen3-235B, Kimi-K2.5); `benchmarks/plan_vs_published.py` compares the other half. Ampere, Ada, and 16 bits of
-dense models: from kernel times of AIConfigurator 0.12, lowered where its sums are known to be short.
+Qwen3-235B, Kimi-K2.5). `benchmarks/plan_vs_published.py` compares the other half. Ampere, Ada, and 16-bit
+dense models: from kernel times of AIConfigurator 0.12, reduced where its sums are known to be too short.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from cornplug.planner.inputs.schema import GpuSpec
 
 
 class LinkEfficiency(NamedTuple):
-    """Of all-reduces between the GPUs of a node."""
+    """Efficiency of all-reduces between the GPUs of a node."""
 
     efficiency: float
-    """Part of the link's peak bandwidth."""
+    """Share of the link's peak bandwidth."""
     latency_s: float
-    """Of one among two ranks; among more, times the logarithm of their number."""
+    """Latency between two ranks, multiplied by log2 of their number."""
 
 
 class ComputeEfficiency(NamedTuple):
-    """Parts of the peak FLOPS."""
+    """Shares of the peak FLOPS."""
 
     dense: float
     dense_fp8: float
     experts: float
-    """Of mixtures of experts: grouped GEMMs, unevenly filled."""
+    """Share for mixtures of experts, with unevenly filled grouped GEMMs."""
     experts_fp8: float
 
 
 NOT_FITTED: Final = 0.5
-"""Part of the peak FLOPS of towers and generators: no published times of theirs were compared."""
+"""Share of the peak FLOPS for towers and generators. It was not compared with published times."""
 NVLINK: Final = LinkEfficiency(0.6, 4.5e-6)
 PCIE: Final = LinkEfficiency(0.5, 15e-6)
 LAYER_S: Final = 40e-6
-"""Kernels of a layer that follow one another, whatever their work."""
+"""Seconds of a layer's sequential kernel launches, independent of their work."""
 EXPERTS_S: Final = 45e-6
-"""Of a layer with experts besides: routing, permutation, two grouped GEMMs."""
+"""Additional seconds of a layer with experts: routing, permutation and two grouped GEMMs."""
 
 _OF_GENERATION: Final[Mapping[str, ComputeEfficiency]] = {
     "ampere": ComputeEfficiency(0.7, 0.7, 0.25, 0.25),
@@ -51,7 +51,7 @@ _OF_GENERATION: Final[Mapping[str, ComputeEfficiency]] = {
 
 
 def compute_efficiency(gpu: GpuSpec, *, fp8: bool, experts: bool) -> float:
-    """The part of the GPU's peak FLOPS, of this precision, that an engine reaches with long prompts."""
+    """Return the share of the GPU's peak FLOPS at this precision that an engine reaches with long prompts."""
     of = _OF_GENERATION[gpu.generation]
     if experts:
         return of.experts_fp8 if fp8 else of.experts

@@ -1,4 +1,4 @@
-"""Iterations of attention-DP groups, which are in step: how many groups' prompts share one."""
+"""Lockstep iterations of attention-DP groups, and how many groups' prompts share one iteration."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ _BUSIEST: Final = 0.999
 
 @dataclass(frozen=True)
 class SharedIterations:
-    """Iterations with prompts, of all groups of a replica."""
+    """Iterations with prompts over all groups of a replica."""
 
     busy: float
     """Share of the time that they take."""
     groups: float
-    """That have a prompt in one of them, on average."""
+    """Mean number of groups with a prompt in an iteration."""
     longer: float
-    """Times that of a lone prompt."""
+    """Duration relative to an iteration with a single prompt."""
 
 
 def shared_iterations(alone: float, groups: int, side_by_side: float) -> SharedIterations:
-    """The fixed point of how many groups' prompts share an iteration.
+    """Return the fixed point of how many groups' prompts share an iteration.
 
-    Prompts that come to any group during an iteration all go into the next one: of a server at utilisation u,
-    u^2 / (1 - u) wait. More of them make it longer, but by less than each by itself.
-
-    Args:
-        alone: share of the time that one group's prompts would take with nothing beside them.
-        side_by_side: an iteration with prompts of all groups, times that of a lone one.
+    Prompts that arrive at any group during an iteration all join the next: a server at utilisation u has u^2
+    / (1 - u) waiting. Together they take less time than separately. `alone` is the share of the time for one
+    group's prompts alone. `side_by_side` is the duration with prompts of all groups relative to a single
+    prompt.
     """
     if groups == 1:
         return SharedIterations(alone, 1.0, 1.0)

@@ -1,8 +1,8 @@
-"""Hit rates of an LRU cache under Zipf requests, before there is traffic to measure them.
+"""Hit rates of an LRU cache under Zipf requests, before there is traffic to measure.
 
-Source: Che, Tung and Wang 2002: an item stays for a characteristic time t after its last use,
-the same for all items, so that it is found with probability 1 - exp(-p t); t is where the
-expected number of items found equals the cache's size.
+Source: Che, Tung and Wang 2002. An item stays for a characteristic time t after its last use, the same for
+all items, so the hit probability is 1 - exp(-p t). At t the expected number of cached items equals the
+cache's size.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 _EACH: Final = 10_000
-"""Ranks taken one by one; beyond them, hundreds to a decade: their probabilities hardly differ."""
+"""Ranks with their own bins. Higher ranks share 200 bins per decade, with similar probabilities."""
 
 
 def items(cache_bytes: float, item_bytes: float) -> int:
-    """Items of so many bytes that a cache holds."""
+    """Return the number of items of this size that a cache holds."""
     return int(cache_bytes // item_bytes)
 
 
 @lru_cache(maxsize=4096)
 def che(catalogue: int, zipf: float, cached: float) -> float:
-    """Share of requests found in an LRU cache of `cached` items out of `catalogue`.
+    """Return the hit rate of an LRU cache of `cached` items out of `catalogue`.
 
-    Requests are independent; item k of the catalogue is asked for in proportion to k^-zipf.
-    A cache that holds the whole catalogue always hits: first uses are not counted.
+    Requests are independent, and item k of the catalogue is requested in proportion to k^-zipf. A cache that
+    holds the whole catalogue always hits, because first uses are not counted.
     """
     if catalogue < 1 or zipf < 0:
-        raise ValueError(f"a catalogue of {catalogue} items with Zipf exponent {zipf:g}")
+        raise ValueError(f"invalid catalogue of {catalogue} items with Zipf exponent {zipf:g}")
     if cached <= 0:
         return 0.0
     if cached >= catalogue:
@@ -43,7 +43,7 @@ def che(catalogue: int, zipf: float, cached: float) -> float:
 
 
 def _popularity(catalogue: int, zipf: float) -> tuple[Floats, Floats]:
-    """Probability of an item of each bin, and items in the bin."""
+    """Return each bin's probability per item and its number of items."""
     edges = np.arange(1.0, min(catalogue, _EACH) + 2)
     if catalogue > _EACH:
         bins = max(int(200 * math.log10(catalogue / _EACH)), 1)
@@ -54,7 +54,7 @@ def _popularity(catalogue: int, zipf: float) -> tuple[Floats, Floats]:
 
 
 def _characteristic_time(probability: Floats, count: Floats, cached: float) -> float:
-    """Requests after which an unused item leaves, by bisection in log time."""
+    """Return the requests after which an unused item is evicted, by bisection in log time."""
     low, high = math.log(cached), math.log(cached)
     while np.dot(count, -np.expm1(-probability * math.exp(high))) < cached:
         high += 2.0

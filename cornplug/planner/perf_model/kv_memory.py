@@ -1,8 +1,8 @@
-"""Tokens of KV cache that fit beside the weights on one device.
+"""Tokens of KV cache that fit on one device in addition to the weights.
 
-Both engines fill the memory that they may use: vLLM measures a step at start and gives the rest to
-the cache, SGLang sets a part aside by a fixed rule. These are estimates; a profile with an engine's
-reported figure goes before them.
+Both engines fill the memory that they may use: vLLM profiles a step at startup and gives the rest to the
+cache, SGLang reserves memory by a fixed rule. An engine's own figure in a profile takes precedence over these
+estimates.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from cornplug.planner.inputs.component_shapes import kv_bytes_per_token, weights
 from cornplug.planner.inputs.schema import Engine, GpuSpec, LLMShape
 
 UTILISATION: Final = 0.92
-"""vLLM's default of --gpu-memory-utilization."""
+"""vLLM's default for --gpu-memory-utilization."""
 GIB: Final = 2**30
 BLOCK_TOKENS: Final = 16
 
-# vLLM's step on a GPU. Chosen so that InternVL3-38B on two A40 gets the figure that vLLM's developers
-# report: 2.6 GB beside the weights (planner.md, section 2.1); right for other models to about 1 GB.
+# vLLM's step on a GPU. Chosen so that InternVL3-38B on two A40 gets the figure that vLLM's developers report:
+# 2.6 GB in addition to the weights (planner.md, section 2.1). Accurate to about 1 GB for other models.
 _CONTEXT_BYTES: Final = 600_000_000
 """CUDA context and libraries, outside PyTorch's allocator."""
 _NCCL_BYTES: Final = 370_000_000
-"""AIConfigurator 0.12: 342 to 392 MB with more than one rank."""
+"""NCCL buffers. AIConfigurator 0.12 has 342 to 392 MB with more than one rank."""
 _GRAPH_BYTES_PER_REQUEST: Final = 2_000_000
 _LOGITS_BYTES_PER_REQUEST: Final = 150_000 * 6
-"""A vocabulary of 150,000 in 16 and in 32 bits."""
+"""Logits of a vocabulary of 150,000 in 16 and in 32 bits."""
 _SGLANG_MOST_GRAPHS: Final = 512
 _SGLANG_BESIDE_TOWERS: Final = 0.95
-"""For a tower of CLIP-L's size. SGLang asks 1 % more or less for each tenth that it is larger or smaller."""
+"""Factor with a tower of CLIP-L's size. SGLang changes it by 1 % for each 10 % that a tower is larger or
+smaller."""
 _CPU_BYTES: Final = 500_000_000
-"""A Python process with torch and its scratch memory, where no graphs are kept."""
+"""A Python process with torch and its scratch memory, without graphs."""
 
 
 def kv_tokens(
@@ -51,11 +52,10 @@ def kv_tokens(
     utilisation: float = UTILISATION,
     element_bytes: int = 2,
 ) -> int:
-    """Tokens for which every rank has room, in whole blocks; 0 where the model itself does not fit.
+    """Return the tokens that fit on every rank, in whole blocks, or 0 if the model does not fit.
 
-    With attention data parallelism they are those of one of its `dp` groups; groups of prefill context
-    parallelism (`pcp`) all have the same KV. `share` of each GPU is this
-    replica's. `extra_bytes`: of one rank, for towers in the same engine.
+    With attention data parallelism they are one of `dp` groups'; `pcp` groups hold the same KV. The replica
+    uses `share` of each GPU. `extra_bytes` is the size of towers on a rank.
     """
     groups = dp * pcp
     spent = weights_bytes(shape, quantisation, tp=tp, pp=pp, dp=groups) + extra_bytes
@@ -91,10 +91,10 @@ def engine_share(
     towers: bool = False,
     utilisation: float = UTILISATION,
 ) -> float:
-    """Share of a GPU's memory for an engine's flags: vLLM's covers all of its memory
-    (--gpu-memory-utilization), SGLang's its weights and cache (--mem-fraction-static).
+    """Return the share of a GPU's memory for an engine's flags. vLLM's --gpu-memory-utilization covers all of
+    its memory, SGLang's --mem-fraction-static its weights and cache.
 
-    SGLang's is the share that it would choose itself (0.5.23, `memory_hook.py`) for a GPU of the part's size.
+    SGLang's share is its own default (0.5.23, `memory_hook.py`) for a GPU with `share` of the memory.
     """
     if engine != "sglang" or gpu.generation == "cpu":
         return utilisation * share
@@ -106,17 +106,18 @@ def engine_share(
 
 
 def activation_bytes(shape: LLMShape, chunk_tokens: int, *, tp: int = 1) -> int:
-    """The widest moment of a layer: two residual streams, and an MLP about five times as wide."""
+    """Return the peak activation memory of a layer: two residual streams, and an MLP about five times as
+    wide."""
     return int(chunk_tokens * shape.hidden * 2 * (4 + 12 / tp))
 
 
 def gathered_bytes(shape: LLMShape, chunk_tokens: float, *, dp: int) -> float:
-    """Of a layer's experts: the tokens of all `dp` groups, before and after them, at 16 bits."""
+    """Return the bytes of all `dp` groups' tokens before and after a layer's experts, at 16 bits."""
     return 2 * dp * chunk_tokens * shape.hidden * 2
 
 
 def _vllm_step(shape: LLMShape, tp: int, others: int, chunk_tokens: int, max_batch: int) -> int:
-    """`others`: groups of `tp` ranks of a replica."""
+    """Return the memory of a step. `others` counts groups of `tp` ranks."""
     per_request = _GRAPH_BYTES_PER_REQUEST + _LOGITS_BYTES_PER_REQUEST
     ranks = _NCCL_BYTES if tp * others > 1 else 0
     return _CONTEXT_BYTES + ranks + max_batch * per_request + activation_bytes(shape, chunk_tokens, tp=tp)

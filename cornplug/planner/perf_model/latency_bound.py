@@ -10,22 +10,22 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class LatencyBound:
-    """Seconds; None: not bounded."""
+    """Bounds at one percentile, None without."""
 
     percentile: str
     """"mean", "p50", "p90", "p95" or "p99"."""
     seconds: float | None = None
-    """Where a station prefills: from arrival to the first token. Else: from arrival to leaving."""
+    """Bound on the time to the first token if the station prefills, otherwise on the time until leaving."""
     tpot_s: float | None = None
-    """Where it decodes."""
+    """Bound per token if the station decodes."""
     also: tuple[LatencyBound, ...] = ()
-    """Bounds on other percentiles, without `also` of their own."""
+    """Bounds on other percentiles, which have no `also`."""
     relative: bool = False
-    """`seconds` and `tpot_s` are times the idle TTFT and TPOT of the same request."""
+    """Whether `seconds` and `tpot_s` are multiples of the idle TTFT and TPOT of the same request."""
 
     @property
     def each(self) -> tuple[LatencyBound, ...]:
-        """All of its bounds, one percentile each."""
+        """All bounds, one percentile each."""
         return (self, *self.also)
 
     @property
@@ -34,11 +34,11 @@ class LatencyBound:
 
     @property
     def share(self) -> float | None:
-        """0.95 for "p95"; None for the mean."""
+        """0.95 for "p95", None for the mean."""
         return None if self.percentile == "mean" else int(self.percentile[1:]) / 100
 
     def of(self, times: NDArray[np.float64]) -> float:
-        """The percentile (or mean) of times; 0 of none at all."""
+        """Return the percentile (or mean) of times, or 0 if there are none."""
         if not times.size:
             return 0.0
         return float(np.mean(times) if self.share is None else np.quantile(times, self.share))

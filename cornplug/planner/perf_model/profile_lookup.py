@@ -1,7 +1,7 @@
-"""Times and memory of a cell's replica, by the first of a component's profiles that fits it.
+"""Times and memory of a cell's replica, from the first of a component's profiles that matches.
 
-Parts of a GPU carry their part: times are divided by the share. The caller adds the
-cost of neighbours on the same GPU (`rules.interference`).
+Times on a share of a GPU are divided by the share. The caller adds the interference of neighbours on the same
+GPU (`rules.interference`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from cornplug.planner.simulator.step_times import ANY, CellHardware, EngineStepT
 
 Shape = LLMShape | TowerShape | GeneratorShape
 WEIGHTS_SHARE: Final = 0.9
-"""Of a GPU's memory that the weights of a tower or generator without KV may fill."""
+"""Share of a GPU's memory that the weights of a tower or generator without KV may use."""
 
 
 @dataclass(frozen=True)
 class ProfilePlace:
-    """The part of a cell that its times depend on."""
+    """Attributes of a cell that its times depend on."""
 
     gpu: GpuSpec
     engine: str
@@ -68,20 +68,18 @@ def hardware(
     max_batch: int,
     context_tokens: int | None = None,
 ) -> CellHardware | None:
-    """Times and memory of one replica in `role`, letters out of "EPDG"; None: no profile fits this cell.
+    """Return the times and memory of one replica in `role` (letters of "EPDG"), or None if no profile
+    matches.
 
-    With attention data parallelism they are those of one of its `dp` groups. With it, and with context
-    parallelism, only a roofline tells them: tables and throughputs were measured without.
+    With attention data parallelism they are those of one of its `dp` groups. Only a roofline covers it and
+    context parallelism, because tables and throughputs are measured without.
 
-    Args:
-        component: the LLM of a role with P or D, else the encoder or generator itself.
-        engine: "vllm" or "sglang"; of a separate tower or generator, the name of its server.
-        shape: of `component`; None where only a throughput or a table is known.
-        tower, generator: components that run in the same engine as the LLM.
-        context_tokens: typical prompt, for the attention of a roofline; None: an iteration's own.
+    `component` is the LLM for P or D, otherwise the encoder or generator. `engine` is "vllm" or "sglang", or
+    the server of a separate tower or generator. `shape` is the component's, or None with only a throughput or
+    table. `tower` and `generator` run in the LLM's engine. `context_tokens` is the typical prompt for a
+    roofline's attention, None for each iteration's own.
 
-    Raises:
-        ConfigError: a measured table cannot be read, or has no rows for the cell it is given for.
+    Raises ConfigError if a measured table cannot be read or has no rows for the cell.
     """
     place = ProfilePlace(
         gpu, engine, tp, pp, dp, dcp, pcp, share, quantisation, chunk_tokens, max_batch, context_tokens
@@ -121,7 +119,7 @@ def _engine(
     role: str,
     beside: Iterable[tuple[Component, Shape | None] | None],
 ) -> CellHardware | None:
-    """An LLM's engine, with the tower and the generator that run in it."""
+    """Return the hardware of an LLM's engine, including a tower and a generator in it."""
     with_it = [part for part in beside if part is not None]
     whole = _llm(profile, component, shape, place, role, _weights(with_it, place.tp))
     for part in with_it:
@@ -199,7 +197,8 @@ def _estimated(
 
 
 def _measured_steps(profile: MeasuredProfile, role: str, pp: int) -> EngineStepTimes | None:
-    """Times by a table that has the role's steps; None: it lacks one. Other steps are never asked for."""
+    """Return the times of a table that has the role's steps, or None if one is missing. Other steps are not
+    used."""
     prefill = _curve("prefill_tokens", profile.prefill_tokens, profile.prefill_s)
     decode = _curve("decode_requests", profile.decode_requests, profile.decode_s)
     if (prefill is None and "P" in role) or (decode is None and "D" in role):
@@ -213,7 +212,7 @@ def _measured_steps(profile: MeasuredProfile, role: str, pp: int) -> EngineStepT
         kv_token_s=profile.kv_token_s,
         mixed_factor=profile.mixed_factor,
         request_overhead_s=profile.request_overhead_s,
-        # A time measured from outside is that of all stages together, not of one stage.
+        # A time measured from outside covers all pipeline stages.
         pipeline=1,
     )
 
@@ -221,8 +220,9 @@ def _measured_steps(profile: MeasuredProfile, role: str, pp: int) -> EngineStepT
 def _isolated(
     profile: MeasuredProfile | RooflineProfile, component: Component, shape: Shape | None, place: ProfilePlace
 ) -> CellHardware | None:
-    """A tower or a generator by itself."""
-    # A tower beside a quantised LLM keeps its own precision, as a generator does that has no other.
+    """Return the hardware of a separate tower or generator."""
+    # A tower in a quantised LLM's engine keeps its own precision, and so does a generator without that
+    # quantisation.
     quantisation = place.quantisation if place.quantisation in component.quantisations else "none"
     if component.kind == "encoder":
         quantisation = "none"
@@ -251,7 +251,7 @@ def _isolated(
 
 
 def _estimates(profile: RooflineProfile, gpu: GpuSpec, quantisation: str) -> bool:
-    """Whether the profile is for this GPU, and the GPU computes with such weights."""
+    """Return whether the profile is for this GPU, and the GPU supports this quantisation."""
     return profile.gpu in (None, gpu.name) and (quantisation != "fp8" or gpu.fp8_tflops > 0)
 
 
@@ -295,7 +295,8 @@ def is_for(
     pp: int,
     quantisation: str,
 ) -> bool:
-    """Whether a profile was measured there: same GPU, parallelism and weights, any engine or this."""
+    """Return whether a profile matches the GPU, parallelism, weights and engine. A profile without an engine
+    matches any."""
     measured_at = (profile.gpu, profile.tp, profile.pp, profile.quantisation)
     return measured_at == (gpu.name, tp, pp, quantisation) and profile.engine in (None, engine)
 
@@ -311,7 +312,7 @@ def _fits_memory(shape: TowerShape | GeneratorShape, quantisation: str, place: P
 
 
 def _weights(parts: Iterable[tuple[Component, Shape | None]], tp: int) -> int:
-    """Bytes on a rank that towers and generators take from the KV cache."""
+    """Return the bytes on a rank that towers and generators take from the KV cache."""
     return sum(
         component_shapes.weights_bytes(shape, "none", tp=tp) for _, shape in parts if shape is not None
     )

@@ -1,16 +1,16 @@
-"""Erlang's, Allen and Cunneen's and Mitzenmacher's waits, by which a cell is screened before it is simulated.
+"""Waits by Erlang, Allen-Cunneen and Mitzenmacher, used to screen cells before simulation.
 
-Rates are per second, times seconds, cv2 squared coefficients of variation (1: exponential).
-An overloaded queue has no wait: both functions raise ValueError, which names the rate it carries.
+Rates are per second, times are seconds, and cv2 are squared coefficients of variation (1 for exponential).
+The functions raise ValueError for an overloaded queue, which has no finite wait.
 """
 
 from __future__ import annotations
 
 
 def erlang_c(servers: int, load: float) -> float:
-    """Probability that an arrival waits in M/M/c. `load`: arrival rate x service time (erlangs).
+    """Return the probability of waiting in M/M/c. `load` is the arrival rate x service time (erlangs).
 
-    Source: Erlang's C formula, by the recursion of his B formula, which never overflows.
+    Source: Erlang's C formula, by the recursion of the B formula, which never overflows.
     """
     _refuse_overload(servers, load)
     blocked = 1.0
@@ -22,7 +22,7 @@ def erlang_c(servers: int, load: float) -> float:
 def wait_mean(
     servers: int, rate: float, service_s: float, *, arrival_cv2: float = 1.0, service_cv2: float = 1.0
 ) -> float:
-    """Mean wait in GI/G/c, seconds.
+    """Return the mean wait in GI/G/c in seconds.
 
     Source: Allen-Cunneen: W_q(M/M/c) x (c_a^2 + c_s^2) / 2.
     """
@@ -31,12 +31,12 @@ def wait_mean(
 
 
 def two_choices(utilisation: float) -> tuple[float, float]:
-    """Share of arrivals that wait, and the mean wait of all in service times, where each takes the shorter of
-    two random queues.
+    """Return the share of arrivals that wait, and the mean wait of all in service times, if each chooses the
+    shorter of two random queues.
 
-    Source: the supermarket model, M/M/1 queues (Mitzenmacher, "The Power of Two Choices in Randomized Load
-    Balancing", 2001): a share u^(2^k - 1) of the queues has k requests or more. It is of many queues; with
-    few of them waits are shorter.
+    Source: the supermarket model of M/M/1 queues (Mitzenmacher, "The Power of Two Choices in Randomized Load
+    Balancing", 2001): a share u^(2^k - 1) of many queues has k or more requests. With few queues, waits are
+    shorter.
     """
     _refuse_overload(1, utilisation)
     wait, k = 0.0, 2

@@ -1,7 +1,7 @@
-"""Draws of a class as arrays, and how long each takes with nothing beside it.
+"""Samples of a class as arrays, and the time that each takes alone.
 
-The same times as the simulator's `replicas.py` has for one draw; closed forms ask for those of a
-class at hundreds of cells.
+The times are those of the simulator's `replicas.py` for one sample. Closed forms use them for a class at
+hundreds of cells.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class RequestCosts:
-    """One entry a draw."""
+    """Arrays with one entry per sample."""
 
     samples: tuple[SampledRequest, ...]
     prompts: Floats
     computed: Floats
     outputs: Floats
     patches: Floats
-    """Of all of a draw's items."""
+    """Patches of all items of a sample."""
     units: Floats
     idle_ttft: Floats
-    """Seconds; NaN where the class's SLO bounds no slowdown."""
+    """Seconds, or NaN if the class's SLO bounds no slowdown."""
     idle_tpot: Floats
 
 
@@ -53,7 +53,7 @@ def encode_s(sizes: RequestCosts, station: Station) -> Floats:
     if station.encode is None or "E" not in station.tasks:
         return np.zeros_like(sizes.prompts)
     if sizes.patches.max() > station.max_patches:
-        # Items are whole: how many fit a batch is a matter of their order.
+        # Items are not split, so the number per batch depends on their order.
         return np.array([batches_s(station, d.patches) for d in sizes.samples])
     return np.where(sizes.patches > 0, station.encode.on(sizes.patches), 0.0)
 
@@ -70,7 +70,7 @@ def prefill_s(sizes: RequestCosts, station: Station) -> Floats:
 
 
 def decode_s(sizes: RequestCosts, station: Station) -> Floats:
-    """Of the iterations after the first token."""
+    """Return the seconds of the iterations after the first token."""
     if station.steps is None or "D" not in station.tasks:
         return np.zeros_like(sizes.prompts)
     steps = np.maximum(sizes.outputs - 1, 0.0)

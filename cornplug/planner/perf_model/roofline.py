@@ -1,26 +1,26 @@
-"""Times estimated from a model's shape and the GPU table, where nothing was measured.
+"""Times estimated from a model's shape and the GPU table, for components without measurements.
 
-An iteration takes max(FLOP / (efficiency x peak), bytes / (efficiency x bandwidth)), plus the time of its
-all-reduces, a latency of each layer and a constant overhead (`device_efficiency.py`). Source: Williams,
-Waterman and Patterson 2009; the FLOP counts are those of Kaplan et al. 2020 (2 per weight and token) plus
-attention. These are estimates: a plan says so of every cell that rests on one.
+An iteration takes max(FLOP / (efficiency x peak), bytes / (efficiency x bandwidth)), plus its all-reduces, a
+latency per layer and a constant overhead (`device_efficiency.py`). Source: Williams, Waterman and Patterson
+2009. The FLOP counts are those of Kaplan et al. 2020 (2 per weight and token) plus attention. A plan marks
+cells based on these estimates.
 
-Pipeline parallelism: the time between two prefill iterations is one stage's (`EngineStepTimes.pipeline`
-lets the others count towards the first token). A decode iteration gives all b requests a token
-while b / pp of them pass through each stage, so it takes pp stages at b / pp.
+Pipeline parallelism: the time between two prefill iterations is one stage's (`EngineStepTimes.pipeline` adds
+the others to the time to first token). A decode iteration gives all b requests a token while b / pp of them
+pass through each stage, so it takes pp stages at b / pp.
 
-Attention data parallelism (DeepSeek-AI 2024, "DeepSeek-V3", 3.4): dp groups of tp ranks compute in step,
-each with requests of its own. Times are a group's where all have as many tokens. A rank
-then has the same work as with tp alone: the experts of dp times the tokens, divided among dp times the ranks.
-In place of the second all-reduce of a layer all groups' tokens are gathered before the experts, and their
-results reduced and scattered after them, as both engines do without a further library.
+Attention data parallelism (DeepSeek-AI 2024, "DeepSeek-V3", 3.4): dp groups of tp ranks compute in lockstep,
+each with its own requests. Times are a group's if all have equally many tokens. A rank then has the same work
+as with tp alone: experts process dp times the tokens on dp times the ranks. Instead of a layer's second
+all-reduce, all groups' tokens are gathered before the experts and their results reduce-scattered after them,
+as in both engines without other libraries.
 
-Prefill context parallelism (vLLM 0.32): pcp groups of tp ranks divide the tokens of each prompt, so that each
-attends to the whole context for its part, and decode a pcp-th of the requests each. Experts are divided
-as with attention data parallelism; each layer's KV is gathered from all groups, which then hold the same.
+Prefill context parallelism (vLLM 0.32): pcp groups of tp ranks divide the tokens of each prompt, each
+attending to the whole context for its part, and decode 1 / pcp of the requests. Experts are divided as with
+attention data parallelism. Each layer's KV is gathered from all groups, which then all hold it.
 
-Expert parallelism: a rank computes the experts that it holds. With random routing the fullest of G ranks
-has m + sqrt(2 m ln G) of the tokens' choices, where m is the mean (Raab and Steger 1998, "Balls into bins").
+Expert parallelism: a rank computes its own experts. With random routing the fullest of G ranks has m + sqrt(2
+m ln G) of the tokens' choices, where m is the mean (Raab and Steger 1998, "Balls into bins").
 """
 
 from __future__ import annotations
@@ -56,33 +56,32 @@ from cornplug.planner.simulator.step_times import (
 )
 
 DRAFTS: Final = {"none": (0, 0), "mtp": (1, 1), "eagle3": (3, 2)}
-"""Kind of speculation -> tokens drafted in an iteration, and layers that drafting one costs.
-
-MTP is one layer; EAGLE-3 one layer and the head of the vocabulary."""
+"""(Drafted tokens per iteration, layers computed per drafted token) by kind of speculation. MTP has one
+layer; EAGLE-3 has one layer and the head of the vocabulary."""
 
 IMAGE_PATCHES: Final = 4096
-"""Patches that attend to each other: more of them are a batch of several images."""
+"""Maximum number of patches that attend to each other. More patches are a batch of several images."""
 _ACTIVATION_BYTES: Final = 2
 
 
 @dataclass(frozen=True)
 class DevicePeaks:
-    """Throughputs of one rank's GPU, per second, under a profile's efficiencies."""
+    """Throughputs of one rank's GPU per second, at a profile's efficiencies."""
 
     flops: float
     bytes: float
     link: float
     all_reduce_s: float
-    """Latency of one among two ranks; among more, times the logarithm of their number."""
+    """Latency between two ranks, multiplied by log2 of their number."""
     overhead_s: float
 
     @classmethod
     def of(
         cls, gpu: GpuSpec, profile: RooflineProfile, quantisation: str, efficiency: float = NOT_FITTED
     ) -> DevicePeaks:
-        """4-bit weights (awq, gptq) are computed with at 16 bits, fp8 at the GPU's fp8 peak.
+        """Return the peaks. 4-bit weights (awq, gptq) compute at the 16-bit peak, fp8 at the GPU's fp8 peak.
 
-        `efficiency`: part of the peak FLOPS, where the profile says none.
+        `efficiency` is the default share of the peak FLOPS.
         """
         peak = gpu.fp8_tflops if quantisation == "fp8" else gpu.bf16_tflops
         link = NVLINK if gpu.nvlink else PCIE
@@ -95,13 +94,13 @@ class DevicePeaks:
         )
 
     def seconds(self, flops: float, nbytes: float, sent: float = 0.0) -> float:
-        """Of one iteration, its layers' latencies apart."""
+        """Return the seconds of one iteration without its layers' latencies."""
         return max(flops / self.flops, nbytes / self.bytes) + sent / self.link + self.overhead_s
 
     def latency_s(self, layers: float, tp: int, *, dp: int = 1, experts: bool = False) -> float:
-        """Of an iteration's layers, whatever their work: kernels in a row, and two all-reduces each.
+        """Return the fixed latency of an iteration's layers: sequential kernels and two all-reduces each.
 
-        The second, after the experts, is among the ranks of all `dp` groups.
+        The second all-reduce, after the experts, includes the ranks of all `dp` groups.
         """
         reduced = self.all_reduce_s * (log2(tp) + log2(tp * dp))
         each = LAYER_S + (EXPERTS_S if experts else 0.0) + reduced
@@ -124,13 +123,11 @@ def llm_steps(
     max_batch: int,
     context_tokens: int | None = None,
 ) -> EngineStepTimes:
-    """Iteration times of a language model on one replica; with attention data parallelism, of each group.
+    """Return the iteration times of a language model on one replica, or on each attention-DP group.
 
-    Args:
-        component: for its speculation: with acceptance a and k drafted tokens an iteration yields
-            (1 - a^(k+1)) / (1 - a) tokens (Leviathan et al. 2023), and checks k + 1 a request.
-        context_tokens: prompt tokens that those of an iteration attend to; None: each iteration is
-            one whole prompt.
+    `component` determines speculation: with acceptance a and k drafted tokens an iteration yields (1 -
+    a^(k+1)) / (1 - a) tokens (Leviathan et al. 2023), and verifies k + 1 per request. `context_tokens` is the
+    prompt that an iteration's tokens attend to, None for one whole prompt per iteration.
     """
     experts = shape.active_parameters is not None
     efficiency = compute_efficiency(gpu, fp8=quantisation == "fp8", experts=experts)
@@ -204,7 +201,7 @@ def llm_steps(
 def encode(
     shape: TowerShape, gpu: GpuSpec, profile: RooflineProfile, *, tp: int, max_patches: int = 16384
 ) -> PiecewiseCurve:
-    """Patches of one encoder batch -> seconds. Towers stay at 16 bits and are split over TP."""
+    """Return the encode seconds by patches of a batch. Towers use 16 bits and are split over TP."""
     device = DevicePeaks.of(gpu, profile, "none")
     weights = component_shapes.weights_bytes(shape, "none", tp=tp)
 
@@ -220,7 +217,7 @@ def encode(
 def generate(
     shape: GeneratorShape, gpu: GpuSpec, profile: RooflineProfile, *, tp: int, quantisation: str
 ) -> PiecewiseCurve:
-    """Units of one request -> seconds; the weights are read at least once."""
+    """Return the generation seconds by units of a request. The weights are read at least once."""
     device = DevicePeaks.of(gpu, profile, quantisation)
     weights = component_shapes.weights_bytes(shape, quantisation, tp=tp)
     return _sampled(lambda units: device.seconds(shape.flops_per_unit * units / tp, weights), 4096)
@@ -231,15 +228,14 @@ def _active(shape: LLMShape) -> float:
 
 
 def _multiplied(shape: LLMShape) -> float:
-    """Weights that a prompt's token is multiplied by: embeddings are looked up, the head is for few."""
+    """Return the weights that multiply a prompt token: no embeddings, which are looked up, and no head, used
+    for few."""
     return max(_active(shape) - shape.embedding_parameters, 0.0)
 
 
 def _touched(shape: LLMShape, tokens: float) -> float:
-    """Share of the weights that an iteration reads: of experts, those that some token is sent to.
-
-    Every token picks its experts apart from the others: 1 - (1 - active share)^tokens.
-    """
+    """Return the share of the weights that an iteration reads. Tokens choose their experts independently: 1 -
+    (1 - active share)^tokens."""
     idle: float = 1 - _active(shape) / shape.parameters
     return 1 - idle ** max(tokens, 1.0) if idle > 0 else 1.0
 
@@ -247,10 +243,10 @@ def _touched(shape: LLMShape, tokens: float) -> float:
 def _weights_read(
     shape: LLMShape, quantisation: str, *, tp: int, pp: int, dp: int
 ) -> Callable[[float], float]:
-    """Tokens of one group's iteration -> bytes of weights that a rank reads.
+    """Return the bytes of weights that a rank reads by tokens of one group's iteration.
 
-    With attention data parallelism: all but the experts, and of those the share that any group's token is
-    sent to, 1 - (1 - k / E)^tokens.
+    With attention data parallelism: all but the experts, and the share of experts that any group's token
+    uses, 1 - (1 - k / E)^tokens.
     """
     weights = component_shapes.weights_bytes(shape, quantisation, tp=tp, pp=pp, dp=dp)
     if dp == 1 or shape.experts is None or shape.experts_per_token is None:
@@ -267,22 +263,22 @@ def _group_prefill(prefill: PiecewiseCurve, common: Callable[[float], float], dp
 
 
 def _routed(shape: LLMShape) -> float:
-    """Weights of routed experts that a token is multiplied by; 0: their number is not known."""
+    """Return the routed expert weights that a token is multiplied by, or 0 if their number is unknown."""
     if shape.experts is None or shape.experts_per_token is None:
         return 0.0
     return shape.expert_parameters * shape.experts_per_token / shape.experts
 
 
 def _uneven(tokens: float, shape: LLMShape, ranks: int) -> float:
-    """Tokens of the fullest of `ranks` beyond those of an even division, as a part of those."""
+    """Return the excess tokens of the fullest of `ranks` relative to an even division."""
     mean = tokens * (shape.experts_per_token or 1) / ranks
     return min(sqrt(2 * log(ranks) / mean), ranks - 1)
 
 
 def _all_reduced(layers: float, hidden: int, tokens: float, tp: int, dp: int = 1) -> float:
-    """Bytes that a rank sends for the two all-reduces of each layer: a ring's 2 (tp - 1) / tp.
+    """Return the bytes that a rank sends for each layer's two all-reduces: 2 (tp - 1) / tp in a ring.
 
-    The second is of all groups' tokens, among all tp * dp ranks.
+    The second covers the tokens of all groups and all tp * dp ranks.
     """
     if dp == 1:
         return 2 * layers * 2 * (tp - 1) / tp * hidden * tokens * _ACTIVATION_BYTES
@@ -293,7 +289,8 @@ def _all_reduced(layers: float, hidden: int, tokens: float, tp: int, dp: int = 1
 def _sampled(
     seconds: Callable[[float], float], largest: float, extra: tuple[float, ...] = ()
 ) -> PiecewiseCurve:
-    """A dozen points of it, at powers of two; between them it is nearly linear, and convex."""
+    """Return the curve through about a dozen points at powers of two. It is convex, and nearly linear between
+    them."""
     points = {float(largest), *(x for x in extra if x < largest)}
     x = 1.0
     while x < largest:

@@ -1,7 +1,7 @@
-"""A station's capacity by simulation: bisection over rates, with the same requests at each.
+"""Capacity of a station by simulation: a search over rates with the same requests at each.
 
-The same draws and the same gaps between arrivals, only scaled, are simulated at every rate
-(common random numbers), so that two runs differ in their rate only.
+The same samples, and the same interarrival times scaled, are simulated at every rate (common random numbers),
+so that two runs differ only in their rate.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from cornplug.planner.simulator.stations import Station
 
 SIMULATIONS: Final = 8
 CLOSE: Final = 1.03
-"""Ratio of the rates between which the search ends."""
+"""Ratio of failing to passing rate at which the search ends."""
 MOST_JOBS: Final = 4000
 _JOBS: Final = {"mean": 1000, "p50": 1000, "p90": 1200, "p95": 1500, "p99": 3000}
 _MORE_WHERE_NOTHING_DECODES: Final = 2
-"""Queues of prompts and images remember longer than batches that decode, and cost less to simulate."""
+"""Factor on the jobs if nothing decodes, because such queues have longer correlations and are cheaper to
+simulate."""
 _HEAD: Final = 0.2
-"""Of the jobs: they find the station emptier than it will be, and are not counted."""
+"""Share of the jobs that is not counted, because the station is not in a steady state yet."""
 
 
 def confirm(
@@ -39,9 +40,9 @@ def confirm(
     seed: int,
     screened: float,
 ) -> float:
-    """The largest simulated rate that meets the bounds, requests a second of all replicas; 0: none.
+    """Return the largest simulated rate of all replicas that meets the bounds, requests per second, or 0.
 
-    `screened`: where to begin, from closed forms.
+    The search starts at `screened`, the rate from closed forms.
     """
     most = saturated(station, samples, seed=seed)
     if not bound.bounded:
@@ -51,15 +52,15 @@ def confirm(
 
 
 def saturated(station: Station, samples: Sequence[SampledRequest], *, seed: int = 0) -> float:
-    """Requests a second that leave the station when all are there from the beginning.
+    """Return the requests per second that leave the station if all are present from the beginning.
 
-    One replica is simulated: with a queue at each, replicas do not help each other.
+    One replica is simulated, because replicas with separate queues do not help each other.
     """
     one = replace(station, replicas=1)
     count = min(max(1000, 3 * station.groups * _in_flight(station, samples)), MOST_JOBS)
     jobs = [StationJob(0.0, 0, request, (StationVisit(0),)) for request in _shuffled(samples, count, seed)]
     seconds = simulate([one], jobs, seed=seed).stage_s[:, 0]
-    # Requests without work here (cached embeddings, the only token computed) say nothing of time.
+    # Requests without work here (cached embeddings, the only token already computed) have no time.
     ends = np.sort(seconds[seconds > 0])
     if not ends.size:
         return math.inf
@@ -67,7 +68,8 @@ def saturated(station: Station, samples: Sequence[SampledRequest], *, seed: int 
 
 
 def _pace(ends: NDArray[np.float64], decodes: bool) -> float:
-    """Ends a second; of requests that decode neither while the batch fills nor while it empties."""
+    """Return the requests that end per second, if they decode without the time in which the batch fills or
+    empties."""
     first, last = int(0.25 * len(ends)), int(0.75 * len(ends))
     if decodes and ends[last] > ends[first]:
         return (last - first) / float(ends[last] - ends[first])
@@ -75,7 +77,7 @@ def _pace(ends: NDArray[np.float64], decodes: bool) -> float:
 
 
 def _in_flight(station: Station, samples: Sequence[SampledRequest]) -> int:
-    """Requests that decode together at most, in one group."""
+    """Return the maximum number of requests that decode together in one group."""
     if "D" not in station.tasks or "G" in station.tasks:
         return 1
     held = sum(d.prompt_tokens + d.output_tokens for d in samples) / len(samples)
@@ -83,7 +85,7 @@ def _in_flight(station: Station, samples: Sequence[SampledRequest]) -> int:
 
 
 def _shuffled(samples: Sequence[SampledRequest], count: int, seed: int) -> list[SampledRequest]:
-    """So many draws, each as often as any other but for one."""
+    """Return `count` samples in random order. Their frequencies differ by at most one."""
     rng = np.random.default_rng(seed)
     rounds = [rng.permutation(len(samples)) for _ in range(math.ceil(count / len(samples)))]
     return [samples[i] for i in np.concatenate(rounds)[:count]]
@@ -91,14 +93,14 @@ def _shuffled(samples: Sequence[SampledRequest], count: int, seed: int) -> list[
 
 @dataclass(frozen=True)
 class _LoadTest:
-    """One experiment, to be run at any rate."""
+    """One experiment that can run at any rate."""
 
     station: Station
     scale: float
-    """Rate of the whole station / rate of the replicas that are simulated."""
+    """Ratio of the whole station's rate to the rate of the simulated replicas."""
     samples: tuple[SampledRequest, ...]
     at_s: NDArray[np.float64]
-    """Arrivals at one request a second."""
+    """Arrival times at one request per second."""
     bound: LatencyBound
     seed: int
 
@@ -112,10 +114,10 @@ class _LoadTest:
         seed: int,
         rate: float,
     ) -> _LoadTest:
-        """Long enough for a steady state, in which requests have come and gone several times.
+        """Create an experiment long enough for a steady state, in which requests are replaced several times.
 
-        Where that takes too many requests, fewer replicas are simulated. They pool less, so
-        their share of the capacity is on the safe side.
+        If that needs too many requests, fewer replicas are simulated. They pool less, so their capacity is
+        conservative.
         """
         needed = 6 * rate * _lifetime_s(station, samples)
         replicas = station.replicas
@@ -135,7 +137,8 @@ class _LoadTest:
         )
 
     def stress(self, rate: float) -> float:
-        """The larger of time / bound, for the stage's time and for the time per token; over 1: missed."""
+        """Return the larger of time / bound for the stage's time and for the time per token. Above 1 means
+        missed."""
         at_s = self.at_s * (self.scale / rate)
         jobs = [
             StationJob(float(at), 0, request, (StationVisit(0),))
@@ -164,8 +167,8 @@ class _LoadTest:
 
     @staticmethod
     def _end(outcome: JobOutcomes, at_s: NDArray[np.float64]) -> int:
-        """The last requests decode alone. Those that were there when the last one came are left out,
-        but never more than a third."""
+        """Return the end of the counted requests. Requests present when the last arrived decode in a
+        shrinking batch and are left out, up to a third."""
         end = np.searchsorted(at_s, at_s[-1] - float(np.median(outcome.e2e)))
         return max(int(end), 2 * len(at_s) // 3)
 
@@ -175,9 +178,9 @@ class _LoadTest:
 
 
 def _arrivals(count: int, burst: float, seed: int) -> NDArray[np.float64]:
-    """Gamma-distributed gaps, exactly one a second on average.
+    """Return gamma-distributed arrivals at exactly one per second on average.
 
-    A sample's own mean would be taken for the class's, and is off by 1 / sqrt(count).
+    The sample is rescaled, because its own mean rate would deviate by 1 / sqrt(count).
     """
     at_s: NDArray[np.float64] = np.cumsum(np.random.default_rng(seed).gamma(1 / burst, burst, count))
     at_s *= count / at_s[-1]
@@ -185,7 +188,7 @@ def _arrivals(count: int, burst: float, seed: int) -> NDArray[np.float64]:
 
 
 def _lifetime_s(station: Station, samples: Sequence[SampledRequest]) -> float:
-    """Mean seconds of decoding beside as many others as there may be."""
+    """Return the mean seconds of decoding in a batch between empty and full."""
     if "D" not in station.tasks or "G" in station.tasks or station.steps is None:
         return 0.0
     steps = sum(d.output_tokens - 1 for d in samples) / len(samples)
@@ -194,7 +197,8 @@ def _lifetime_s(station: Station, samples: Sequence[SampledRequest]) -> float:
 
 
 def _search(load_test: _LoadTest, rate: float, most: float) -> float:
-    """Outwards from the screened rate, then between two: where a straight line in logarithms is 1."""
+    """Search outwards from the screened rate, then interpolate in logarithms between passing and failing
+    rates."""
     good, bad = 0.0, most
     ease, stress = 0.0, math.inf
     factor = 1.15
@@ -212,6 +216,6 @@ def _search(load_test: _LoadTest, rate: float, most: float) -> float:
             rate, factor = min(good * factor, math.sqrt(good * most)), factor**1.5
         else:
             share = math.log(1 / max(ease, 1e-3)) / math.log(stress / max(ease, 1e-3))
-            # Not too near to either end, lest the other one stay where it is.
+            # Keep away from both ends, so that both of them move.
             rate = good * (bad / good) ** min(max(share, 0.2), 0.8)
     return good

@@ -1,1 +1,1 @@
-"""From a plan's input to a validated plan, step by step."""
+"""Steps from a plan's input to a validated plan."""

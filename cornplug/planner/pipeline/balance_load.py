@@ -1,8 +1,8 @@
-"""Load spread evenly over the replicas that a solution pays for.
+"""Even distribution of load over the replicas that a solution pays for.
 
-A solution only has to fit its cells, so the solver fills some to the brim and leaves others
-empty: spare ones above all. With everything else held, this lowers the fullest cell of every
-service as far as its tiers allow: waits are shorter, and a spare replica is a warm one.
+A solution only has to fit its cells, so the solver fills some completely and leaves others empty, especially
+spare ones. With all else fixed, this lowers the fullest cell of every service as far as its tiers allow.
+Waits become shorter, and spare replicas stay warm.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from cornplug.planner.optimizer.solvers import solve as run_solver
 from cornplug.planner.optimizer.variables import PoolModel
 
 HELD: Final = 1e-6
-"""Relative: held values may move by so much, which the solver's own tolerances need."""
+"""Relative tolerance of fixed values, because of the solver's tolerances."""
 
 
 def balance_load(
     pool: OptimizationProblem, solution: PoolSolution, settings: SolverOptions
 ) -> PoolSolution | None:
-    """The same replicas, variants and cost with other flows; None: they no longer fit this pool.
+    """Return the solution with other flows for the same replicas, variants and cost, or None if they no
+    longer fit.
 
-    Rates that are cut into slices stay as they are.
+    Rates that are divided into slices do not change.
     """
     if any(u.slices is not None for u in pool.demands):
         return solution
-    # As what runs: the model's own bounds on replicas are of those that a plan needs
+    # As the current deployment, because the model's own bounds allow only as many replicas as a plan needs
     model = milp.build(replace(pool, current=CurrentState(solution.replicas)))
     _hold(model, solution)
     fullest = _fullest(model, solution)
@@ -66,7 +67,7 @@ def _hold(model: PoolModel, solution: PoolSolution) -> None:
 
 
 def _fullest(model: PoolModel, solution: PoolSolution) -> list[Any]:
-    """A variable for each service: the utilisation that none of its cells exceeds."""
+    """Return a variable for each service that bounds the utilisation of all its cells."""
     found = []
     for i, (service, cells) in enumerate(model.cells_of.items()):
         used = [c for c in cells if solution.replicas.get(c.name)]

@@ -1,4 +1,4 @@
-"""A solved pool, written as a plan."""
+"""Conversion of a solved pool to a plan."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from cornplug.planner.plan import (
 
 
 def build_plan(problem: FormulatedProblem, solution: PoolSolution, *, digest: str) -> Plan:
-    """The plan of a solution; its latency forecasts hold no times yet (`validate.py` simulates them)."""
+    """Return the plan of a solution. Its latency forecasts have no times before the simulation in
+    `validate.py`."""
     names = {cell: group_name(cell) for cell, n in solution.replicas.items() if n}
     plan_routes = build_plan_routes.routes(problem, solution, names)
     nodes = _nodes(problem, solution)
@@ -132,7 +133,7 @@ def _group(
 
 
 def _kv(problem: FormulatedProblem, spec: CellSpec, users: list[RequestClass]) -> KVGeometry | None:
-    """Of a language model, for buffers, pages and the choice of an attention backend."""
+    """Return the language model's KV geometry for buffers, pages and the choice of an attention backend."""
     llm = spec.service.llm
     if llm is None or not isinstance(llm.shape, LLMShape):
         return None
@@ -141,12 +142,12 @@ def _kv(problem: FormulatedProblem, spec: CellSpec, users: list[RequestClass]) -
 
 
 def _model(component: Component) -> str:
-    """As an engine's command line takes it."""
+    """Return the model as on an engine's command line."""
     return component.model or str(component.checkpoint or component.name)
 
 
 def _encoder_models(problem: FormulatedProblem, spec: CellSpec) -> list[str]:
-    """Models whose towers this service's tower stands for: an encoder service is told them all."""
+    """Return all models that use this service's tower, for the encoder service's command line."""
     fingerprints = {t.fingerprint or t.name for t in spec.service.towers}
     components = {c.name: c for c in problem.components}
     models = []
@@ -185,7 +186,7 @@ def _forecast(
 
 
 def _other_bounds(slo: Slo) -> list[PercentileSlo]:
-    """All but the first table's seconds."""
+    """Return all bounds but the first table's seconds."""
     first = PercentileSlo(
         percentile=slo.percentile,
         ttft_slowdown=slo.ttft_slowdown,
@@ -197,7 +198,7 @@ def _other_bounds(slo: Slo) -> list[PercentileSlo]:
 
 
 def _slowdown(slo: Slo) -> SimulatedSlowdown | None:
-    """Without figures yet."""
+    """Return the slowdown forecast, without figures."""
     if slo.idle is None or not slo.relative:
         return None
     return SimulatedSlowdown(idle=f"{slo.idle.gpu} TP{slo.idle.tp}")
@@ -218,7 +219,7 @@ def _caches(problem: FormulatedProblem, solution: PoolSolution) -> list[CacheSiz
 
 
 def _reservations(problem: FormulatedProblem, plan_routes: list[PlanRoute]) -> list[QosReservation]:
-    """Of the encoder services: each class of service is promised the part that its images need."""
+    """Return a reservation of the encoder services for each class of service, in proportion to its items."""
     users: dict[str, list[tuple[RequestClass, float]]] = {}
     for route in plan_routes:
         of = problem.classes[f"{route.app}/{route.request}"]
@@ -255,8 +256,7 @@ def _proof(problem: FormulatedProblem, solution: PoolSolution) -> OptimalityProo
 
 
 def _unit(problem: FormulatedProblem) -> str:
-    """Of the objective."""
     if problem.pool.objective != "cost":
         return "weighted requests/s" if problem.pool.objective == "goodput" else "of each class"
     current = problem.pool.current
-    return "$/h" if current is None else f"$ in {current.horizon_hours:g} h, with the change's cost"
+    return "$/h" if current is None else f"$ in {current.horizon_hours:g} h, including the cost of the change"

@@ -1,4 +1,4 @@
-"""Which part of each class's requests goes where: the solution's flows, as routes with weights."""
+"""Conversion of a solution's flows to routes with weights."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from cornplug.planner.pipeline.formulate import FormulatedProblem
 from cornplug.planner.plan import PlanRoute, RouteStage
 
 LEAST_PART = 1e-6
-"""Of a class's rate: less is the solver's rounding."""
+"""Share of a class's rate below which a flow is solver tolerance."""
 
 
 def routes(
     problem: FormulatedProblem, solution: PoolSolution, group_of: Mapping[str, str]
 ) -> list[PlanRoute]:
-    """One for each variant that serves something. `group_of`: cell -> group."""
+    """Return a route for each variant that serves requests. `group_of` maps cells to groups."""
     rates = {d.name: d.rate for d in problem.pool.demands}
     served = [
         v for v in problem.pool.variants if solution.served.get(v.name, 0.0) > LEAST_PART * rates[v.demand]
@@ -39,7 +39,7 @@ def _route(
 
 
 def _weights(solution: PoolSolution, demand: str, need: ServiceDemand) -> dict[str, float]:
-    """Cell -> its part of the work that the demand asks of a service within this tier."""
+    """Return each cell's share of the demand's work at a service within this tier."""
     rates: dict[str, float] = {}
     for f in solution.flows:
         if (f.demand, f.service, f.tier) == (demand, need.service, need.tier):

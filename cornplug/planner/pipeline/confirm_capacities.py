@@ -1,8 +1,7 @@
-"""A solution of which every cell has a simulated capacity.
+"""Search for a solution in which every cell has a simulated capacity.
 
-Closed forms screen all cells; the simulator confirms only those that a solution uses. Where its
-replicas still carry everything at their simulated capacities, the solution stands; else the
-problem is solved again with them.
+Closed forms screen all cells, and the simulator confirms those that a solution uses. If its replicas still
+carry all load, the solution is final. Otherwise the problem is solved again with the simulated capacities.
 """
 
 from __future__ import annotations
@@ -20,36 +19,36 @@ from cornplug.planner.pipeline.balance_load import balance_load
 from cornplug.planner.pipeline.formulate import FormulatedProblem
 
 Report = Callable[[str, float], None]
-"""Phase in words, share of it that is done."""
+"""Called with a phase and its finished share."""
 Watch = Callable[[SolveProgress], None]
 
 ROUNDS: Final = 6
-"""The last round's solution is taken as it is, confirmed or not."""
+"""Maximum number of rounds. The last round's solution is accepted without confirmation."""
 ENOUGH: Final = 1.5
-"""A capacity confirmed for c replicas holds for c / 1.5 to c x 1.5."""
+"""A capacity for c replicas is valid for c / 1.5 to c x 1.5."""
 GROWN: Final = 1.05
-"""Where a capacity has grown by this, fewer replicas might do."""
+"""Growth of a capacity from which fewer replicas might be sufficient."""
 SCOUT: Final = 0.1
-"""Of the solver's work: for rounds whose cells closed forms rate, so that the plan will not stand."""
+"""Share of the solver's work while closed forms rate the cells, because these plans are not final."""
 SCOUTS: Final = 3
-"""Such rounds at most."""
+"""Maximum number of such rounds."""
 SEARCH: Final = 0.5
-"""Once the cells that a plan uses are simulated."""
+"""Share of the work once the used cells are simulated."""
 LATER: Final = 0.2
-"""For a problem like one that was solved."""
+"""Share of the work for a similar problem."""
 
 
 def with_simulated_capacities(
     problem: FormulatedProblem, report: Report, watch: Watch | None, *, near: PoolSolution | None = None
 ) -> tuple[FormulatedProblem, PoolSolution]:
-    """The solution, and the problem with the capacities that it was confirmed with.
+    """Return the solution, and the problem with the capacities that confirm it.
 
-    `near`: the solution of a like problem, where one was solved before. Raises as `milp.solve`.
+    `near` is the solution of a similar problem, if one was solved before. Raises the errors of `milp.solve`.
     """
     problem = _current_simulated(problem, report)
     floor: PoolSolution | None = None
     timed_out, rounds = False, 0
-    # Only a search for the least cost begins from a plan
+    # Only a least-cost search can start from a plan
     later = LATER if problem.pool.objective == "cost" else SEARCH
     effort = _first_effort(problem) if near is None else later
     while True:
@@ -87,13 +86,14 @@ def with_simulated_capacities(
 
 
 def _first_effort(problem: FormulatedProblem) -> float:
-    """The share of the solver's work for the first round."""
+    """Return the share of the solver's work for the first round."""
     unsure = any(spec.timed and not spec.simulated_replicas for spec in problem.cells.values())
     return SCOUT if unsure and problem.rules.simulate and problem.pool.objective == "cost" else 1.0
 
 
 def _current_simulated(problem: FormulatedProblem, report: Report) -> FormulatedProblem:
-    """When re-planning: with simulated capacities of the current cells, which closed forms underrate."""
+    """Simulate the capacities of the current cells when re-planning, because closed forms underestimate
+    them."""
     current = problem.pool.current
     if current is None or not problem.rules.simulate:
         return problem
@@ -108,7 +108,7 @@ def _settings(solver: SolverOptions, effort: float) -> SolverOptions:
 
 
 def _doubtful(problem: FormulatedProblem, solution: PoolSolution) -> list[tuple[CellSpec, int]]:
-    """Cells in use whose capacity no simulation has confirmed for about so many replicas."""
+    """Return the used cells whose capacity was not simulated for a similar number of replicas."""
     used = [(problem.cells[name], n) for name, n in solution.replicas.items() if n]
     return [
         (spec, n)
@@ -128,7 +128,8 @@ def _simulated(
 
 
 def _with_bound(solution: PoolSolution, floor: PoolSolution | None, gap: float) -> PoolSolution:
-    """With the better bound: cells that carry less than those of `floor` cost no less."""
+    """Return the solution with the better bound. If capacities only decreased since `floor`, its bound still
+    holds."""
     if floor is None or floor.bound <= solution.bound:
         return solution
     raised = replace(solution, bound=min(floor.bound, solution.objective))

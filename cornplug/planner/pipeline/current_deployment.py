@@ -1,8 +1,9 @@
-"""The current deployment in the terms of a new pool: its cells, its replicas' ages, the costs of changes.
+"""The current deployment as part of a new pool: its cells, the ages of its replicas, and the costs of
+changes.
 
-Two cells that differ in their tier only are the same processes under another promise: going
-from one to the other is free. A change of role is one where SGLang can do it while it runs
-(prefill to decode and back, with a transfer backend that allows it); else it is a restart.
+Cells that differ only in their tier are the same processes, so switching is free. SGLang can switch roles
+while it runs (prefill to decode and back, with a transfer backend that allows it). Any other change is a
+restart.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from cornplug.planner.optimizer.optimization_problem import CurrentState, Machin
 from cornplug.planner.plan import Plan, ReplicaGroup
 
 Identity = tuple[str, str, str, int, int, int, int, int, bool, float, str, int]
-"""Fields that tell one process from another: service, engine, nodes, TP, PP, DP, DCP, PCP, EP, share,
-quantisation, and its tokens of one iteration, which are a flag of its command line (0 where nothing is
-planned of them)."""
+"""Fields that identify a process: service, engine, nodes, TP, PP, DP, DCP, PCP, EP, share, quantisation, and
+tokens per iteration, which are a command-line flag (0 if not planned)."""
 
 
 def of_group(g: ReplicaGroup) -> Identity:
@@ -37,7 +37,8 @@ def of_cell(spec: CellSpec) -> Identity:
 
 
 def keep_current(specs: Sequence[CellSpec], pruned: Sequence[CellSpec], plan: Plan) -> list[CellSpec]:
-    """The pruned cells, and those on which something runs: a dominated cell that runs costs no start."""
+    """Return the pruned cells and the cells with running replicas. A dominated cell that runs has no start
+    cost."""
     runs = {of_group(g) for g in plan.groups}
     names = {spec.cell.name for spec in pruned}
     return [spec for spec in specs if spec.cell.name in names or of_cell(spec) in runs]
@@ -46,7 +47,7 @@ def keep_current(specs: Sequence[CellSpec], pruned: Sequence[CellSpec], plan: Pl
 def adopt_current(
     pool: OptimizationProblem, cells: Mapping[str, CellSpec], change: ChangeRules, plan: Plan, now: float
 ) -> tuple[OptimizationProblem, dict[str, CellSpec]]:
-    """The pool and its cells with their switches, and `current` filled in. `now`: Unix time."""
+    """Return the pool with `current` filled in, and its cells with their switches. `now` is Unix time."""
     switches, free = _switches(cells.values(), change)
     known = {
         name: replace(spec, cell=replace(spec.cell, switches_with=switches.get(name, ())))
@@ -75,7 +76,7 @@ def adopt_current(
 
 
 def limited_to(current: CurrentState | None, cells: Iterable[str]) -> CurrentState | None:
-    """The current deployment on these cells; replicas of others have no place in the pool, and stop."""
+    """Return the current deployment on these cells. Replicas of other cells are not in the pool, and stop."""
     if current is None:
         return None
     names = set(cells)
@@ -87,7 +88,7 @@ def limited_to(current: CurrentState | None, cells: Iterable[str]) -> CurrentSta
 
 
 def home(g: ReplicaGroup, specs: Iterable[CellSpec]) -> CellSpec | None:
-    """The cell of the group's processes whose promise is nearest to the one they were planned for."""
+    """Return the cell of the group's processes whose tier is closest to the planned tier."""
     same = [spec for spec in specs if of_cell(spec) == of_group(g)]
     return min(same, key=lambda spec: _distance(spec, g)) if same else None
 
@@ -120,7 +121,7 @@ def _switches(
 
 
 def _part(spec: CellSpec) -> tuple[str, ...]:
-    """P and D of one model stand together; every other service for itself."""
+    """Return the key for switches, which P and D of one model share."""
     return tuple(c.name for c in spec.service.components) if _switchable(spec) else (spec.service.name,)
 
 
@@ -129,6 +130,6 @@ def _switchable(spec: CellSpec) -> bool:
 
 
 def _dollars(spec: CellSpec, nodes: Mapping[str, MachineClass], seconds: float) -> float:
-    """Of one replica's GPUs that are paid for and do not serve."""
+    """Return the cost of a replica's GPUs while they do not serve."""
     node = nodes[spec.cell.nodes]
     return spec.cell.gpus * node.price / node.gpus * seconds / 3600

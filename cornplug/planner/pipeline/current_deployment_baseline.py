@@ -1,7 +1,7 @@
-"""Re-planning: a plan of the running processes, as a rival to the whole pool's plan.
+"""Re-planning: a plan of the running processes as an alternative to the whole pool's plan.
 
-With a thousand ways to start afresh a solver may have found, when its time is up, none that is as
-good as keeping the current deployment. The pool of the running processes alone is small and soon solved.
+With a thousand ways to start new processes, the solver may reach its time limit before it finds a plan as
+good as keeping the current deployment. The pool of the running processes alone is small and quickly solved.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def solve(
     notes: Mapping[str, str],
     near: Collection[str] = (),
 ) -> PoolSolution:
-    """The better of both, with the whole pool's bound. `near`, and what it raises: as `milp.solve`."""
+    """Return the better of both solutions, with the whole pool's bound. `near` and errors are as in
+    `milp.solve`."""
     current = pool.current
     if current is None or pool.objective != "cost":
         return milp.solve(pool, settings, watch, notes=notes, near=near)
@@ -51,7 +52,8 @@ def solve(
 def _baseline(
     pool: OptimizationProblem, current: CurrentState, settings: SolverOptions
 ) -> PoolSolution | None:
-    """More or fewer of the same processes, in the same or switched roles; None: they cannot carry it."""
+    """Solve for more or fewer of the same processes, or switched roles. Returns None if these cannot carry
+    the load."""
     names = set(current.replicas)
     names |= {other for c in pool.cells if c.name in names for other in c.switches_with}
     cells = tuple(c for c in pool.cells if c.name in names)

@@ -1,7 +1,7 @@
-"""The planner's decision: the input formulated as a problem, solved, built into a plan, and validated.
+"""Planner pipeline: formulate the input as a problem, solve it, build a plan, and validate it.
 
-Where a class misses a bound when the whole plan is simulated, the capacities of the services that
-it visits are lowered and the problem is solved again, a few times at most.
+If a class misses a bound in the simulation of the whole plan, the capacities of the services that it visits
+are reduced and the problem is solved again, up to `VALIDATION_ROUNDS` times.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PlanDecision:
     problem: FormulatedProblem
     solution: PoolSolution
     misses: tuple[SloMiss, ...] = ()
-    """Bounds that the plan did not keep in its own simulation, when rounds ran out."""
+    """Bounds that the plan still missed in simulation after the last round."""
 
     @property
     def pool(self) -> OptimizationProblem:
@@ -46,11 +46,10 @@ def decide(
     watch: Watch | None = None,
     corrections: Iterable[TimesCorrection] | None = None,
 ) -> PlanDecision:
-    """The cheapest plan (or the one of most goodput) that keeps every SLO.
+    """Return the cheapest plan (or the one with most goodput) that meets every SLO.
 
-    `digest`: SHA-256 of the input file's bytes. `watch` is told of the solver's incumbents and
-    bounds; `corrections` as for `formulate`. Raises PlanInfeasible: there is none with this pool;
-    ConfigError: see `formulate`.
+    `digest` is the SHA-256 of the input file. `watch` receives the solver's incumbents and bounds, and
+    `corrections` are as in `formulate`. Raises PlanInfeasible, and ConfigError as `formulate`.
     """
     report = progress or (lambda _phase, _share: None)
     report("cells", 0.0)
@@ -65,7 +64,7 @@ def decide(
 def _solved(
     problem: FormulatedProblem, report: Report, watch: Watch | None, *, near: PoolSolution | None = None
 ) -> tuple[FormulatedProblem, PoolSolution]:
-    """As `with_spare_nodes`, and what is paid for is used where the rules ask for it."""
+    """Solve with `with_spare_nodes`, and use idle GPUs if the rules request it."""
     problem, solution = with_spare_nodes(problem, report, watch, near=near)
     if problem.rules.use_idle_gpus:
         solution = use_idle_gpus(problem.pool, solution, problem.solver)
@@ -73,13 +72,13 @@ def _solved(
 
 
 def _validated(problem: FormulatedProblem, digest: str, report: Report, watch: Watch | None) -> PlanDecision:
-    """The first plan without a miss; where there is none, the one that misses least."""
+    """Return the first plan without a miss, or else the plan with the smallest miss."""
     tried: list[PlanDecision] = []
     for i in range(VALIDATION_ROUNDS):
         try:
             near = tried[-1].solution if tried else None
             problem, solution = _solved(problem, report, watch, near=near)
-            # What was derated in earlier rounds follows from their solutions
+            # Deratings of earlier rounds depend on their solutions
             late = any(d.solution.timed_out for d in tried)
             solution = replace(solution, timed_out=solution.timed_out or late)
         except (PlanInfeasible, PlanUnfinished):

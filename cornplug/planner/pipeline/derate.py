@@ -1,8 +1,8 @@
-"""Less capacity where the simulation of a whole plan missed a bound.
+"""Reduced capacities for services that missed a bound in the simulation of a whole plan.
 
-Capacities are of one class alone on a cell, and are added up linearly where classes share it.
-Their percentiles do not mix linearly, and stages do not meet their worst at once; so a plan that
-fits on paper can miss a bound, by a little, and then needs more room there.
+Capacities are of one class alone on a cell, and are added linearly if classes share it. Percentiles do not
+combine linearly, nor do all stages reach their worst case together. A plan that fits on paper may therefore
+miss a bound slightly, and needs more capacity there.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from cornplug.planner.pipeline.validate import SloMiss
 
 DERATE: Final = 0.93
 STEEPEST: Final = 0.7
-"""The least factor of one round."""
+"""Smallest factor of one round."""
 ROOM: Final = 0.97
-"""Share of the fullest cell's load; a derated cell must not carry more."""
+"""Share of the fullest cell's load that a derated cell can carry at most."""
 
 
 def derate(
     problem: FormulatedProblem, solution: PoolSolution, misses: tuple[SloMiss, ...]
 ) -> FormulatedProblem:
-    """The problem with less capacity for the services that a class with a miss has visited.
+    """Return the problem with less capacity for the services visited by a class that misses a bound.
 
-    The factor follows the miss, and makes at least the fullest cell of each service too small for its
-    load: a service with half-empty cells would not change otherwise.
+    The factor depends on the miss, and makes at least the fullest cell of each service too small for its
+    load. Otherwise a service with half-empty cells would not change.
     """
     factor: dict[str, float] = {}
     loads = _loads(problem, solution)
@@ -44,7 +44,7 @@ def derate(
 
 
 def _loads(problem: FormulatedProblem, solution: PoolSolution) -> dict[str, float]:
-    """Service -> its fullest cell's load, as a share of the pool's limits."""
+    """Return the load of each service's fullest cell as a share of the pool's limits."""
     limits = problem.pool.limits
     online = {d.name for d in problem.pool.demands if d.online}
     all_of: defaultdict[str, float] = defaultdict(float)
@@ -62,7 +62,7 @@ def _loads(problem: FormulatedProblem, solution: PoolSolution) -> dict[str, floa
 
 
 def _visited(problem: FormulatedProblem, solution: PoolSolution, miss: SloMiss) -> set[str]:
-    """Services that bear on the missed bound: decode does not bear on TTFT."""
+    """Return the services that affect the missed bound. For example, decode does not affect TTFT."""
     request_paths = (problem.request_paths[name] for name, rate in solution.served.items() if rate > 0)
     services = {
         s

@@ -1,4 +1,4 @@
-"""From the planner's input to a pool: services, request paths, tiers, cells, variants."""
+"""Formulation of the planner's input as a pool: services, request paths, tiers, cells and variants."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ GB: Final = 1e9
 
 @dataclass(frozen=True)
 class FormulatedProblem:
-    """A pool, the objects behind its names, and the input's tables that later steps read."""
+    """A pool, the objects that its names refer to, and the input tables that later steps read."""
 
     name: str
     components: tuple[Component, ...]
-    """With shapes and fingerprints resolved."""
+    """Components with resolved shapes and fingerprints."""
     rules: PlanRules
     solver: SolverOptions
     pool: OptimizationProblem
@@ -66,17 +66,17 @@ class FormulatedProblem:
 
     @property
     def corrections(self) -> list[TimesCorrection]:
-        """Of profiles' times, by their engines' metrics."""
+        """Corrections of profiles' times from engine metrics."""
         return list(self.cell_builder.corrections.values())
 
     @property
     def dropped(self) -> Counter[str]:
-        """Reason -> cells that were left out for it."""
+        """Number of cells excluded for each reason."""
         return self.cell_builder.dropped
 
     @property
     def notes(self) -> dict[str, str]:
-        """Request class that nothing in the pool can serve -> why not."""
+        """Reason by request class that nothing in the pool can serve."""
         return {name: self._note(name) for name in infeasible_classes.unserved(self.pool)}
 
     def _note(self, name: str) -> str:
@@ -87,7 +87,7 @@ class FormulatedProblem:
         return infeasible_classes.note(of, request_paths, cell_builder.config, cell_builder.dropped, samples)
 
     def scenario(self, name: str, levels: Collection[str]) -> CacheScenario:
-        """The cache sizes that a class meets where these levels were chosen, and its hits."""
+        """Return the cache sizes that apply to a class with these levels, and its hit rates."""
         return next(
             path.scenario
             for path in self.request_paths.values()
@@ -95,7 +95,7 @@ class FormulatedProblem:
         )
 
     def with_cells(self, changed: Mapping[str, CellSpec]) -> FormulatedProblem:
-        """The same with other capacities of some cells; one that carries nothing goes."""
+        """Return the problem with other capacities of some cells. Cells without capacity are removed."""
         cells = {name: changed.get(name, spec) for name, spec in self.cells.items()}
         cells = {name: spec for name, spec in cells.items() if spec.cell.capacity}
         runs = current_deployment.limited_to(self.pool.current, cells)
@@ -104,17 +104,17 @@ class FormulatedProblem:
 
 
 def nic_bytes_s(nodes: NodeClass, gpu: GpuSpec) -> float:
-    """Of a whole node."""
+    """Return a node's network bandwidth."""
     return (gpu.nic_gb_s * nodes.gpus if nodes.nic_gb_s is None else nodes.nic_gb_s) * GB
 
 
 def formulate(
     plan_input: PlanInput, corrections: Iterable[TimesCorrection] | None = None
 ) -> FormulatedProblem:
-    """The optimisation problem of an input.
+    """Return the optimisation problem of an input.
 
-    `corrections`: of profiles' times; left out, those of the running plan where there is one.
-    Raises ConfigError where the input names a GPU, price, checkpoint or trace that does not exist.
+    `corrections` apply to profiles' times. By default they come from the running plan, if there is one.
+    Raises ConfigError if the input names a GPU, price, checkpoint or trace that does not exist.
     """
     rules = plan_input.rules
     components = component_shapes.resolve(plan_input.components)
@@ -179,7 +179,6 @@ def formulate(
 
 
 def _users(candidates: list[RequestPath]) -> dict[Service, dict[str, RequestClass]]:
-    """Service -> the classes that may come to it."""
     users: dict[Service, dict[str, RequestClass]] = {}
     for request_path in candidates:
         for service in request_path.path.stages:
@@ -199,7 +198,7 @@ def _chains(candidates: list[RequestPath], node_classes: int) -> dict[str, Chain
 def _loosest_tiers(
     service: Service, candidates: list[RequestPath], chains: Mapping[str, Chain]
 ) -> dict[str, LatencyTier]:
-    """User of a service -> the loosest tier that one of its request paths asks for there."""
+    """Return each user's loosest tier over its request paths through a service."""
     asked = [(w.of.name, p) for w in candidates for p in w.stage_budgets if p.service.name == service.name]
     loosest: dict[str, LatencyTier] = {}
     for name, p in asked:

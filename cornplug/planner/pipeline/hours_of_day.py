@@ -1,9 +1,9 @@
-"""Machines that a plan needs in each hour of a day, and so those that could be given back.
+"""Machines that a plan needs in each hour of a day. The other machines could be released.
 
-A plan carries each request class at the rate of its highest hour. In other hours some of its replicas are
-stopped, and none is started or changes: the pool's model with the plan's replicas as the most of each cell,
-and with the same bounds and reserves. Loads are rounded up to eighths of each class's highest one: a day has
-few different ones.
+A plan carries each request class at the rate of its busiest hour. In other hours some replicas are stopped,
+but none is started or changed: the pool's model is solved with the plan's replicas as the maximum of each
+cell, and with the same bounds and reserves. Loads are rounded up to eighths of each class's peak, so that a
+day has few different loads.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ HOURS: Final = 24
 _PARTS: Final = 8
 
 Load = tuple[tuple[str, float], ...]
-"""Request class, and the share of its planned rate that an hour brings."""
+"""Request classes with the share of their planned rate in an hour."""
 
 
 def with_hours(decision: PlanDecision) -> Plan:
-    """The decision's plan with the nodes of each hour; as it is without such rates, or if cost is no aim."""
+    """Return the plan with the nodes of each hour, or unchanged without hourly rates or if cost is not the
+    objective."""
     plan, problem, solution = decision.plan, decision.problem, decision.solution
     if problem.pool.objective != "cost" or not any(c.by_hour for c in problem.classes.values()):
         return plan
@@ -54,7 +55,7 @@ def _load(classes: Mapping[str, RequestClass], hour: int) -> Load:
 
 
 def _nodes(problem: FormulatedProblem, solution: PoolSolution, shares: Mapping[str, float]) -> dict[str, int]:
-    """Class of nodes -> how many of the plan's are needed; all of them where the solver finds no fewer."""
+    """Return the number of needed nodes by node class, or all of them if the solver cannot reduce them."""
     every = {name: count for name, count in solution.nodes.items() if count}
     if all(share == 1 for share in shares.values()):
         return every
@@ -74,7 +75,7 @@ def _nodes(problem: FormulatedProblem, solution: PoolSolution, shares: Mapping[s
 
 
 def _of(spec: CellSpec, shares: Mapping[str, float]) -> CellSpec:
-    """The cell for the classes that have requests."""
+    """Return the cell for the classes that have requests."""
     capacity = {name: rate for name, rate in spec.cell.capacity.items() if shares[name]}
     return replace(spec, cell=replace(spec.cell, capacity=capacity))
 
@@ -82,7 +83,7 @@ def _of(spec: CellSpec, shares: Mapping[str, float]) -> CellSpec:
 def _smaller(
     pool: OptimizationProblem, solution: PoolSolution, shares: Mapping[str, float]
 ) -> OptimizationProblem:
-    """The pool of the plan's own machines and replicas, at other rates."""
+    """Return the pool of the plan's own machines and replicas at other rates."""
     demands = tuple(replace(d, rate=d.rate * shares[d.name]) for d in pool.demands if shares[d.name])
     known = {d.name for d in demands}
     return replace(

@@ -1,4 +1,4 @@
-"""The cost of a job: its part of the machines that its requests visit, until its deadline."""
+"""Cost of a job: its share of the machines that its requests use, until its deadline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cornplug.planner.pipeline.formulate import FormulatedProblem
 
 
 def job_forecast(problem: FormulatedProblem, solution: PoolSolution, of: RequestClass) -> JobForecast | None:
-    """Without the time at which it is done, which is simulated; None: the class is no job."""
+    """Return the forecast without the simulated completion time, or None if the class is not a job."""
     job = of.request.job
     if job is None:
         return None
@@ -30,7 +30,7 @@ def job_forecast(problem: FormulatedProblem, solution: PoolSolution, of: Request
 
 
 def _cost_per_hour(problem: FormulatedProblem, solution: PoolSolution, name: str) -> float:
-    """Of all replicas of a cell: their GPUs' part of those that are used on the cell's machines."""
+    """Return the cost of a cell's replicas: their share of the used GPUs on machines of that class."""
     cells = {c.name: c for c in problem.pool.cells}
     nodes = next(n for n in problem.pool.nodes if n.name == cells[name].nodes)
     gpus = {c: cells[c].gpus * n for c, n in solution.replicas.items() if n and cells[c].nodes == nodes.name}
@@ -38,7 +38,7 @@ def _cost_per_hour(problem: FormulatedProblem, solution: PoolSolution, name: str
 
 
 def done_hours(job: JobForecast, served: float, last_answer_s: float | None) -> float | None:
-    """From the first request to the last answer; None: no time is known."""
+    """Return the time from the first request to the last response, or None if unknown."""
     if last_answer_s is None or served <= 0:
         return None
     return (job.requests / served + last_answer_s) / 3600

@@ -1,8 +1,8 @@
-"""With `rules.n_plus_one = "node"`: a plan whose replicas, as they are placed, survive any one node's loss.
+"""Plans whose placed replicas survive the loss of any node (`rules.n_plus_one = "node"`).
 
-The pool model knows how many replicas of a cell one node may hold, but not whether all services' replicas can
-be placed so. So the replicas of a solution are placed, each node is taken away, and where the rest cannot
-carry the online work, that placement is excluded and the problem is solved again.
+The pool model limits a cell's replicas per node, but does not ensure that all services' replicas can be
+placed so. The replicas of a solution are placed and each node removed in turn. If the rest cannot carry the
+online work, this placement is excluded and the problem is solved again.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from cornplug.planner.pipeline.place_replicas import placement
 
 ROUNDS: Final = 12
 HELD: Final = 1e-6
-"""Relative: rates may move by so much, which the solver's own tolerances need."""
+"""Relative tolerance of fixed rates, because of the solver's tolerances."""
 
 
 def with_spare_nodes(
     problem: FormulatedProblem, report: Report, watch: Watch | None, *, near: PoolSolution | None = None
 ) -> tuple[FormulatedProblem, PoolSolution]:
-    """As `with_simulated_capacities`, and the solution survives each node's loss where the rules ask for it.
+    """Solve with `with_simulated_capacities`, and survive any node's loss if the rules require it.
 
-    Raises as that, and PlanUnfinished where no placement of several solutions survives.
+    Raises its errors, and PlanUnfinished if no placement of `ROUNDS` solutions survives.
     """
     for _ in range(ROUNDS):
         problem, near = with_simulated_capacities(problem, report, watch, near=near)
@@ -43,18 +43,18 @@ def with_spare_nodes(
             return problem, near
         problem = replace(problem, pool=excluding(problem.pool, crowded))
     raise PlanUnfinished(
-        f"none of {ROUNDS} plans survives the loss of each node, and it was not proven impossible. "
+        f"none of {ROUNDS} plans survives the loss of each node, and infeasibility was not proven. "
         "Set rules.n_plus_one = true, or use fewer node classes."
     )
 
 
 def excluding(pool: OptimizationProblem, crowded: tuple[CrowdedNode, ...]) -> OptimizationProblem:
-    """The pool without these placements."""
     return replace(pool, limits=replace(pool.limits, crowded=(*pool.limits.crowded, *crowded)))
 
 
 def unsurvived(pool: OptimizationProblem, solution: PoolSolution) -> tuple[CrowdedNode, ...]:
-    """The nodes without which the rest does not carry the online work; none unless `limits.by_node`."""
+    """Return the nodes without which the rest cannot carry the online work. Empty without
+    `limits.by_node`."""
     if not pool.limits.by_node:
         return ()
     different = {(name, tuple(sorted(lost.items()))): lost for name, lost in node_losses(pool, solution)}
@@ -66,7 +66,8 @@ def unsurvived(pool: OptimizationProblem, solution: PoolSolution) -> tuple[Crowd
 
 
 def node_losses(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[tuple[str, Counter[str]]]:
-    """For each node its class, and cell -> replicas that stand on it, on their first or a later node."""
+    """Yield each node's class and the number of replicas of each cell on it. A replica that spans several
+    nodes counts on each."""
     cells, slots = {c.name: c for c in pool.cells}, placement(pool, solution)
     for nodes in pool.nodes:
         on: dict[int, Counter[str]] = {}
@@ -81,9 +82,10 @@ def node_losses(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[t
 
 
 def survives(pool: OptimizationProblem, solution: PoolSolution, lost: Mapping[str, int]) -> bool:
-    """Whether the other replicas carry the online work, each to the limit, along the paths of the solution.
+    """Return whether the other replicas can carry the online work up to the limit on the paths of the
+    solution.
 
-    Caches and network cards are taken to be as before.
+    Caches and network cards are assumed not to change.
     """
     online = {u.name for u in pool.demands if u.online}
     limits = replace(

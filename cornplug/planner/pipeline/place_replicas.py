@@ -1,11 +1,11 @@
-"""Replicas to GPUs of nodes. Exact, because footprints divide each other.
+"""Placement of replicas on GPUs of nodes, exact because footprints divide each other.
 
-Footprints are 1/4, 1/2, 1, 2, 4 or 8 GPUs of a node with 1, 2, 4 or 8, or whole nodes. Each of these sizes
-divides the next larger one. Placed in decreasing order, every replica finds the free GPUs of a node to be a
-multiple of its own (Coffman, Garey, Johnson 1987, "Bin packing with divisible item sizes"). So every solution
-that the pool model admits (sum of footprints <= GPUs of all nodes) can be placed, on whichever node with
-room each replica goes: it goes to the node with the fewest replicas of its service, the freest of these, so
-that the loss of a node costs a service as little as it can.
+Footprints are 1/4, 1/2, 1, 2, 4 or 8 GPUs of a node with 1, 2, 4 or 8, or whole nodes. Each size divides the
+next larger size. Placed in decreasing order, every replica finds a multiple of its size free on a node
+(Coffman, Garey, Johnson 1987, "Bin packing with divisible item sizes"). So every solution of the pool model
+(sum of footprints <= GPUs of all nodes) can be placed on any nodes with enough free GPUs. A replica goes to
+the node with the fewest replicas of its service, and then with the most free GPUs, to limit a service's loss
+with a node.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from fractions import Fraction
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem, PoolSolution
 
 Slot = tuple[int, int]
-"""Node's number in its class, first GPU."""
+"""Index in the node's class, and first GPU."""
 
 
 def placement(pool: OptimizationProblem, solution: PoolSolution) -> dict[str, list[Slot]]:
-    """Cell -> the slots of its replicas."""
     slots: dict[str, list[Slot]] = {}
     for nodes in pool.nodes:
         here = [c for c in pool.cells if c.nodes == nodes.name and solution.replicas.get(c.name)]
@@ -32,7 +31,7 @@ def placement(pool: OptimizationProblem, solution: PoolSolution) -> dict[str, li
 
 
 def idle_gpus(pool: OptimizationProblem, solution: PoolSolution) -> dict[str, float]:
-    """Node class -> GPUs of its paid nodes on which no replica stands."""
+    """Return the number of GPUs without replicas on the paid nodes of each class."""
     idle = {n.name: float(n.gpus * solution.nodes.get(n.name, 0)) for n in pool.nodes}
     for cell in pool.cells:
         idle[cell.nodes] -= cell.gpus * solution.replicas.get(cell.name, 0)
@@ -45,12 +44,11 @@ def place(
     nodes: int,
     services: Mapping[str, str] | None = None,
 ) -> dict[str, list[Slot]]:
-    """Give each replica its node and first GPU.
+    """Assign a node and a first GPU to each replica.
 
-    `footprints`: group -> (GPUs of one replica, replicas). `services`: group -> its service; a group
-    that is not there is a service by itself. A replica of several nodes has the first one's slot, and
-    the nodes after it. ValueError: more than `nodes` nodes of `gpus` GPUs,
-    or a footprint off the chain.
+    `footprints` maps groups to (GPUs per replica, replicas), `services` groups to services, by default
+    themselves. A replica on several nodes has the first node's slot. Raises ValueError if `nodes` nodes of
+    `gpus` GPUs are too few, or for an indivisible footprint.
     """
     order = sorted(footprints, key=lambda group: -footprints[group][0])
     free = [Fraction(gpus)] * nodes
@@ -68,7 +66,7 @@ def place(
 
 
 def _fit(free: list[Fraction], size: Fraction, gpus: int, group: str, same: Mapping[int, int]) -> Slot:
-    """`same`: node -> replicas of this service there."""
+    """Return a slot. `same` counts this service's replicas by node."""
     if size > gpus:
         whole_nodes = int(size / gpus)
         for node in range(len(free)):
@@ -80,7 +78,9 @@ def _fit(free: list[Fraction], size: Fraction, gpus: int, group: str, same: Mapp
         first = gpus - free[node]
         free[node] -= size
         return node, int(first)
-    raise ValueError(f"{group}: no room for {float(size):g} GPUs on {len(free)} nodes of {gpus}")
+    raise ValueError(
+        f"{group}: {float(size):g} GPUs do not fit into the free GPUs of {len(free)} nodes of {gpus}"
+    )
 
 
 def _empty(nodes: Sequence[Fraction], wanted: int, gpus: int) -> bool:

@@ -1,8 +1,8 @@
-"""More replicas on GPUs that a solution pays for and leaves idle.
+"""Additional replicas on GPUs that a solution pays for but leaves idle.
 
-A node is paid whole. The model takes as few replicas as carry the work (its bounds on them are what keeps its
-relaxation tight), and the rest of a node would serve nothing. Further replicas of the fullest groups cost no
-more, lower the waits and leave head-room.
+A node is paid for as a whole. The model uses the minimum number of replicas, because tight bounds on them
+keep its relaxation tight, and the rest of a node would be idle. Additional replicas of the fullest groups
+cost nothing, reduce waits and add headroom.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from cornplug.planner.pipeline.place_replicas import idle_gpus
 
 
 def use_idle_gpus(pool: OptimizationProblem, solution: PoolSolution, settings: SolverOptions) -> PoolSolution:
-    """The solution with `extra` replicas, at the same cost; as it is where none fits.
+    """Return the solution with `extra` replicas at the same cost, or unchanged if none fits.
 
-    When re-planning, only running replicas that the solution would stop: to start one has a cost.
+    When re-planning, only running replicas that the solution would stop are added, because a start has a
+    cost.
     """
     extra = _extra_replicas(pool, solution)
     if not extra:
@@ -35,12 +36,13 @@ def use_idle_gpus(pool: OptimizationProblem, solution: PoolSolution, settings: S
     )
     if filled is None or unsurvived(pool, filled):
         return solution
-    # Slack that the model's own rows left: extra replicas are no reason for a plan.
+    # Keep the slack of the model's own rows, because extra replicas are not a reason for a plan.
     return replace(filled, slack=solution.slack)
 
 
 def _extra_replicas(pool: OptimizationProblem, solution: PoolSolution) -> Counter[str]:
-    """Cell -> replicas that fit beside the others, each of the cell whose replicas have the most load."""
+    """Return the extra replicas by cell. Each goes to the cell with the highest load per replica that
+    fits."""
     idle, replicas, extra = idle_gpus(pool, solution), Counter(solution.replicas), Counter[str]()
     load, stopped = _loads(pool, solution), _stopped(pool.current, solution)
     while True:
@@ -60,7 +62,7 @@ def _extra_replicas(pool: OptimizationProblem, solution: PoolSolution) -> Counte
 
 
 def _loads(pool: OptimizationProblem, solution: PoolSolution) -> defaultdict[str, float]:
-    """Cell -> replicas that its work fills."""
+    """Return the number of replicas that each cell's work fills."""
     cells, load = {c.name: c for c in pool.cells}, defaultdict[str, float](float)
     for f in solution.flows:
         load[f.cell] += f.rate / cells[f.cell].capacity[f.demand]
@@ -68,7 +70,7 @@ def _loads(pool: OptimizationProblem, solution: PoolSolution) -> defaultdict[str
 
 
 def _stopped(current: CurrentState | None, solution: PoolSolution) -> Counter[str]:
-    """Cell -> running replicas that the solution stops."""
+    """Return the running replicas of each cell that the solution stops."""
     if current is None:
         return Counter()
     left = Counter(current.replicas) + Counter(solution.started)
@@ -80,7 +82,8 @@ def _stopped(current: CurrentState | None, solution: PoolSolution) -> Counter[st
 
 
 def _sources(cell: Cell, current: CurrentState | None, stopped: Counter[str]) -> list[str]:
-    """Cells of which a replica can become one of `cell` for nothing: itself, unless only running ones can."""
+    """Return cells whose replicas can become replicas of `cell` at no cost: itself, or when re-planning,
+    those with stopped replicas."""
     if current is None:
         return [cell.name]
     same = [cell.name, *sorted(one for one, other in current.free if other == cell.name)]

@@ -1,4 +1,4 @@
-"""Validation of a plan by simulation: times of each request class, and the bounds that they miss."""
+"""Validation of a plan by simulation: latencies of each request class, and missed bounds."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from cornplug.planner.simulator.simulator import Station
 from cornplug.planner.simulator.stations import QueuePeak
 
 REQUESTS: Final = 4000
-"""Of one class in a simulation: a 99th percentile then rests on 40 of them."""
+"""Requests of one class in a simulation. A 99th percentile is then based on 40 requests."""
 NOISE: Final = 0.02
-"""Of a percentile of so many requests: a miss by less is none."""
+"""Relative noise of a percentile of that many requests. Smaller misses are ignored."""
 
 
 @dataclass(frozen=True)
 class SloMiss:
-    """A bound that a class does not keep in simulation."""
+    """A bound that a class misses in simulation."""
 
     of: str
     what: str
-    """ttft, tpot or e2e."""
+    """"ttft", "tpot" or "e2e"."""
     percentile: str
     bound: float
-    """Seconds, or a slowdown."""
+    """Bound in seconds or as a slowdown."""
     simulated: float
     slowdown: bool = False
 
@@ -48,14 +48,14 @@ class SloMiss:
 @dataclass(frozen=True)
 class ValidationRun:
     plan: Plan
-    """Its latency forecasts have the simulated times."""
+    """The plan, with simulated times in its latency forecasts."""
     misses: tuple[SloMiss, ...]
 
 
 def validate(problem: FormulatedProblem, solution: PoolSolution, plan: Plan) -> ValidationRun:
-    """The plan with simulated times, and the bounds that they miss.
+    """Return the plan with simulated times, and the bounds that they miss.
 
-    Classes that visit a service of which only a throughput is known have no times.
+    Classes that visit a service with only a known throughput have no times.
     """
     stations = _stations(problem, solution)
     timed = [r for r in plan.routes if all(g in stations for s in r.stages for g in s.groups)]
@@ -79,7 +79,7 @@ def _name(route: PlanRoute) -> str:
 
 
 def _stations(problem: FormulatedProblem, solution: PoolSolution) -> dict[str, Station]:
-    """Group -> station, of the groups whose times are known."""
+    """Return the stations of the groups whose times are known."""
     return {
         group_name(cell): problem.cells[cell].station(replicas)
         for cell, replicas in solution.replicas.items()
@@ -96,7 +96,7 @@ def _class(
 
 
 def delays(problem: FormulatedProblem) -> Callable[[str, str, SampledRequest], float]:
-    """Seconds between two stages: an embedding's fetch, or the KV's transfer."""
+    """Return the seconds between two stages as a function: embedding fetch or KV transfer."""
     table = problem.cell_builder.gpus
     slowest = min(nic_bytes_s(n, table[n.gpu]) for n in problem.nodes)
     per_token = max(
@@ -107,7 +107,7 @@ def delays(problem: FormulatedProblem) -> Callable[[str, str, SampledRequest], f
 
     def seconds(before: str, after: str, request: SampledRequest) -> float:
         if before == "E":
-            # A token is made of one patch or more.
+            # A token consists of at least one patch.
             moved = sum(request.patches) * hidden * cache_sizes.ELEMENT_BYTES
             return EMBEDDING_EDGE_S + moved / slowest if request.patches else 0.0
         return request.prompt_tokens * per_token / slowest if after == "D" else 0.0

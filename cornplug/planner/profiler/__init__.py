@@ -1,1 +1,1 @@
-"""`cornplug profile`: a component's times on this machine."""
+"""`cornplug profile`: measures a component's times on this machine."""

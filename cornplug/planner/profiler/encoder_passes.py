@@ -1,4 +1,4 @@
-"""The times of an encoder service, measured as its clients see them."""
+"""Measurement of an encoder service's latency, as its clients see it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DEADLINE_S: Final = 600.0
 
 @dataclass(frozen=True, slots=True)
 class PassCounter:
-    """Tower passes of a service so far, by its own count."""
+    """Number and total seconds of a service's tower passes, as the service reports them."""
 
     count: float
     seconds: float
@@ -36,13 +36,13 @@ class PassCounter:
 
 @dataclass(frozen=True, slots=True)
 class BenchRound:
-    """So many images, sent at once."""
+    """Result of images sent at the same time."""
 
     images: int
     tokens: int
-    """Rows of all their embeddings."""
+    """Rows of all embeddings."""
     seconds: float
-    """From sending to the last answer, of one image sent alone."""
+    """Seconds from sending until the last response."""
     passes: PassCounter
 
 
@@ -57,13 +57,11 @@ def rows(
     progress: Callable[[str, float], None],
     **cell: str | int | None,
 ) -> list[ProfileRow]:
-    """Encode images of fresh noise, which no cache has; `cell` are `ProfileRow`'s other fields.
+    """Encode images of random noise, which no cache has.
 
-    Args:
-        edges: pixels of the square images' sides; towers of one size make all alike.
-        batches: images at a time.
-
-    Raises EncoderError, CornplugError.
+    `edges` are the square images' sides in pixels, which towers with one input size resize. `batches` are
+    numbers of images sent together, and `cell` has the other fields of `ProfileRow`. Raises EncoderError and
+    CornplugError.
     """
     rounds: list[BenchRound] = []
     with EncoderClient(url, deadline_s=_DEADLINE_S) as client:
@@ -71,7 +69,7 @@ def rows(
         steps = [(edge, batch) for edge in edges for batch in batches]
         for i, (edge, batch) in enumerate(steps):
             progress(f"{batch} images of {edge} pixels at a time", i / len(steps))
-            _round(client, url, name, edge, batch)  # warms up
+            _round(client, url, name, edge, batch)  # warm-up
             rounds += [_round(client, url, name, edge, batch) for _ in range(repeats)]
     progress("done", 1.0)
     return points(rounds, patches_per_token, **cell)
@@ -80,12 +78,11 @@ def rows(
 def points(
     rounds: Sequence[BenchRound], patches_per_token: int, **cell: str | int | None
 ) -> list[ProfileRow]:
-    """The table's rows: a client's wait for a batch of so many patches.
+    """Return the table's rows: a client's latency for a batch by its number of patches.
 
-    That is the tower's time for such a pass, by the service's own count, and the overhead of an
-    image sent alone beyond its pass: reading, resizing, the way there and back. Images sent at
-    once need not go through the tower at once: the mean of their passes counts, which is exact
-    where a pass takes a + b * patches.
+    The latency is the tower's time for such a pass, as the service reports it, plus the overhead of a single
+    image beyond its pass: reading, resizing and transfer both ways. Images sent together may be in different
+    passes, so the mean of their passes is used, which is exact if a pass takes a + b * patches.
     """
     single = [r for r in rounds if r.images == 1]
     if not single:
@@ -102,7 +99,8 @@ def points(
 
 
 def passes(url: str) -> PassCounter:
-    """The counters of the service's /metrics. Raises CornplugError where it is no encoder service."""
+    """Return the pass counters from the service's /metrics. Raises CornplugError if it is not an encoder
+    service."""
     try:
         answer = httpx.get(f"{url}/metrics", timeout=10, trust_env=False, verify=tls_context())
         text = answer.raise_for_status().text
@@ -126,7 +124,7 @@ def passes(url: str) -> PassCounter:
 
 
 def _round(client: EncoderClient, url: str, model: str, edge: int, batch: int) -> BenchRound:
-    # Packed beforehand: a client's files are ready, too.
+    # Create the files before the measurement, as clients also have them ready.
     files = [_noise(edge) for _ in range(batch)]
     before, began = passes(url), time.perf_counter()
     tokens = 0
@@ -139,14 +137,14 @@ def _round(client: EncoderClient, url: str, model: str, edge: int, batch: int) -
 
 
 def _noise(edge: int) -> bytes:
-    """A PNG that was never seen before."""
+    """Return a PNG with new random pixels."""
     out = io.BytesIO()
     Image.frombytes("RGB", (edge, edge), os.urandom(3 * edge * edge)).save(out, "PNG", compress_level=1)
     return out.getvalue()
 
 
 def _served_name(client: EncoderClient, model: str) -> str:
-    """The service's name of the model. Raises ConfigError naming those it has."""
+    """Return the service's name of the model. Raises ConfigError with the names that it serves."""
     names = [str(row["name"]) for row in client.models()]
     if model in names:
         return model

@@ -1,4 +1,4 @@
-"""The iteration times of a language model's engine, measured through its API."""
+"""Measurement of the iteration times of a language model's engine through its API."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from cornplug.planner.profiler.sample_grid import SampleGrid
 from cornplug.planner.profiler.vllm_bench import BenchedModel
 
 _CACHED_MAX = 0.02
-"""Share of prompt tokens found in the engine's prefix cache beyond which times are not prefill's."""
+"""Share of prompt tokens in the engine's prefix cache above which the times are not prefill times."""
 
 
 def served(url: str, tokenizer: str | None) -> BenchedModel:
-    """The model that an engine serves.
+    """Return the model that an engine serves.
 
-    Args:
-        tokenizer: where it is not the one that the engine was started with.
-
-    Raises CornplugError when nothing answers there.
+    `tokenizer` is needed if it is not the engine's tokenizer. Raises CornplugError if the engine does not
+    reply.
     """
     (model,) = _get_json(f"{url}/v1/models")["data"][:1] or [{}]
     if "id" not in model:
@@ -38,9 +36,9 @@ def served(url: str, tokenizer: str | None) -> BenchedModel:
 def rows(
     target: BenchedModel, grid: SampleGrid, progress: Callable[[str, float], None], **cell: str | int | None
 ) -> list[ProfileRow]:
-    """Measure every point of the grid. `cell` are `ProfileRow`'s other fields.
+    """Measure every point of the grid. `cell` has the other fields of `ProfileRow`.
 
-    Raises CornplugError when a request fails, or when the engine answered from its prefix cache.
+    Raises CornplugError if a request fails or if the engine used its prefix cache.
     """
     grid = grid.within(target.max_model_len)
     parts = len(grid.batches)
@@ -66,7 +64,7 @@ def rows(
 
 
 def capacity_tokens(url: str) -> int:
-    """Tokens of KV cache that the engine says it has; 0 where it does not say."""
+    """Return the KV cache tokens that the engine reports, or 0 if it does not report them."""
     for family in text_string_to_metric_families(_metrics(url)):
         for sample in family.samples:
             if sample.name == "vllm:cache_config_info":
@@ -78,7 +76,7 @@ def capacity_tokens(url: str) -> int:
 
 
 def version(url: str) -> str:
-    """The engine's version; "unknown" where it reports none."""
+    """Return the engine's version, or "unknown"."""
     for path, field in (("/version", "version"), ("/get_server_info", "version")):
         try:
             return str(_get_json(url + path)[field])
@@ -88,7 +86,7 @@ def version(url: str) -> str:
 
 
 def _cached_tokens(url: str) -> float:
-    """Prompt tokens that the engine has found in a cache since it began, by its own count."""
+    """Return the number of prompt tokens that the engine has found in a cache since it started."""
     names = ("vllm:prefix_cache_hits_total", "sglang:cached_tokens_total")
     return sum(
         sample.value
@@ -99,7 +97,7 @@ def _cached_tokens(url: str) -> float:
 
 
 def _metrics(url: str) -> str:
-    """The text of /metrics; SGLang has none unless it was asked to."""
+    """Return the text of /metrics, or "" without metrics, as by default in SGLang."""
     try:
         answer = httpx.get(f"{url}/metrics", timeout=10, trust_env=False, verify=tls_context())
     except httpx.TransportError as e:

@@ -86,7 +86,7 @@ def _encoder(args: argparse.Namespace, report: Report) -> tuple[list[profile_tab
             progress=report,
             **_cell(args),
         )
-        return rows, f"the encoder service, as its HTTP clients wait, median of {args.repeats}"
+        return rows, f"latency of the encoder service for HTTP clients, median of {args.repeats}"
 
 
 def _patches_per_token(model: str) -> int:
@@ -172,7 +172,7 @@ def _show(console: Console, rows: Sequence[profile_tables.ProfileRow], path: Pat
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    """ "64,256" -> (64, 256), growing."""
+    """Parse "64,256" to (64, 256), sorted."""
     try:
         return tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError as e:

@@ -1,4 +1,4 @@
-"""Machine and versions of a measurement, in words."""
+"""Machine and package versions of a measurement, as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PACKAGES: Final = ("cornplug", "torch")
 
 
 def machine() -> dict[str, str]:
-    """Lines of provenance: the machine, its GPUs, the date and the versions of the packages."""
+    """Return provenance: the machine, its GPUs, the date and the package versions."""
     found = {
         "machine": f"{len(os.sched_getaffinity(0))} cores of {_cpu()}",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -35,7 +35,7 @@ def _cpu() -> str:
 
 
 def _gpus() -> str:
-    """ "2 x NVIDIA H100 80GB HBM3"; empty where the driver names none."""
+    """Return, for example, "2 x NVIDIA H100 80GB HBM3", or "" without GPUs."""
     if shutil.which("nvidia-smi") is None:
         return ""
     asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

@@ -1,9 +1,9 @@
-"""Requests that reveal an engine's iteration times, and those times from its answers. Pure.
+"""Requests that determine an engine's iteration times, and the computation of these times from the results.
 
-one token in, one out       an iteration of one token, and all that is off the device
-n tokens in, one out        one of n prompt tokens
-many tokens out, b at once  many that give b requests one token each
-... of a long prompt        the same over more context
+one token in, one out       an iteration with one token, and all time off the device
+n tokens in, one out        an iteration with n prompt tokens
+many tokens out, b at once  iterations that give b requests one token each
+... after a long prompt     the same with more context
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cornplug.errors import ConfigError, CornplugError
 from cornplug.planner.inputs.profile_tables import ProfileRow
 
 _SHORT_TOKENS = 16
-"""A prompt that decoding is timed after: its context adds next to nothing."""
+"""Prompt length for timing decode steps. Its context adds almost no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +30,20 @@ class GridPoint:
 class TimedPoint:
     ask: GridPoint
     seconds: float
-    """From sending it to its last token.
+    """Seconds from sending the request until its last token.
 
-    The times of single tokens would not do: an engine whose API process is late sends several at once.
+    Times of single tokens are unreliable: an engine whose API process is delayed sends several together.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleGrid:
-    """The points that are measured."""
+    """Grid of points to measure."""
 
     prompts: tuple[int, ...]
-    """Prompt tokens, growing."""
+    """Prompt tokens in ascending order."""
     batches: tuple[int, ...]
-    """Requests that decode together, growing, from 1."""
+    """Ascending numbers of requests that decode together, from 1."""
     output_tokens: int
     repeats: int
 
@@ -57,14 +57,13 @@ class SampleGrid:
             raise ConfigError("batches", "batch size 1 is missing", "Start with 1, as in 1,2,4,8")
         if self.output_tokens < 8:
             raise ConfigError(
-                "output_tokens", f"{self.output_tokens} tokens are too few to measure", "Set 32"
+                "output_tokens",
+                f"{self.output_tokens} tokens are too few to measure",
+                "Set 8 or more, such as 32",
             )
 
     def within(self, max_model_len: int) -> SampleGrid:
-        """Without the prompts that a model of this context cannot take.
-
-        Raises ConfigError when none are left.
-        """
+        """Return the grid without prompts that are too long. Raises ConfigError if none is left."""
         fitting = tuple(p for p in self.prompts if p + self.output_tokens <= max_model_len)
         if not fitting:
             raise ConfigError(
@@ -75,9 +74,9 @@ class SampleGrid:
         return replace(self, prompts=fitting)
 
     def isolated(self) -> list[GridPoint]:
-        """Asked one after the other. The first of each kind only warms up.
+        """Return the requests to send one after another. The first of each kind is warm-up.
 
-        Kinds take turns, so that other work on the machine meets all of them.
+        Kinds alternate, so that other work on the machine affects all of them.
         """
         kinds = [
             GridPoint(1, 1),
@@ -87,7 +86,8 @@ class SampleGrid:
         return list(dict.fromkeys(kinds)) * (self.repeats + 1)
 
     def batched(self, batch: int) -> list[GridPoint]:
-        """Asked `batch` at a time; all end together, so these are waves. The first two only warm up."""
+        """Return the requests to send `batch` at a time. They end together, in waves. The first two waves are
+        warm-up."""
         wave = [GridPoint(_SHORT_TOKENS, n) for n in (1, self.output_tokens) for _ in range(batch)]
         return wave * (self.repeats // 2 + 2)
 
@@ -97,11 +97,11 @@ class SampleGrid:
         batched: Mapping[int, Sequence[TimedPoint]],
         **cell: str | int | None,
     ) -> list[ProfileRow]:
-        """The table's rows for these answers, warm-up among them; `cell` are `ProfileRow`'s other fields.
+        """Return the table's rows for these results, which include warm-up. `cell` has the other fields of
+        `ProfileRow`.
 
-        Decode times are given at an empty context: the context's cost is a separate row. The time off
-        the device is that of a one-token prompt less an iteration for one request, for its prefill
-        is such an iteration.
+        Decode times are for an empty context; its cost is a separate row. Time off the device is a one-token
+        prompt's, minus a decode iteration with one request, which its prefill equals.
         """
         counted = isolated[len(isolated) // (self.repeats + 1) :]
         batches = {1: self._step_s(counted, _SHORT_TOKENS)}
@@ -123,21 +123,23 @@ class SampleGrid:
         ]
 
     def _step_s(self, timed: Sequence[TimedPoint], prompt_tokens: int) -> float:
-        """Seconds of one decode iteration after prompts of this length.
+        """Return the seconds of one decode iteration after prompts of this length.
 
-        Raises CornplugError where more tokens took no more time: noise was larger than the work.
+        Raises CornplugError if more tokens did not take more time, because noise then exceeds the work.
         """
         many, one = (_seconds(timed, GridPoint(prompt_tokens, n)) for n in (self.output_tokens, 1))
         if many <= one:
             raise CornplugError(
-                f"{self.output_tokens} tokens after {prompt_tokens} took {many:.4f} s, and one {one:.4f} s: "
-                "the machine is busy with other work, or the model is too small to measure",
+                f"{self.output_tokens} output tokens after {prompt_tokens} prompt tokens took {many:.4f} s, "
+                f"and a single output token took {one:.4f} s. The machine is busy with other work, or the "
+                "model is too small to measure",
                 reason="noise",
             )
         return (many - one) / (self.output_tokens - 1)
 
     def _context_s(self, timed: Sequence[TimedPoint], short_s: float) -> float:
-        """Seconds that one token of context adds to an iteration; 0 where it is lost in noise."""
+        """Return the seconds that one token of context adds to an iteration, or 0 if it is below the
+        noise."""
         longest = self.prompts[-1]
         if longest <= _SHORT_TOKENS:
             return 0.0

@@ -1,4 +1,4 @@
-"""A server started only to be measured, and ended with all that it started."""
+"""A server that is started for a measurement and stopped with all its child processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _QUIET: Final = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # Else each /health of SGLang computes a token.
+    # Otherwise each /health request to SGLang computes a token.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
 }
 _CPU: Final[Mapping[Engine, Mapping[str, str]]] = {
@@ -29,12 +29,12 @@ _CPU: Final[Mapping[Engine, Mapping[str, str]]] = {
 def engine(
     kind: Engine, model: str, grid: SampleGrid, *, tp: int, pp: int, cores: Sequence[int]
 ) -> LaunchCommand:
-    """An engine that computes each prompt in one iteration, all of it, and every batch of the grid.
+    """Return the command of an engine that computes each prompt in one iteration, and every batch of the grid
+    together.
 
-    Args:
-        cores: where its threads compute, one a rank; empty: on GPUs.
+    `cores` are the cores of its threads, one per rank. Empty means GPUs.
     """
-    # One more prompt token than asked for leaves room for engines that add a token to the prompt.
+    # One token more than the longest prompt, for engines that add a token to the prompt.
     most_tokens, most_requests = max(grid.prompts[-1] + 1, grid.batches[-1] * 32), grid.batches[-1]
     port = free_port()
     where = ("--host", "127.0.0.1", "--port", str(port))
@@ -56,7 +56,7 @@ def engine(
 
 
 def encoder(model: str, *, folder: Path, cores: Sequence[int]) -> LaunchCommand:
-    """The encoder service with this model's tower, and with no store. Its socket lies in `folder`."""
+    """Return the command of an encoder service for this model, without a store. Its socket is in `folder`."""
     port = free_port()
     argv = ["cornplug", "encoder", "--model", model, "--no-store", "--port", str(port)]
     argv += ["--socket", str(folder / "encoder.sock")]
@@ -66,9 +66,9 @@ def encoder(model: str, *, folder: Path, cores: Sequence[int]) -> LaunchCommand:
 
 @contextmanager
 def running(command: LaunchCommand, *, log: Path, ready_s: float) -> Iterator[str]:
-    """Run a server for the block; its address.
+    """Run a server for the block and yield its URL.
 
-    Raises ProcessFailed with the end of `log` when it ends early or is not ready in time.
+    Raises ProcessFailed with the end of `log` if it ends early or is not ready in time.
     """
     with CommandProcess(command, log, ready_s=ready_s):
         yield f"http://127.0.0.1:{command.port}"

@@ -1,7 +1,8 @@
-"""`vllm bench serve` as a stopwatch: the requests of a list, so many at a time, each timed.
+"""Request timing with `vllm bench serve`: sends a list of requests with a given concurrency and times each
+one.
 
-It speaks the completions API, so SGLang is timed by it as well. Prompts are random tokens that no
-two requests share, so that a prefix cache finds nothing.
+It uses the completions API, so it also measures SGLang. Prompts are random tokens that no two requests share,
+so that a prefix cache has no hits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from cornplug.host import without_proxies
 from cornplug.planner.profiler.sample_grid import GridPoint, TimedPoint
 
 _CHUNK_TOKENS: Final = 16
-"""Of one hash id: tokens that are drawn together."""
+"""Number of tokens that one hash id stands for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +32,14 @@ class BenchedModel:
 
     url: str
     name: str
-    """As the engine calls it."""
+    """Name of the model in the engine's API."""
     tokenizer: str
-    """Folder or hub id."""
+    """Folder or hub id of the tokenizer."""
     max_model_len: int
 
 
 def command(served: BenchedModel, trace: Path, result: Path, *, requests: int, concurrency: int) -> list[str]:
-    """The command that sends the trace's requests and writes `result`."""
+    """Return the command that sends the trace's requests and writes `result`."""
     return [
         vllm(),
         *("bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions"),
@@ -49,7 +50,7 @@ def command(served: BenchedModel, trace: Path, result: Path, *, requests: int, c
         *("--timed-trace-label-input-length", "prompt_tokens"),
         *("--timed-trace-label-output-length", "output_tokens"),
         *("--num-prompts", str(requests), "--max-concurrency", str(concurrency)),
-        # Its own first request would leave the first prompt in a prefix cache.
+        # The command's own test request would leave the first prompt in a prefix cache.
         *("--request-rate", "inf", "--ready-check-timeout-sec", "0", "--temperature", "0"),
         *("--save-result", "--save-detailed", "--result-dir", str(result.parent)),
         *("--result-filename", result.name, "--disable-tqdm"),
@@ -64,12 +65,10 @@ def measure(
     first_id: int = 0,
     timeout_s: float = 3600,
 ) -> list[TimedPoint]:
-    """Send `asks` in their order and time them.
+    """Send `asks` in order and time them.
 
-    Args:
-        first_id: prompts of other numbers are other prompts.
-
-    Raises CornplugError with the end of the command's output when it or any request fails.
+    Calls with different values of `first_id` use different prompts. Raises CornplugError with the end of the
+    command's output if it or any request fails.
     """
     with tempfile.TemporaryDirectory(prefix="cornplug-bench-") as folder:
         trace, result = Path(folder) / "trace.jsonl", Path(folder) / "result.json"
@@ -88,7 +87,7 @@ def measure(
 
 
 def trace_lines(asks: Sequence[GridPoint], first_id: int) -> str:
-    """The JSON lines of a trace whose prompts share no hash id, and so no tokens by design."""
+    """Return the JSON lines of a trace whose prompts share no hash id, and therefore no tokens."""
     lines, unused = [], first_id * 1_000_000
     for ask in asks:
         chunks = -(-ask.prompt_tokens // _CHUNK_TOKENS)
@@ -107,9 +106,9 @@ def trace_lines(asks: Sequence[GridPoint], first_id: int) -> str:
 
 
 def timed(asks: Sequence[GridPoint], result: dict[str, Any]) -> list[TimedPoint]:
-    """Each ask with its times, from the command's detailed result.
+    """Return each request with its time, from the command's detailed result.
 
-    Raises CornplugError where a request failed, or its answer has another length than asked for.
+    Raises CornplugError if a request failed or has other lengths than requested.
     """
     for i, error in enumerate(result["errors"]):
         if error:
@@ -122,20 +121,20 @@ def timed(asks: Sequence[GridPoint], result: dict[str, Any]) -> list[TimedPoint]
     wrong = [i for i, (ask, ours) in enumerate(zip(asks, got, strict=True)) if ask != ours]
     if wrong:
         raise CornplugError(
-            f"request {wrong[0]} should be {asks[wrong[0]]} and was {got[wrong[0]]}", reason="bench"
+            f"request {wrong[0]} should have been {asks[wrong[0]]}, but was {got[wrong[0]]}", reason="bench"
         )
     return [TimedPoint(ask, seconds) for ask, seconds in zip(asks, result["latencies"], strict=True)]
 
 
 def vllm() -> str:
-    """The command `vllm`, beside this interpreter or on the path.
-
-    Raises ConfigError with the remedy where there is none.
-    """
+    """Return the path of `vllm`, next to this interpreter or on the PATH. Raises ConfigError if it is not
+    installed."""
     beside = Path(sys.executable).with_name("vllm")
     found = str(beside) if beside.exists() else shutil.which("vllm")
     if found is None:
-        raise ConfigError("vllm", "not installed, but its `bench serve` is needed to measure", "Install vLLM")
+        raise ConfigError(
+            "vllm", "not installed, but `vllm bench serve` is needed to measure", "Install vLLM"
+        )
     return found
 
 

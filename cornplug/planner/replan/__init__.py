@@ -1,1 +1,1 @@
-"""From engines' metrics to the decision whether another plan is worth the change."""
+"""Re-planning: decides from engines' metrics whether a change to another plan pays off."""

@@ -1,4 +1,5 @@
-"""Request classes behind an engine's metrics. Engines know no classes; the running plan's routes do."""
+"""Attribution of engines' metrics to request classes, by the running plan's routes. Engines do not report
+classes."""
 
 from __future__ import annotations
 
@@ -11,22 +12,22 @@ from cornplug.planner.plan import Plan, PlanRoute
 from cornplug.planner.replan.observed_load import ObservedWindow
 
 EVERYTHING: Final = ""
-"""The scope of a source that shows all of the plan's engines."""
+"""Scope of a source that covers all of the plan's engines."""
 
 
 @dataclass(frozen=True)
 class ClassShare:
-    """One request class's share of one scope's window."""
+    """One request class's share of a scope's window."""
 
     window: ObservedWindow
     rate: float
-    """Of the class, that the scope would see if the input were right."""
+    """Expected rate of the class in the scope, according to the input."""
     parts: Mapping[str, float]
-    """Class -> its part of the scope's requests, by the plan's routes."""
+    """Share of the scope's requests by class, according to the plan's routes."""
     name: str
-    """The class."""
+    """Name of the class."""
     tasks: str
-    """Of the scope's engines: "P" of a P + D pair, "PD" where it is no single group."""
+    """Tasks of the scope's engines: "P" of a pair, "PD" if the scope is not one group."""
 
     @property
     def part(self) -> float:
@@ -34,22 +35,23 @@ class ClassShare:
 
     @property
     def exclusive(self) -> bool:
-        """All of the scope's requests are of this class."""
+        """Whether all of the scope's requests are of this class."""
         return self.part > 1 - 1e-9
 
     @property
     def answers(self) -> bool:
-        """Each request is counted there once, with all of its output."""
+        """Whether each request is counted once in the scope, with all of its output."""
         return "D" in self.tasks or self.tasks == "G"
 
     @property
     def prefills(self) -> bool:
-        """Whether its cache hits are real. A decode engine also counts the tokens that it is sent as hits."""
+        """Whether its cache hits are real. A decode engine counts transferred tokens as hits."""
         return "P" in self.tasks
 
 
 def scopes(plan: Plan) -> dict[str, frozenset[str]]:
-    """Scope -> the request classes whose load it shows: all, an application, a class, or a group."""
+    """Return the request classes whose load each scope covers: everything, an application, a class, or a
+    group."""
     found: dict[str, frozenset[str]] = {EVERYTHING: frozenset()}
     for route in plan.routes:
         name = class_of(route)
@@ -63,7 +65,7 @@ def class_of(route: PlanRoute) -> str:
 
 
 def check(plan: Plan, scope: str) -> None:
-    """ConfigError: the plan has no such scope, or its engines would count a request twice."""
+    """Raise ConfigError if the plan has no such scope, or if its engines would count a request twice."""
     known = scopes(plan)
     if scope not in known:
         names = ", ".join(name for name in known if name)
@@ -76,15 +78,16 @@ def check(plan: Plan, scope: str) -> None:
             groups = ", ".join(g for s in route.stages for g in s.groups)
             raise ConfigError(
                 f"--metrics {scope or 'URL'}",
-                f"{class_of(route)} prefills in one engine and decodes in another: both count it",
-                f"Give each group's own address, GROUP=URL, of {groups}.",
+                f"{class_of(route)} prefills in one engine and decodes in another, and both count it",
+                f"Set the address of each group, GROUP=URL. The groups are {groups}.",
             )
 
 
 def shares(
     name: str, plan: Plan, rates: Mapping[str, float], windows: Mapping[str, ObservedWindow]
 ) -> Iterator[ClassShare]:
-    """Shares of class `name`. `rates`: class -> the input's rate. `windows`: scope -> its observed window."""
+    """Yield the shares of class `name`. `rates` has the input's rate by class, `windows` the observed window
+    by scope."""
     tasks = _tasks(plan)
     for scope, window in windows.items():
         expected = rates_at(plan, scope, rates)
@@ -95,17 +98,19 @@ def shares(
 
 
 def planned_rates(plan: Plan, scope: str) -> dict[str, float]:
-    """Class -> requests a second that the plan sends to the scope's engines."""
+    """Return the requests per second by class that the plan sends to the scope's engines."""
     return rates_at(plan, scope, {f"{o.app}/{o.request}": o.served for o in plan.latency_forecasts})
 
 
 def does(plan: Plan, scope: str, task: str) -> bool:
-    """Whether the scope's engines do this task ("P", "D"); those of several groups do all."""
+    """Return whether the scope's engines do this task ("P", "D"). A scope of several groups does all
+    tasks."""
     return task in _tasks(plan).get(scope, task)
 
 
 def sole_group(plan: Plan, scope: str, task: str) -> str | None:
-    """The group that does this task for all of the scope's requests; None: there are several, or none."""
+    """Return the group that does this task for all of the scope's requests, or None if there is not exactly
+    one."""
     if scope in _tasks(plan):
         return scope if does(plan, scope, task) else None
     inside = scopes(plan)[scope]
@@ -119,7 +124,7 @@ def _tasks(plan: Plan) -> dict[str, str]:
 
 
 def rates_at(plan: Plan, scope: str, rates: Mapping[str, float]) -> dict[str, float]:
-    """Class -> requests a second that the scope would see of it, were the input right."""
+    """Return the requests per second by class that the scope would receive with the given rates."""
     planned: dict[str, float] = {}
     seen: dict[str, float] = {}
     inside, group = scopes(plan)[scope], scope in _tasks(plan)

@@ -1,8 +1,8 @@
-"""Factors on profiles' times with which the running plan's simulation has the observed times.
+"""Factors on profiles' times for which the running plan's simulation matches the observed times.
 
-A first token that takes twice as long does not mean that prefill does: it also waits, and waits grow faster
-than the work. So the plan is simulated with the observed load, and the factors that explain its metrics are
-sought, all groups at once: in logarithms a time is nearly a straight line of its factor.
+A first token that takes twice as long does not mean that prefill does: waits grow faster than the work. So
+the plan is simulated with the observed load, and the factors of all groups are fitted together. In
+logarithms, a time is nearly linear in its factor.
 """
 
 from __future__ import annotations
@@ -36,33 +36,34 @@ from cornplug.planner.simulator.simulator import Station
 
 ROUNDS: Final = 6
 CLOSE: Final = 0.03
-"""Of the logarithm: an observed time that is so near is explained."""
+"""Deviation in logarithm up to which an observed time is explained."""
 EXPLAINED: Final = 0.1
-"""Beyond it, after all rounds, no factor explains the time, and none is believed."""
+"""Deviation above which, after all rounds, no factor explains the time, and none is used."""
 SERVED: Final = 0.93
-"""Of the requests: with fewer done while they come, a simulation is overloaded."""
+"""Share of requests below which a simulation is overloaded, if fewer finish while requests arrive."""
 NOTICEABLE: Final = 0.05
-"""A factor nearer to 1 corrects nothing."""
+"""Logarithm of a factor below which it has no effect."""
 FLATTEST, STEEPEST = 0.5, 8.0
-"""Slopes of a time over its factor, in logarithms: where other things take time, and near saturation."""
+"""Limits on a time's slope over its factor, in logarithms: with other work, and near saturation."""
 MOST: Final = log(5.0)
 REQUESTS: Final = 4000
-"""Of one simulation."""
+"""Number of requests in one simulation."""
 
 
 @dataclass
 class _Unknown:
-    """A factor's logarithm, and what simulations told of it."""
+    """Logarithm of a factor, and the results of simulations with it."""
 
     of: ObservedTime
     log_factor: float = 0.0
     left: float = inf
-    """Logarithm of observed over simulated."""
+    """Logarithm of observed over simulated time."""
     slope: float = 1.0
     overloaded: bool = False
-    """With such a factor the queue grows for as long as the simulation lasts: its times tell nothing."""
+    """Whether the queue grows throughout the simulation with this factor, so that its times are not
+    usable."""
     _last: tuple[float, float] | None = None
-    """An earlier factor's logarithm, and what was left with it."""
+    """Logarithm of the previous factor, and the remaining deviation with it."""
 
     def learn(self, simulated_s: float) -> None:
         if simulated_s <= 0:
@@ -82,9 +83,9 @@ class _Unknown:
 def calibrated(
     problem: FormulatedProblem, running: Plan, observed: Sequence[ObservedTime]
 ) -> list[TimesCorrection]:
-    """Corrections of the profiles of the observed groups; none of those that no factor explains.
+    """Return corrections of the observed groups' profiles, without those that no factor explains.
 
-    `problem`: of the observed load, with the corrections that hold so far.
+    `problem` has the observed load, and the corrections that currently apply.
     """
     simulation = _Simulation.of(problem, running)
     unknowns = [_Unknown(one) for one in observed if simulation.tells(one)]
@@ -108,7 +109,7 @@ def _corrections(
             continue
         at = place_of(groups[one.of.group])
         before = getattr(earlier[at], one.of.phase) if at in earlier else 1.0
-        # Of two groups with one profile, that with more requests tells its factor
+        # If two groups share a profile, the group with more requests determines the factor
         found.setdefault(at, {}).setdefault(one.of.phase, round(before * exp(one.log_factor), 3))
     return [earlier.get(at, at_place(at)).model_copy(update=factors) for at, factors in found.items()]
 
@@ -119,9 +120,9 @@ class _Simulation:
 
     running: Plan
     cells: Mapping[str, CellSpec]
-    """Group -> its cell, of groups whose times are known."""
+    """Cells by group, for groups whose times are known."""
     routes: Sequence[PlanRoute]
-    """Of classes that visit such groups only."""
+    """Routes of classes that visit only such groups."""
     classes: Mapping[str, TrafficClass]
     delays: Delays
     seed: int
@@ -144,12 +145,12 @@ class _Simulation:
         return cls(running, cells, routes, classes, delays(problem), problem.rules.seed + 3)
 
     def tells(self, one: ObservedTime) -> bool:
-        """Whether it has such a time: of that group, and of all its scope's classes."""
+        """Return whether the simulation has this time: of the group, and of all classes of its scope."""
         inside = attribution.scopes(self.running)[one.scope]
         return one.group in self.cells and inside <= self.classes.keys()
 
     def teach(self, unknowns: Sequence[_Unknown]) -> None:
-        """Simulate with the factors as they are, and tell each the time that it has."""
+        """Simulate with the current factors, and update each factor with its simulated time."""
         factors: dict[str, dict[str, float]] = {name: {} for name in self.cells}
         for one in unknowns:
             factors[one.of.group][one.of.phase] = exp(one.log_factor)
@@ -173,7 +174,7 @@ def _station(spec: CellSpec, replicas: int, factors: Mapping[str, float]) -> Sta
 
 
 def _traffic(problem: FormulatedProblem, running: Plan, of: RequestClass) -> TrafficClass:
-    """The class's observed load, with the hits of the plan's caches."""
+    """Return the class's observed load with the hit rates of the plan's caches."""
     gib = {c.name: c.gib or 0.0 for c in running.caches}
     levels = {level.name for level in problem.levels if level.gib == gib.get(level.cache, 0.0)}
     base = problem.cell_builder.bases[of.name]

@@ -1,4 +1,4 @@
-"""Is a new plan worth the change? Only when the running one cannot carry the load, or is clearly dearer."""
+"""Decision to change to a new plan: only if the running plan is overloaded or clearly more expensive."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ class ReplanDecision:
     reason: str
     steps: tuple[PlanStep, ...]
     saves_per_hour: float
-    """Negative where the load has grown."""
+    """Dollars per hour, negative if the load has grown."""
     switching_cost: float
-    """Dollars, once."""
+    """One-time cost in dollars."""
 
     @property
     def signature(self) -> tuple[str, ...]:
-        """The part on which two windows must agree: the steps and their groups, not numbers of replicas."""
+        """Steps and their groups, without numbers of replicas, on which two windows must agree."""
         return tuple(sorted(f"{s.kind} {s.what}" for s in self.steps)) if self.act else ()
 
 
 def judge(
     old: Plan, decision: PlanDecision, change: ChangeRules, *, same_work: bool = False
 ) -> ReplanDecision:
-    """Whether to change from `old`, the running plan, to `decision`, planned for the observed load.
+    """Return whether to change from the running plan `old` to `decision`, which was planned for the observed
+    load.
 
-    `same_work`: only rates differ from those that `old` was made for, so that each replica keeps its
-    capacity: it is not simulated anew, which would add chance to the verdict.
+    With `same_work` only rates differ from those that `old` was planned for. Each replica then keeps its
+    capacity, because a new simulation would add noise to the verdict.
     """
     switched = _switched(decision)
     steps = tuple(plan_diff.between(old, decision.plan, switched))
@@ -47,29 +48,35 @@ def judge(
     if over:
         name, load = max(over.items(), key=lambda item: item[1])
         limit = formatting.percent(decision.pool.limits.max_utilisation)
-        reason = f"{name} would be filled to {formatting.percent(load)}; {limit} is allowed"
+        reason = (
+            f"the utilisation of {name} would be {formatting.percent(load)}, but at most {limit} is allowed"
+        )
         return ReplanDecision(
-            bool(steps), reason if steps else f"{reason}, and no step helps", steps, saves, cost
+            bool(steps), reason if steps else f"{reason}, and no step reduces it", steps, saves, cost
         )
     horizon = change.horizon_hours
     noise = decision.solution.gap * old.cost_per_hour + 1e-6
     gain = f"{_dollars(saves * horizon)} in {horizon:g} h"
     if not any(s.replicas or s.kind == "nodes" for s in steps) or saves <= noise:
         return ReplanDecision(
-            False, "nothing worth changing: the running plan carries the load", steps, saves, cost
+            False, "no change pays off: the running plan can serve the load", steps, saves, cost
         )
     if saves * horizon <= change.gain * cost:
-        against = f"{change.gain:g} × the {_dollars(cost)} that the change costs"
+        against = f"{change.gain:g} × the cost of the change ({_dollars(cost)})"
         return ReplanDecision(
-            False, f"nothing worth changing: it would save {gain}, under {against}", steps, saves, cost
+            False,
+            f"no change pays off: the new plan would save {gain}, which is not more than {against}",
+            steps,
+            saves,
+            cost,
         )
     return ReplanDecision(True, f"saves {gain}; the change costs {_dollars(cost)}", steps, saves, cost)
 
 
 def overloaded(old: Plan, decision: PlanDecision, *, same_work: bool = False) -> dict[str, float]:
-    """Group -> its utilisation under the old routes and the new rates and capacities, where too high.
+    """Return the overloaded groups' utilisation with the old routes and the new rates and capacities.
 
-    Infinite where its cell can no longer keep a class's bounds at all.
+    It is infinite if a cell can no longer meet a class's bounds.
     """
     loads = {
         g.name: _load(g, old, decision, g.capacity if same_work else _capacity(g, decision))
@@ -80,7 +87,7 @@ def overloaded(old: Plan, decision: PlanDecision, *, same_work: bool = False) ->
 
 
 def _load(g: ReplicaGroup, old: Plan, decision: PlanDecision, capacity: Mapping[str, float]) -> float:
-    """The group's planned utilisation, scaled to the observed rates and capacities."""
+    """Return the group's planned utilisation, scaled to the observed rates and capacities."""
     rates = {d.name: d.rate for d in decision.pool.demands}
     planned: dict[str, float] = defaultdict(float)
     totals: dict[str, float] = defaultdict(float)
@@ -100,10 +107,10 @@ def _load(g: ReplicaGroup, old: Plan, decision: PlanDecision, capacity: Mapping[
 
 
 def _capacity(g: ReplicaGroup, decision: PlanDecision) -> Mapping[str, float]:
-    """Capacity of one replica: the running plan's, or less where new lengths and hit rates leave less.
+    """Return the capacity of one replica: the running plan's, or less with new lengths and hit rates.
 
-    Not more: the derating of the old capacity is not known, and that of the new one belongs to the
-    new plan's mixture. Closed forms' capacities are no ground to act on.
+    It never increases, because the old capacity's derating is unknown, and the new one's belongs to another
+    mix. Closed forms' capacities are not used.
     """
     for spec in decision.problem.cells.values():
         if group_name(spec.cell.name) == g.name and (spec.simulated_replicas or not spec.timed):
@@ -113,7 +120,7 @@ def _capacity(g: ReplicaGroup, decision: PlanDecision) -> Mapping[str, float]:
 
 
 def _switched(decision: PlanDecision) -> dict[tuple[str, str], int]:
-    """Role switches by group; another tier of the same processes is none."""
+    """Return the role switches by group, without changes of tier only."""
     current = decision.pool.current
     free = current.free if current else frozenset()
     found: dict[tuple[str, str], int] = defaultdict(int)

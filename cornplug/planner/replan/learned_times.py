@@ -10,22 +10,23 @@ from cornplug.planner.replan.observed_times import ObservedTime
 from cornplug.planner.report import formatting
 
 NOTICED: Final = 1.2
-"""Observed over planned, or planned over observed: nearer times correct nothing."""
+"""Ratio of observed to planned time, or its inverse, from which times are corrected."""
 NEUTRAL: Final = 0.05
 
 
 def ratios(observed: Sequence[ObservedTime]) -> dict[str, float]:
-    """Of a window, for the next one."""
+    """Return a window's ratios for the next window."""
     return {_name(one): one.ratio for one in observed}
 
 
 def agreed(
     observed: Sequence[ObservedTime], last: Mapping[str, float], explained: Mapping[str, float]
 ) -> list[ObservedTime]:
-    """All times of the window, if one is off by `NOTICED`, and was so in the last window, on the same side.
+    """Return all times of the window if one deviates by `NOTICED`, in the same direction as in the last
+    window.
 
-    All, for a correction of prefill moves decode. `last`: ratios of the last window; `explained`: those that
-    the corrections since the plan was made explain.
+    All, because a correction of prefill changes decode. `last` has the last window's ratios, `explained`
+    those that corrections since the plan explain.
     """
     for one in observed:
         name, usual = _name(one), explained.get(_name(one), 1.0)
@@ -36,7 +37,8 @@ def agreed(
 
 
 def without_neutral(corrections: Sequence[TimesCorrection]) -> list[TimesCorrection]:
-    """Those that correct something: a factor of an engine that has its profile's times again is near 1."""
+    """Return the corrections that have an effect. Factors return to about 1 if an engine matches its profile
+    again."""
     return [c for c in corrections if max(abs(c.prefill - 1), abs(c.decode - 1)) > NEUTRAL]
 
 
@@ -49,11 +51,10 @@ def _name(one: ObservedTime) -> str:
 
 
 def text(one: TimesCorrection) -> str:
-    """The sentence for an operator."""
     weights = "" if one.quantisation == "none" else f", {one.quantisation}"
     shape = formatting.shape(one.tp, one.pp, one.share, one.dp, one.dcp, one.pcp)
     where = f"{one.service} ({one.engine} {shape}{weights}) on {one.gpu}"
     return (
-        f"Corrected by its metrics: {where} takes {one.prefill:.2g} x its profile's time to prefill, "
-        f"{one.decode:.2g} x to decode."
+        f"Corrected from metrics: {where} takes {one.prefill:.2g} x the profile's time for prefill "
+        f"and {one.decode:.2g} x for decode."
     )

@@ -1,7 +1,7 @@
-"""Rates by the time of day, as earlier windows saw them, and the rate to expect soon.
+"""Rates by the time of day from earlier windows, and the rate to expect soon.
 
-A replica takes minutes to start. Where the load of a morning comes back every morning, it is planned for
-before it is there: the usual rates of the next slots of the day, at the level that today has so far.
+A replica takes minutes to start. A rise that occurs every morning is planned for in advance, from the usual
+rates of the next slots, scaled to today's level.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from cornplug.planner.latency_forecast import PlanRecord
 
 DAY_S: Final = 86_400
 SLOT_S: Final = 900
-"""Seconds of a slot; windows of it are averaged."""
+"""Seconds of a slot. Windows in a slot are averaged."""
 NEWEST: Final = 0.5
 """Weight of the newest day in a slot's usual rate."""
 LEVELS: Final = (0.5, 2.0)
-"""Today over the usual: beyond these the day is another one, and its level tells little of its next hours."""
+"""Limits on the ratio of today's to the usual rate. An unusual day says little about its next hours."""
 
 
 class SlotMean(PlanRecord):
@@ -33,20 +33,21 @@ class DailyRates(PlanRecord):
     """Rates of one request class."""
 
     usual: dict[int, float] = Field(default_factory=dict)
-    """Slot of the day (UTC) -> requests a second on earlier days."""
+    """Requests per second on earlier days, by slot of the day (UTC)."""
     day: int = 0
-    """Since 1970: of `today`."""
+    """Day number of `today` since 1970."""
     today: dict[int, SlotMean] = Field(default_factory=dict)
 
     def seen(self, rate: float, at_s: float) -> DailyRates:
-        """With a window's rate at that Unix time; a new day makes the last one usual."""
+        """Return the rates with a window's. A new day adds the last to the usual rates."""
         day, slot = _slot(at_s)
         kept = self if day == self.day else DailyRates(usual=self._with_today(), day=day)
         today = {**kept.today, slot: kept.today.get(slot, SlotMean()).plus(rate)}
         return kept.model_copy(update={"today": today})
 
     def soon(self, rate: float, at_s: float, ahead_s: float) -> float | None:
-        """The highest rate to expect in the next seconds, where it is `rate` now; None: no day is known."""
+        """Return the highest rate to expect within `ahead_s`, given the current `rate`, or None if no earlier
+        day is known."""
         _, slot = _slot(at_s)
         now = self.usual.get(slot)
         slots = [_slot(at_s + s)[1] for s in range(SLOT_S, int(ahead_s) + SLOT_S, SLOT_S)]

@@ -1,7 +1,7 @@
-"""Load that engines report: two snapshots of their Prometheus metrics make a window.
+"""Load that engines report. Two snapshots of their Prometheus metrics define a window.
 
-Reads vLLM 0.32's and SGLang 0.5.23's names and those of `cornplug encoder`, from the engines' own
-text, from files of it, or from the answer of a Prometheus server's `/api/v1/query`.
+Reads the metrics of vLLM 0.32, SGLang 0.5.23 and `cornplug encoder` from the engines' own text, from files
+with it, or from the response of a Prometheus server's `/api/v1/query`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cornplug.errors import ConfigError
 from cornplug.host import tls_context
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
-"""Name and sorted labels."""
+"""Name and sorted labels of a series."""
 
 FINISHED: Final = ("vllm:request_success_total", "sglang:num_requests_total")
 REJECTED: Final = ("vllm:admission_rejections_total",)
@@ -61,7 +61,7 @@ class MetricsSnapshot:
 
 @dataclass(frozen=True)
 class HistogramCounts:
-    """A histogram of one window. `counts[i]` values lie in (bounds[i-1], bounds[i]]."""
+    """A histogram of one window. `counts[i]` values are in (bounds[i-1], bounds[i]]."""
 
     bounds: tuple[float, ...]
     counts: tuple[float, ...]
@@ -77,7 +77,7 @@ class HistogramCounts:
         return self.total / self.number
 
     def quantile(self, q: float) -> float:
-        """Linear inside its bucket, as Prometheus' histogram_quantile does."""
+        """Interpolate linearly within the bucket, as Prometheus' histogram_quantile."""
         left, low = q * self.number, 0.0
         for bound, count in zip(self.bounds, self.counts, strict=True):
             if left <= count and count:
@@ -92,21 +92,21 @@ class ObservedWindow:
 
     seconds: float
     requests: float
-    """That arrived: finished, rejected, and more present at the end than at the beginning."""
+    """Number of requests that arrived: finished, rejected, and the increase of requests in the engine."""
     waiting: float
-    """In queues at the end."""
+    """Number of requests in queues at the end."""
     prompt: HistogramCounts | None = None
-    """Tokens, of media too."""
+    """Prompt tokens per request, including media tokens."""
     output: HistogramCounts | None = None
     ttft: HistogramCounts | None = None
     tpot: HistogramCounts | None = None
-    """One value a request."""
+    """Seconds per token, one value per request."""
     restarted: bool = False
-    """An engine of them began to count again: its process is a new one."""
+    """Whether an engine's counters were reset, because its process is new."""
     cached_share: float | None = None
-    """Of prompt tokens."""
+    """Cached share of prompt tokens."""
     embedding_hits: Mapping[str, float] | None = None
-    """Application, as the encoder service knows it -> share of embeddings that were not computed for it."""
+    """Share of embeddings that were not computed, by application as the encoder service knows it."""
 
     @property
     def rate(self) -> float:
@@ -114,7 +114,7 @@ class ObservedWindow:
 
 
 def read(source: str) -> MetricsSnapshot:
-    """Of an http(s) address now, or of a file at its time of change. ConfigError: it cannot be read."""
+    """Read an http(s) address now, or a file at its modification time. Raises ConfigError if unreadable."""
     if source.startswith(("http://", "https://")):
         return parse(_get(source), time.time(), source)
     path = Path(source)
@@ -122,35 +122,38 @@ def read(source: str) -> MetricsSnapshot:
         return parse(path.read_text(encoding="utf-8"), path.stat().st_mtime, source)
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(
-            f"--metrics {source}", str(e), "Give an engine's /metrics address, or a file of its text."
+            f"--metrics {source}", str(e), "Set the URL of an engine's /metrics, or a file with its text."
         ) from e
 
 
 def parse(body: str, at_s: float, source: str) -> MetricsSnapshot:
-    """The series of `body` that a window is made of. ConfigError: it is no metrics, or has none of them."""
+    """Parse the series of `body` that windows use. Raises ConfigError if it is not metrics, or has no such
+    series."""
     try:
         found = dict(_json(body) if body.lstrip().startswith("{") else _text(body))
     except (ValueError, KeyError, TypeError) as e:
         raise ConfigError(
-            f"--metrics {source}", f"is not Prometheus' text or JSON ({e})", "Give an engine's /metrics."
+            f"--metrics {source}",
+            f"is neither Prometheus text nor JSON ({e})",
+            "Set the URL of an engine's /metrics.",
         ) from e
     if not found:
         raise ConfigError(
             f"--metrics {source}",
-            "has no metric of vLLM 0.32, SGLang 0.5.23 or cornplug encoder",
-            "Give the /metrics of one; SGLang shows them with --enable-metrics.",
+            "has no metric of vLLM 0.32, SGLang 0.5.23 or `cornplug encoder`",
+            "Use the /metrics of one of them. SGLang exports metrics only with --enable-metrics.",
         )
     return MetricsSnapshot(at_s, found)
 
 
 def between(before: MetricsSnapshot, after: MetricsSnapshot) -> ObservedWindow:
-    """ConfigError when the second snapshot is not later than the first."""
+    """Return the window. Raises ConfigError if the second snapshot is not later."""
     seconds = after.at_s - before.at_s
     if seconds <= 0:
         raise ConfigError(
             "--metrics",
             f"the second snapshot is {-seconds:g} s older than the first",
-            "Give a file that was written later, or remove the state file.",
+            "Set a newer file, or remove the state file.",
         )
     grown = {s: _grown(before.values.get(s, 0.0), v) for s, v in after.values.items()}
     present = _sum(after.values, PRESENT) - _sum(before.values, PRESENT)
@@ -179,7 +182,9 @@ def _get(address: str) -> str:
         return answer.raise_for_status().text
     except httpx.HTTPError as e:
         raise ConfigError(
-            f"--metrics {address}", str(e) or type(e).__name__, "Is the engine up, and is this its /metrics?"
+            f"--metrics {address}",
+            str(e) or type(e).__name__,
+            "Check that the engine is running, and that this is the URL of its /metrics.",
         ) from e
 
 
@@ -199,7 +204,7 @@ def _json(body: str) -> Iterator[tuple[Series, float]]:
 
 
 def _grown(before: float, after: float) -> float:
-    """A counter that fell began again at 0, with its process."""
+    """Return the increase. A counter that decreased was reset with its process."""
     return after - before if after >= before else after
 
 
@@ -208,10 +213,10 @@ def _sum(values: Mapping[Series, float], names: Iterable[str]) -> float:
 
 
 def _counts(grown: Mapping[Series, float], names: tuple[str, ...]) -> HistogramCounts | None:
-    """All engines' histograms of these names as one; None where nothing was counted.
+    """Return all engines' histograms of these names as one, or None if nothing was counted.
 
-    Engines with other buckets than each other's are merged at all bounds: each one's cumulative
-    count is a staircase, and staircases add up.
+    Histograms with different buckets are merged at all bounds: each cumulative count is a step function, and
+    step functions can be added.
     """
     stairs: dict[Series, dict[float, float]] = {}
     for (name, labels), value in grown.items():

@@ -1,7 +1,7 @@
-"""Times that engines' metrics tell, beside those of the plan.
+"""Times from engines' metrics, compared with those of the plan.
 
-No other plan helps where the plan's times are not those of the engines that run: a plan made again with the
-same times is as wrong.
+If the plan's times differ from those of the running engines, another plan does not help: with the same times
+it would be wrong too.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from cornplug.planner.replan.observed_load import HistogramCounts, ObservedWindo
 from cornplug.planner.report import formatting
 
 SLOWER: Final = 1.5
-"""Times the planned mean: a mean of so few requests varies less, and so do good profiles."""
+"""Ratio to the planned mean above which engines are slow. Means of `LEAST_REQUESTS` and good profiles deviate
+less."""
 LEAST_REQUESTS: Final = 100
-"""Of a window; fewer may be those of a cold start."""
+"""Minimum requests in a window, to exclude cold starts."""
 MORE_LOAD: Final = 1.1
-"""Times the planned rate: beyond it the load explains slow tokens."""
+"""Ratio to the planned rate above which the load explains slow tokens."""
 
 Phase = Literal["prefill", "decode"]
 TASK: Final[dict[Phase, str]] = {"prefill": "P", "decode": "D"}
@@ -28,7 +29,7 @@ TASK: Final[dict[Phase, str]] = {"prefill": "P", "decode": "D"}
 
 @dataclass(frozen=True)
 class SlowEngines:
-    """Engines of one scope, and their mean TTFT."""
+    """Slow engines of one scope, with their mean TTFT."""
 
     scope: str
     observed_s: float
@@ -36,27 +37,24 @@ class SlowEngines:
 
     @property
     def text(self) -> str:
-        """The sentence for an operator."""
         engines = self.scope or "the plan's engines"
-        times = (
-            f"{formatting.seconds(self.observed_s)} in the mean, planned {formatting.seconds(self.planned_s)}"
-        )
+        times = f"{formatting.seconds(self.observed_s)}, but {formatting.seconds(self.planned_s)} was planned"
         return (
-            f"First tokens of {engines} take {times}, at no more than the planned load: the plan's times are "
-            "not theirs. Measure them with `cornplug profile` and plan again."
+            f"The mean TTFT of {engines} is {times}, and the load does not exceed the plan's. The profiles "
+            "do not match these engines. Measure them with `cornplug profile` and plan again."
         )
 
 
 @dataclass(frozen=True)
 class ObservedTime:
-    """Mean time of one group's requests in a window, and that of the plan's simulation."""
+    """Mean time of one group's requests in a window, and in the plan's simulation."""
 
     group: str
     scope: str
-    """Whose requests: the group's, or some of its classes'."""
+    """Scope: all of the group's requests, or some classes'."""
     phase: Phase
     seconds: float
-    """Of TTFT (prefill) or TPOT (decode)."""
+    """Mean TTFT (prefill) or TPOT (decode) in seconds."""
     planned_s: float
     requests: float
 
@@ -66,9 +64,9 @@ class ObservedTime:
 
 
 def slow_engines(plan: Plan, windows: Mapping[str, ObservedWindow]) -> Iterator[SlowEngines]:
-    """Scopes whose engines are `SLOWER` than the plan's simulation.
+    """Yield the scopes whose engines are `SLOWER` than in the plan's simulation.
 
-    The plan's TTFT holds a request's encoding elsewhere, too, so that the comparison errs towards silence.
+    The plan's TTFT also includes encoding in another service, so the comparison may miss slow engines.
     """
     for scope, window in windows.items():
         planned_s = _planned_s(plan, scope, "prefill") if attribution.does(plan, scope, "P") else None
@@ -81,11 +79,11 @@ def slow_engines(plan: Plan, windows: Mapping[str, ObservedWindow]) -> Iterator[
 def of_groups(
     plan: Plan, windows: Mapping[str, ObservedWindow], *, now: float, least_age_s: float
 ) -> list[ObservedTime]:
-    """Times that are a single group's, at no more than the planned load; of several sources the busiest.
+    """Return times that belong to a single group at no more than the planned load, from the busiest source.
 
-    Cold engines are left out: those of a group that is younger than `least_age_s` at `now` (Unix time), those
-    that started in the window, and those with few requests. So are first tokens that wait for another
-    service's encoding.
+    Cold engines are left out: groups younger than `least_age_s` at `now` (Unix time), engines that started in
+    the window, and engines with few requests. First tokens that wait for another service's encoding are left
+    out too.
     """
     groups = {g.name: g for g in plan.groups}
     found: dict[tuple[str, Phase], ObservedTime] = {}
@@ -114,13 +112,13 @@ def _of_group(
 
 
 def _comparable(plan: Plan, scope: str, window: ObservedWindow, counts: HistogramCounts) -> bool:
-    """Enough requests, and no more of them a second than planned."""
+    """Return whether there are enough requests, at no more than the planned rate."""
     planned = sum(attribution.planned_rates(plan, scope).values())
     return counts.number >= LEAST_REQUESTS and window.rate <= MORE_LOAD * planned
 
 
 def _planned_s(plan: Plan, scope: str, phase: Phase) -> float | None:
-    """Mean of the scope's classes in the plan's simulation; None: of one it is not known."""
+    """Return the scope's mean in the plan's simulation, or None if a class's is unknown."""
     rates = attribution.planned_rates(plan, scope)
     forecasts = {f"{f.app}/{f.request}": f for f in plan.latency_forecasts}
     total = 0.0

@@ -1,4 +1,4 @@
-"""Steps from a running plan to another: starts, stops, role switches, nodes, routing."""
+"""Steps from a running plan to another: starts, stops, role switches, nodes and routing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cornplug.planner.plan import Plan, ReplicaGroup
 from cornplug.planner.report import formatting
 
 LEAST_WEIGHT = 0.05
-"""A weight that moves by less is not worth telling."""
+"""Minimum change of a weight to report."""
 
 Kind = Literal["start", "stop", "switch", "nodes", "route"]
 
@@ -21,17 +21,18 @@ Kind = Literal["start", "stop", "switch", "nodes", "route"]
 class PlanStep:
     kind: Kind
     what: str
-    """Two steps of one kind about one thing have the same."""
+    """Key for deduplicating steps with the same kind and subject."""
     text: str
 
     @property
     def replicas(self) -> bool:
-        """It starts, stops or switches some; routing alone costs nothing."""
+        """Whether it starts, stops or switches replicas. Routing alone costs nothing."""
         return self.kind in ("start", "stop", "switch")
 
 
 def between(old: Plan, new: Plan, switched: Mapping[tuple[str, str], int]) -> list[PlanStep]:
-    """In the order in which to do them. `switched`: groups (from, to) -> replicas that change their role."""
+    """Return the steps in order. `switched` has the number of replicas that change their role, by groups
+    (from, to)."""
     delta: dict[str, int] = defaultdict(int)
     groups = {_place(g): g for plan in (old, new) for g in plan.groups}
     for sign, plan in ((-1, old), (1, new)):
@@ -67,12 +68,12 @@ def _on(g: ReplicaGroup) -> str:
 
 
 def _nodes(old: Plan, new: Plan, *, more: bool) -> list[PlanStep]:
-    """Before anything else those that come, after everything else those that go."""
+    """Return the steps for added nodes (first) or removed nodes (last)."""
     delta: dict[str, int] = defaultdict(int)
     for sign, plan in ((-1, old), (1, new)):
         for n in plan.nodes:
             delta[n.name] += sign * n.count
-    verb = "take" if more else "give back"
+    verb = "add" if more else "release"
     return [
         PlanStep("nodes", name, f"{verb} {abs(n)} × {name}")
         for name, n in delta.items()
@@ -96,7 +97,7 @@ def _routing(old: Plan, new: Plan) -> list[PlanStep]:
 
 
 def _weights(plan: Plan) -> dict[str, dict[str, float]]:
-    """Class -> "tasks: process" -> share of the class's requests that come there."""
+    """Return, for each class, the share of its requests by "service on nodes"."""
     services = {g.name: f"{g.service} on {g.nodes}" for g in plan.groups}
     rates: dict[str, float] = defaultdict(float)
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))

@@ -45,7 +45,9 @@ from cornplug.planner.report import plan_folder, progress
 
 CHANGE: Final = 3
 """Exit status if a change is recommended."""
-AS_PLANNED: Final = ReplanDecision(False, "the load is what the running plan was made for", (), 0.0, 0.0)
+AS_PLANNED: Final = ReplanDecision(
+    False, "the load is the one that the running plan was made for", (), 0.0, 0.0
+)
 RATES: Final = ("rate", workload_update.SOON)
 _WINDOW_S: Final = 60.0
 _AHEAD_S: Final = 1800.0
@@ -67,7 +69,7 @@ def main(argv: list[str]) -> int:
     before, after = _snapshots([address for _, address in sources], last, args.window)
     if before is None:
         replan_state.save(state_path, state.model_copy(update={"wanted": [], "times": {}}), after)
-        print("Saved the first snapshot. Run again when the metrics files are newer.")
+        print("Saved the first snapshot. Run again when there are newer metrics.")
         return 0
     wanted, state = tuple(state.wanted), state.model_copy(update={"wanted": []})
     windows = _windows(sources, before, after)
@@ -172,7 +174,7 @@ def aged(old: Plan, new: Plan, now: float) -> Plan:
 
 
 def _source(text: str, plan: Plan) -> tuple[str, str]:
-    """ "SCOPE=ADDRESS", where SCOPE is one of the plan's; else all of it is the address."""
+    """Parse "SCOPE=ADDRESS", where SCOPE is a scope of the plan. Any other text is an address as a whole."""
     scope, equals, address = text.partition("=")
     if equals and ("/" not in scope or scope in attribution.scopes(plan)) and ":" not in scope:
         attribution.check(plan, scope)
@@ -258,10 +260,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cornplug replan",
         description="Compare the observed load with the plan, and recommend a change if it pays off.",
-        epilog="Exit status: 0 keep the plan, 3 change it, 1 no plan carries the load, 2 wrong input.",
+        epilog="Exit status: 0 keep the plan, 3 change it, 1 no plan can serve the load, 2 wrong input.",
     )
     parser.add_argument("input", type=Path, metavar="plan.toml")
-    parser.add_argument("--plan", type=Path, required=True, metavar="plan.json", help="plan that is running")
+    parser.add_argument("--plan", type=Path, required=True, metavar="plan.json", help="running plan")
     parser.add_argument(
         "--metrics",
         action="append",
@@ -287,7 +289,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--keep-times",
         action="store_true",
-        help="keep the times of the profiles (default: correct them if two windows agree on other times)",
+        help="keep the times of the profiles (default: correct them if they deviate in two windows)",
     )
     parser.add_argument(
         "--state",

@@ -1,4 +1,4 @@
-"""State that `cornplug replan` keeps from run to run: the last snapshots, and the last window's verdict."""
+"""State that `cornplug replan` keeps between runs: the last snapshots, and the last window's verdict."""
 
 from __future__ import annotations
 
@@ -28,35 +28,38 @@ class KeptSnapshot(PlanRecord):
 class ReplanState(PlanRecord):
     format: Literal[1] = 1
     plan: str = ""
-    """SHA-256 of the plan.json that the rest belongs to."""
+    """SHA-256 of the plan.json that the other fields belong to."""
     snapshots: dict[str, KeptSnapshot] = Field(default_factory=dict)
     wanted: list[str] = Field(default_factory=list)
-    """Signature of the change that the last window asked for; empty: none."""
+    """Signature of the change that the last window requires, or empty."""
     times: dict[str, float] = Field(default_factory=dict)
-    """Group and phase -> observed over planned mean time of the last window."""
+    """Ratio of observed to planned mean time in the last window, by group and phase."""
     corrections: list[TimesCorrection] | None = None
-    """Of profiles' times, that hold now; None: those of the plan."""
+    """Corrections of profiles' times that currently apply. None means those of the plan."""
     explained: dict[str, float] = Field(default_factory=dict)
-    """As `times`, of the window in which they were found."""
+    """Like `times`, for the windows in which the corrections were found."""
     history: dict[str, DailyRates] = Field(default_factory=dict)
-    """Request class -> its rates by the time of day. They outlive the plan."""
+    """Rates by the time of day for each request class. They are kept when the plan changes."""
 
 
 def load(path: Path, plan: str) -> ReplanState:
-    """The state of this very plan, or a fresh one. Raises ConfigError where the file is no state."""
+    """Return the state of this plan, or a new state. Raises ConfigError if the file is not a valid state."""
     try:
         state = ReplanState.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return ReplanState(plan=plan)
     except (OSError, ValidationError) as e:
         raise ConfigError(
-            f"--state {path}", f"is no state of replan ({e})", "Remove it, or name another."
+            f"--state {path}",
+            f"is not a state file of `cornplug replan` ({e})",
+            "Remove it, or use another file.",
         ) from e
     return state if state.plan == plan else ReplanState(plan=plan, history=state.history)
 
 
 def save(path: Path, state: ReplanState, snapshots: Mapping[str, MetricsSnapshot]) -> None:
-    """Replace the file at once: a run that is cut off leaves the old one. `snapshots`: the newest ones."""
+    """Replace the file atomically, so that an interrupted run leaves the old one. `snapshots` are the
+    newest."""
     stored = {
         source: KeptSnapshot(
             at_s=s.at_s, values=[(name, list(labels), v) for (name, labels), v in s.values.items()]

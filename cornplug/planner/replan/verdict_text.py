@@ -1,4 +1,4 @@
-"""What `cornplug replan` prints: the verdict, and what was observed."""
+"""Output of `cornplug replan`: the verdict and the observed values."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from cornplug.planner.replan.workload_update import FigureDifference
 
 @dataclass(frozen=True)
 class WindowFindings:
-    """What the metrics of a window say."""
+    """Findings from the metrics of a window."""
 
     differences: tuple[FigureDifference, ...]
     slow: tuple[str, ...]
-    """Sentences on engines that are slower than the plan says."""
+    """Messages about engines that are slower than in the plan."""
     corrections: tuple[TimesCorrection, ...] = ()
-    """Of profiles' times, that the running plan was not made with."""
+    """Corrections of profiles' times that the running plan was made without."""
 
 
 def lines(old: Plan, new: Plan, told: WindowFindings, verdict: ReplanDecision, *, agreed: bool) -> list[str]:
-    """The lines to print: one when nothing is to be done and no time is off."""
+    """Return the lines to print: a single line if no action is required and no time deviates."""
     times = [*told.slow, *map(learned_times.text, told.corrections)]
     if not verdict.act:
         return [f"{verdict.reason[0].upper()}{verdict.reason[1:]}.", *times]
     if not agreed:
-        waiting = f"This window asks for a change ({verdict.reason}). Waiting for the next one to agree."
+        waiting = (
+            f"This window calls for a change ({verdict.reason}). Waiting for the next window to confirm it."
+        )
         return [waiting, *times]
     said = [f"Change: {verdict.reason}."]
     said += [f"  {d.demand}: {d.what} {_figure(d.planned)} → {_figure(d.observed)}" for d in told.differences]

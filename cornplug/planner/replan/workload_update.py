@@ -1,7 +1,7 @@
-"""A plan's input with observed figures in place of assumed ones: rates, lengths, hit rates.
+"""A plan's input with observed values instead of assumed ones: rates, lengths and hit rates.
 
-An engine does not know request classes. The load that several classes bring to the same engines is divided
-among them as the running plan routes them: their rates grow alike, their lengths scale alike.
+Engines do not report request classes. If several classes use the same engines, their load is divided by the
+running plan's routes: their rates grow by the same factor, and their lengths scale by the same factor.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from cornplug.planner.replan.attribution import ClassShare
 from cornplug.planner.replan.observed_load import HistogramCounts, ObservedWindow
 
 TOLERANCE: Final = 0.05
-"""A difference below it, or below twice its own standard error, changes no input."""
+"""Minimum relative difference for a change, which must also exceed twice its standard error."""
 LENGTH_TOLERANCE: Final = 0.1
 SOON: Final = "rate soon"
 
 
 @dataclass(frozen=True)
 class FigureDifference:
-    """One figure of the input that the metrics contradict."""
+    """One value of the input that the metrics contradict."""
 
     demand: str
     what: str
-    """rate, prompt, output, prefix or embedding; "rate soon" where this time of day makes it grow."""
+    """"rate", "prompt", "output", "prefix" or "embedding", or "rate soon" for expected growth."""
     planned: float
     observed: float
 
@@ -38,10 +38,10 @@ class FigureDifference:
 def updated(
     applications: Sequence[Application], plan: Plan, windows: Mapping[str, ObservedWindow]
 ) -> tuple[list[Application], tuple[FigureDifference, ...]]:
-    """The applications with observed figures, and the figures that changed; the others stay.
+    """Return the applications with observed values, and the values that changed.
 
-    `windows`: scope -> the metrics of its engines.
-    Raises ConfigError for a scope that is not in the plan, or has engines that count a request twice.
+    `windows` has the metrics of each scope's engines. Raises ConfigError for a scope that is not in the plan,
+    or whose engines count a request twice.
     """
     for scope in windows:
         attribution.check(plan, scope)
@@ -63,7 +63,7 @@ def updated(
 def observed_rates(
     applications: Sequence[Application], plan: Plan, windows: Mapping[str, ObservedWindow]
 ) -> dict[str, float]:
-    """Request class -> requests a second, of classes whose engines' metrics are there."""
+    """Return the requests per second of the classes whose engines have metrics."""
     known = {f"{a.name}/{r.name}": r for a in applications for r in a.requests}
     rates = {name: r.rate for name, r in known.items()}
     found = {}
@@ -77,7 +77,7 @@ def observed_rates(
 def with_rates_soon(
     applications: Sequence[Application], soon: Mapping[str, float]
 ) -> tuple[list[Application], tuple[FigureDifference, ...]]:
-    """The applications with the higher rates that are to be expected, and those that are higher."""
+    """Return the applications with the higher rates that are expected, and the changed rates."""
     differences, apps = list[FigureDifference](), []
     for app in applications:
         requests = []
@@ -93,7 +93,7 @@ def with_rates_soon(
 
 
 def _growth(shares: Sequence[ClassShare]) -> float:
-    """Observed over expected rate."""
+    """Return the ratio of observed to expected rate."""
     return sum(s.window.rate * s.part for s in shares) / sum(s.rate for s in shares)
 
 
@@ -104,7 +104,7 @@ def _changes(
     shares: Sequence[ClassShare],
     found: list[FigureDifference],
 ) -> dict[str, object]:
-    """Fields of one request class that the metrics contradict."""
+    """Return the fields of one request class that the metrics contradict."""
     request = known[name]
     changes: dict[str, object] = {}
     answering = [s for s in shares if s.answers]
@@ -120,7 +120,7 @@ def _changes(
 def _rate(
     name: str, request: RequestSpec, shares: Sequence[ClassShare], found: list[FigureDifference]
 ) -> dict[str, object]:
-    # Arrivals as random as Poisson's spread by the root of their number.
+    # The relative standard error of a Poisson-like count is the inverse root of the count.
     number = max(sum(s.window.requests * s.part for s in shares), 1.0)
     rate = request.rate * _growth(shares)
     if rate <= 0 or abs(rate / request.rate - 1) <= max(TOLERANCE, 2 * sqrt(request.burst / number)):
@@ -135,7 +135,8 @@ def _lengths(
     shares: Sequence[ClassShare],
     found: list[FigureDifference],
 ) -> dict[str, object]:
-    """Lengths of several classes scale with the mean of their mixture; a lone class gets its histogram."""
+    """Return changed lengths. Lengths of several classes scale with their joint mean; a single class gets its
+    histogram."""
     changes: dict[str, object] = {}
     for what in ("prompt", "output"):
         seen = [(counts, s) for s in shares if (counts := getattr(s.window, what)) is not None]
@@ -161,7 +162,7 @@ def _lengths(
 
 
 def _tokens(request: RequestSpec, what: str) -> float:
-    """Mean, as the engine counts them: a prompt's media are tokens of it."""
+    """Return the mean tokens as the engine counts them. A prompt includes its media tokens."""
     if what == "output":
         return length_distributions.mean(request.output)
     media = sum(
@@ -171,7 +172,7 @@ def _tokens(request: RequestSpec, what: str) -> float:
 
 
 def _histogram(seen: Sequence[HistogramCounts]) -> Histogram:
-    """Each bucket at its middle, all moved together so that the mean is the observed one."""
+    """Return a histogram with each bucket at its centre, scaled to the observed mean."""
     weights: dict[float, float] = {}
     for counts in seen:
         low = 0.0
@@ -201,9 +202,9 @@ def _scaled(length: Length, factor: float) -> Length:
 def _prefix(
     name: str, request: RequestSpec, shares: Sequence[ClassShare], found: list[FigureDifference]
 ) -> dict[str, object]:
-    """The observed hit rate of a class's prefix, from the share of tokens that its engines found cached.
+    """Return the observed hit rate of a class's prefix, from its engines' cached tokens.
 
-    Hit rates that come from a catalogue stay: they belong to cache sizes, not to the running plan.
+    Rates from a catalogue stay, because they depend on cache sizes and not on the running plan.
     """
     seen = [(s.window.cached_share, s.window.requests) for s in shares if s.window.cached_share is not None]
     if not seen or request.prefix is None or request.prefix.hit_rate is None:

@@ -1,1 +1,1 @@
-"""Requests through stations of replicas, event by event: one station, or a whole plan."""
+"""Discrete-event simulation of requests through stations of replicas: one station, or a whole plan."""

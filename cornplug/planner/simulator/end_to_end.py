@@ -1,7 +1,6 @@
-"""A whole plan's requests through all of its stations, every class in one simulation.
+"""Simulation of all classes of a plan through all of its stations.
 
-Runs are repeated with other random numbers until the 95th percentiles of all classes are known
-well enough.
+Runs are repeated with other random numbers until the 95th percentiles of all classes are precise enough.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from cornplug.planner.simulator.traffic import ClassTraffic, Delays, TrafficClas
 __all__ = ["Delays", "SimulatedPlan", "SimulatedTimes", "TrafficClass", "simulate_plan", "times_of"]
 
 PRECISION: Final = 0.02
-"""Standard error of a 95th percentile, as a share of it, at which runs end."""
+"""Relative standard error of a 95th percentile at which the runs stop."""
 _NONE: Final = (math.nan, math.nan, math.nan)
 FEWEST_RUNS: Final = 4
 MOST_RUNS: Final = 16
@@ -31,40 +30,40 @@ MOST_RUNS: Final = 16
 
 @dataclass(frozen=True)
 class SimulatedTimes:
-    """Times of one class, in seconds."""
+    """Latencies of one class in seconds."""
 
     ttft: RequestTimes
     tpot: RequestTimes
     e2e: RequestTimes
     slowdowns: tuple[RequestTimes, RequestTimes, RequestTimes]
-    """Of TTFT, TPOT and E2E; no figure where requests have no idle times."""
+    """Slowdowns of TTFT, TPOT and E2E. Empty if the requests have no idle latencies."""
     finished: float
-    """Requests a second that were done while requests arrived; below the rate in an overload."""
+    """Requests per second that finished while requests arrived. Below the rate if the plan is overloaded."""
 
 
 @dataclass(frozen=True)
 class SimulatedPlan:
     times: dict[str, SimulatedTimes]
-    """By request class."""
+    """Latencies by request class."""
     queues: dict[str, QueuePeak]
-    """By station, of all runs."""
+    """Queue peaks of all runs by station."""
 
 
 @dataclass(frozen=True)
 class _EndToEndRun:
-    """One entry a request of one class, seconds; NaN where a request has no such time."""
+    """One entry per request of a class, in seconds. NaN if the request has no such latency."""
 
     ttft: NDArray[np.float64]
     tpot: NDArray[np.float64]
     e2e: NDArray[np.float64]
     idle: NDArray[np.float64]
-    """Requests x (TTFT, TPOT, E2E) by themselves on the idle replica of their SLO; NaN without one."""
+    """(requests, 3): TTFT, TPOT and E2E of each request alone on its SLO's idle replica. NaN without one."""
     finished: float
-    """Requests a second that were done while requests arrived."""
+    """Requests per second that finished while requests arrived."""
 
 
 def times_of(samples: NDArray[np.float64]) -> RequestTimes:
-    """Mean and percentiles of the samples that are not NaN."""
+    """Return the mean and percentiles of the samples that are not NaN."""
     known = samples[~np.isnan(samples)]
     if not len(known):
         return RequestTimes()
@@ -84,12 +83,10 @@ def simulate_plan(
 ) -> SimulatedPlan:
     """Simulate the plan with all classes sharing its stations.
 
-    About `requests` requests are counted in each of 4 or more runs, `most_runs` at most, of each class in
-    proportion to its rate; the plan is warm before the first and stays loaded after the last. A
-    request's group at a stage is chosen by the stage's weights, at random.
-
-    Raises:
-        ConfigError: a route's class or group is unknown, or a request's KV fits no replica.
+    Each of 4 to `most_runs` runs counts about `requests` requests, divided among the classes by their rates.
+    The plan is warm before the first counted request and loaded after the last. A request's group at a stage
+    is random by weight. Raises ConfigError if a route's class or group is unknown, or a request's KV does not
+    fit on a replica.
     """
     places = list(stations.values())
     all_traffic = traffic(stations, routes, classes, delays)
@@ -110,7 +107,7 @@ def _merged_jobs(
     rng: np.random.Generator,
     queues: dict[str, QueuePeak],
 ) -> dict[str, _EndToEndRun]:
-    """Times by class; raises the peaks of `queues`."""
+    """Return the times by class, and update `queues` with higher peaks."""
     if not all_traffic:
         return {}
     counted, warm = horizon(stations, all_traffic, requests)
@@ -167,7 +164,7 @@ def _pooled(runs: Sequence[_EndToEndRun]) -> SimulatedTimes:
 
 
 def _error(runs: Sequence[Mapping[str, _EndToEndRun]]) -> float:
-    """The largest relative standard error of a class's 95th percentiles."""
+    """Return the largest relative standard error of the classes' 95th percentiles."""
     worst = 0.0
     for name in runs[0]:
         for what in ("ttft", "tpot", "e2e"):

@@ -1,13 +1,13 @@
-"""One replica of a language model's engine: iterations that prefill, decode, or both.
+"""One replica of a language model's engine, with iterations that prefill, decode, or both.
 
-Its scheduler (`group_scheduler.py`) says what an iteration computes. Iterations without prefill differ only
-in the context they read, which grows by one token a request, so a run of them is one event: n iterations of b
-requests with c tokens of context take n·decode(b) + kv_token_s·(n·c + b·n·(n-1)/2). An admission cuts the run
-short at the iteration it falls in.
+The scheduler (`group_scheduler.py`) decides what an iteration computes. Iterations without prefill differ
+only in their context, which grows by one token per request, so a run of them is one event: n iterations of b
+requests with c tokens of context take n·decode(b) + kv_token_s·(n·c + b·n·(n-1)/2). An admission ends the run
+at the current iteration.
 
-With attention data parallelism a replica has several schedulers. A request goes to the one with the fewest,
-as vLLM's coordinator and SGLang's controller send it, and all iterations are in step, for their experts are
-common: each takes as long as that of the busiest group.
+With attention data parallelism a replica has several schedulers. A request goes to the scheduler with the
+fewest requests, as in vLLM's coordinator and SGLang's controller. The groups share the experts and so run in
+lockstep: each iteration takes as long as that of the busiest group.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class EngineReplica:
         self._version = 0
         self._start = self._until = 0.0
         self._count = 0
-        """Iterations of the piece of work under way."""
+        """Number of iterations in the current piece of work."""
         self._idle = True
         self._mixed = False
         self.outstanding = 0
         self.busy_s = 0.0
 
-    # Calls of the event loop and the router -------------------------------------------------
+    # Calls from the event loop and the router -------------------------------------------------
 
     def arrive(self, now: float, job: int, request: SampledRequest) -> None:
         groups = self._groups
@@ -44,12 +44,12 @@ class EngineReplica:
         group.check_fits(request)
         self.outstanding += 1
         if not self._prefills and request.output_tokens == 1:
-            # Its only token came out of prefill. A job leaves by `wake` only.
+            # Prefill produced the only token. A job may leave only through `wake`.
             self._agenda.add(now, self, -1 - job)
             return
         group.queue(job, request)
         if self._idle:
-            # An event, not a call: requests that come at the same instant share the iteration.
+            # An event instead of a call, so that requests that arrive at the same time share the iteration.
             self._schedule(now, 0, 0.0)
         elif not self._mixed and group.admits_next(job):
             self._cut_short(now)
@@ -69,7 +69,7 @@ class EngineReplica:
         return left
 
     def load(self, now: float) -> float:
-        """A prompt counts with its isolated work, a decode as its part of a full batch."""
+        """Return the remaining work: prompts as if alone, decodes as their share of a full batch."""
         work_s = max(group.work_s for group in self._groups)
         return work_s + (max(self._until - now, 0.0) if self._mixed else 0.0)
 
@@ -103,14 +103,14 @@ class EngineReplica:
             self._idle = True
 
     def _schedule(self, start: float, count: int, seconds: float) -> None:
-        """Begin a piece of work at `start`, in place of the one under way."""
+        """Begin a piece of work at `start` that replaces the current one."""
         self._idle = False
         self._start, self._count, self._until = start, count, start + seconds
         self._version += 1
         self._agenda.add(self._until, self, self._version)
 
     def _decode_run_s(self, iterations: int) -> float:
-        """As if one group had the most requests and the most context of all."""
+        """Return an upper bound: one group has the most requests and the most context of all groups."""
         b = self._most_running
         seconds = self._groups[0].decode_step_s(b)
         most = max(group.context for group in self._groups)
@@ -122,13 +122,13 @@ class EngineReplica:
         return max(len(group.running) for group in self._groups)
 
     def _cut_short(self, now: float) -> None:
-        """End a run of decode iterations with the one that is under way."""
+        """End a run of decode iterations after the current iteration."""
         count = self._iterations_by(now - self._start)
         if count < self._count:
             self._schedule(self._start, count, self._decode_run_s(count))
 
     def _iterations_by(self, seconds: float) -> int:
-        """Fewest iterations of the run that take at least so long; 1 or more."""
+        """Return the smallest number of iterations of the run, at least 1, that take `seconds` or more."""
         square = self._steps.kv_token_s * self._most_running / 2
         linear = self._decode_run_s(1) - square
         if not linear:
@@ -138,7 +138,7 @@ class EngineReplica:
         else:
             root = seconds / linear
         count = max(ceil(root), 1)
-        # The root is rounded; the sum that the events are made of decides.
+        # The root has rounding errors, so check against the sum that determines the events.
         if count > 1 and self._decode_run_s(count - 1) >= seconds:
             return count - 1
         return count if self._decode_run_s(count) >= seconds else count + 1

@@ -1,9 +1,9 @@
-"""Queue, batch and KV of one scheduler of an engine: of the whole replica, or of one attention-DP group.
+"""Queue, batch and KV of one engine scheduler, which serves a whole replica or one attention-DP group.
 
-An iteration takes waiting prompts by priority, first in first out, up to `chunk_tokens`, less one token
-for each request that decodes. A request is admitted when fewer than `max_batch` are and the KV of its whole
-prompt and output fits the cache beside all reservations. The items of a prompt (tasks with E) are encoded in
-the iteration of its first chunk.
+An iteration takes waiting prompts by priority, first in first out, up to `chunk_tokens` minus one token per
+decoding request. A request is admitted if fewer than `max_batch` are running and the KV of its whole prompt
+and output fits in the cache in addition to all reservations. The media items of a prompt (tasks with E) are
+encoded in the iteration of its first chunk.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class GroupScheduler:
         self._decode_s: dict[int, float] = {}
         self._waiting: deque[tuple[int, SampledRequest]] = deque()
         self._partial: tuple[int, SampledRequest, int] | None = None
-        """A prompt of which so many tokens are still to be computed."""
+        """Partially computed prompt: (job, request, remaining tokens)."""
         self.prefilled: list[tuple[int, SampledRequest]] = []
-        """Prompts that the iteration under way ends."""
+        """Prompts whose prefill ends in the current iteration."""
         self.running: list[tuple[int, int, SampledRequest]] = []
-        """Heap of (iteration after which it leaves, job, draw)."""
+        """Heap of (iteration after which the request leaves, job, request)."""
         self._iteration = 0
         self.context = 0
-        """Tokens that the running requests attend to."""
+        """Number of tokens that the running requests attend to."""
         self._reserved = 0
         self.work_s = 0.0
         self._prefilling = self._most_prefilling = self._most_waiting = 0
-        """Prompt tokens of requests whose prefill has not ended, their peak, and that of waiting requests."""
+        """Prompt tokens of requests in prefill or before, their peak, and the peak of waiting requests."""
         self.outstanding = 0
 
     @property
@@ -46,13 +46,13 @@ class GroupScheduler:
 
     @property
     def next_leave(self) -> int:
-        """Iterations until the first of its running requests leaves."""
+        """Number of iterations until the first running request leaves."""
         return self.running[0][0] - self._iteration
 
     # Admission ------------------------------------------------------------------------------
 
     def queue(self, job: int, request: SampledRequest) -> None:
-        """Behind all of its priority or a higher one, as both engines do."""
+        """Insert the request after those of the same or higher priority, as both engines do."""
         self.outstanding += 1
         self.work_s += self._prefill_work_s(request) + self._decode_work_s(request)
         priority, at = self._log.priority, len(self._waiting)
@@ -64,21 +64,22 @@ class GroupScheduler:
         self._most_prefilling = max(self._most_prefilling, self._prefilling)
 
     def admits_next(self, job: int) -> bool:
-        """Whether `job` is the first to wait, and an iteration that began now would take it."""
+        """Return whether `job` is first in the queue and could join an iteration that starts now."""
         first, request = self._waiting[0]
         return first == job and self._admissible(request)
 
     def check_fits(self, request: SampledRequest) -> None:
-        """ConfigError: its KV is more than the whole cache."""
+        """Raise ConfigError if the request's KV is larger than the whole cache."""
         if self._needs(request) > self._station.kv_tokens:
             raise ConfigError(
                 f"{self._station.name}.kv_tokens",
-                f"{self._station.kv_tokens} tokens of KV cannot hold a request of {self._needs(request)}",
+                f"a request needs {self._needs(request)} tokens of KV, but the replica has "
+                f"{self._station.kv_tokens}",
                 "Give the replica more memory or GPUs, or shorten the requests (`max` of their lengths).",
             )
 
     def _needs(self, request: SampledRequest) -> int:
-        """Tokens of KV: all that it will have here."""
+        """Return the KV tokens that the request needs here in total."""
         return request.prompt_tokens + request.output_tokens if self._decodes else request.prompt_tokens
 
     def _admissible(self, request: SampledRequest) -> bool:
@@ -98,11 +99,11 @@ class GroupScheduler:
     # An iteration ---------------------------------------------------------------------------
 
     def fill(self) -> tuple[int, float]:
-        """The next iteration's prompt tokens, and the seconds to encode their items."""
+        """Return the next iteration's prompt tokens, and the seconds to encode their items."""
         return self._pack() if self._prefills else self._join()
 
     def _join(self) -> tuple[int, float]:
-        """Requests whose prompt was computed elsewhere."""
+        """Admit requests whose prompt was computed on another replica."""
         while self._waiting and self._admissible(self._waiting[0][1]):
             self._run(*self._admit())
         return 0, 0.0
@@ -137,7 +138,7 @@ class GroupScheduler:
         self.context += request.prompt_tokens
 
     def end(self, iterations: int, now: float) -> list[int]:
-        """Jobs that leave after so many iterations."""
+        """Advance by `iterations` and return the jobs that leave."""
         left = self._end_decodes(iterations, now)
         if self.prefilled:
             left += self._end_prefills(now)
@@ -177,7 +178,8 @@ class GroupScheduler:
     # Times ----------------------------------------------------------------------------------
 
     def decode_step_s(self, requests: int) -> float:
-        """Of an iteration that gives so many requests one token each, their context apart."""
+        """Return the decode time of one token each for `requests` requests, without the time for their
+        context."""
         seconds = self._decode_s.get(requests)
         if seconds is None:
             seconds = self._decode_s[requests] = self._steps.decode(requests)

@@ -1,7 +1,7 @@
-"""Replicas that serve requests one after the other, and batches of an encoder.
+"""Replicas that serve requests one after another, and encoder replicas that serve batches.
 
-All kinds share five things the event loop and the router use: `arrive`, `wake`, `load`,
-`outstanding` and `busy_s`. The kind that is a language model's engine is in `engine_replica.py`.
+The event loop and the router use the same members of all kinds: `arrive`, `wake`, `load`, `outstanding` and
+`busy_s`. The replica of a language model's engine is in `engine_replica.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from cornplug.planner.simulator.stations import QueuePeak, Station
 
 class SimulatedReplica(Protocol):
     outstanding: int
-    """Requests that came and have not left."""
+    """Number of requests that have arrived and not left."""
     busy_s: float
-    """Seconds with work, between the simulation's first and last arrival."""
+    """Busy seconds between the simulation's first and last arrival."""
 
     @property
     def queue_peak(self) -> QueuePeak: ...
@@ -28,16 +28,16 @@ class SimulatedReplica(Protocol):
     def arrive(self, now: float, job: int, request: SampledRequest) -> None: ...
 
     def wake(self, now: float, token: int) -> Sequence[int]:
-        """Jobs that leave now. `token` is the one that the replica added to the event."""
+        """Return the jobs that leave now. `token` is the value that the replica added to the event."""
         ...
 
     def load(self, now: float) -> float:
-        """Seconds of work that came and is not done."""
+        """Return the seconds of work that have arrived and are not finished."""
         ...
 
 
 class EventAgenda:
-    """Events to come: (time, turn, replica and its token) or (time, turn, None and a job)."""
+    """Future events: (time, sequence number, replica, its token) or (time, sequence number, None, job)."""
 
     def __init__(self) -> None:
         self.events: list[tuple[float, int, SimulatedReplica | None, int]] = []
@@ -48,17 +48,17 @@ class EventAgenda:
 
 
 class TokenLog:
-    """Priorities of jobs, when their tokens came, and how much of a piece of work lies where utilisation is
+    """Priorities of jobs, times of their first and last tokens, and the window in which utilisation is
     measured."""
 
     def __init__(self, since: float, until: float, priority: Sequence[int]) -> None:
-        """`priority`: of each job."""
+        """`priority` has one entry per job."""
         self.since, self.until, self.priority = since, until, priority
         self.first_token = [float("nan")] * len(priority)
         self.last_token = [float("nan")] * len(priority)
 
     def within(self, start: float, end: float) -> float:
-        """Seconds of [start, end] between the first and the last arrival."""
+        """Return the seconds of [start, end] between the first and the last arrival."""
         return max(min(end, self.until) - max(start, self.since), 0.0)
 
 
@@ -69,10 +69,10 @@ class _Unlimited:
 
 
 class SerialReplica(_Unlimited):
-    """One request after the other, whole: a generator, or an engine with its generator inside.
+    """A replica that serves one whole request after another: a generator, or an engine with its generator.
 
-    A monolith that generates (PDG) holds its device for a request's whole time: prefill, decode
-    and generation, as Cornfigurator's monoliths do.
+    A monolith that generates (PDG) occupies its device for a request's prefill, decode and generation, as
+    Cornfigurator's monoliths do.
     """
 
     def __init__(self, station: Station, agenda: EventAgenda, log: TokenLog) -> None:
@@ -105,9 +105,9 @@ class SerialReplica(_Unlimited):
 
 
 class EncoderReplica(_Unlimited):
-    """Batches of items, first in first out, up to `max_patches` each.
+    """Encoder with batches of up to `max_patches` patches, first in first out.
 
-    Items of one request may share a batch or be in several; it leaves when all are done.
+    Items of a request may share a batch or not. The request leaves when all are encoded.
     """
 
     def __init__(self, station: Station, agenda: EventAgenda, log: TokenLog) -> None:
@@ -126,7 +126,7 @@ class EncoderReplica(_Unlimited):
     def arrive(self, now: float, job: int, request: SampledRequest) -> None:
         self.outstanding += 1
         if not request.patches:
-            # Through the agenda, so that a job leaves by `wake` only.
+            # Through the agenda, because a job may leave only through `wake`.
             self._agenda.add(now, self, job)
             return
         self._left[job] = len(request.patches)
@@ -134,7 +134,7 @@ class EncoderReplica(_Unlimited):
             self._items.append((job, patches))
             self._queued_s += self._encode(patches)
         if self._idle:
-            # An event, not a call: requests that come at the same instant share the batch.
+            # An event instead of a call, so that requests that arrive at the same time share the batch.
             self._idle = False
             self._start = self._until = now
             self._agenda.add(now, self, -1)
@@ -173,7 +173,7 @@ class EncoderReplica(_Unlimited):
 
 
 def batches_s(station: Station, patches: Sequence[int]) -> float:
-    """Seconds to encode items in batches of up to `max_patches`, one after the other."""
+    """Return the seconds to encode items in consecutive batches of up to `max_patches`."""
     if station.encode is None or not patches:
         return 0.0
     total, batch = 0.0, 0
@@ -186,10 +186,8 @@ def batches_s(station: Station, patches: Sequence[int]) -> float:
 
 
 def off_device_s(station: Station, request: SampledRequest) -> float:
-    """Added once where it prefills, and no replica is busy with it.
-
-    The engine's API and network, and a pipeline's later stages for the prompt's last tokens.
-    """
+    """Return the seconds per request at prefill that keep no replica busy: the engine's API and network, and
+    later pipeline stages for the last tokens."""
     if station.steps is None or "P" not in station.tasks:
         return 0.0
     last = min(request.computed_tokens, station.chunk_tokens)
@@ -197,7 +195,7 @@ def off_device_s(station: Station, request: SampledRequest) -> float:
 
 
 def isolated_prefill_s(station: Station, request: SampledRequest) -> float:
-    """Seconds to encode and prefill one request with nothing beside it."""
+    """Return the seconds to encode and prefill one request alone."""
     seconds = batches_s(station, request.patches) if "E" in station.tasks else 0.0
     if station.steps is None or "P" not in station.tasks:
         return seconds
@@ -208,7 +206,7 @@ def isolated_prefill_s(station: Station, request: SampledRequest) -> float:
 
 
 def isolated_decode_s(station: Station, request: SampledRequest) -> float:
-    """Seconds of the iterations after the first token, with nothing beside it."""
+    """Return the seconds of a single request's iterations after the first token."""
     if station.steps is None or "D" not in station.tasks:
         return 0.0
     steps = request.output_tokens - 1
@@ -217,7 +215,7 @@ def isolated_decode_s(station: Station, request: SampledRequest) -> float:
 
 
 def isolated_latency_s(station: Station, request: SampledRequest) -> float:
-    """Seconds of a visit with nothing beside it."""
+    """Return the seconds of a single request's visit."""
     seconds = isolated_prefill_s(station, request) + isolated_decode_s(station, request)
     if station.generate is not None and "G" in station.tasks:
         seconds += station.generate(request.units)

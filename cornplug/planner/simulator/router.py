@@ -1,9 +1,12 @@
-"""A station at work: its replicas, and the router that chooses one for each request.
+"""A station's replicas, and the router that chooses a replica for each request.
 
-power_of_two: of two random replicas the one with fewer requests, as vllm-router and sglang-router do.
-random: any. Ties go to the first. Neither router knows more, so the others are bounds to compare with:
-least_work: fewest seconds of work that came and is not done, estimated as the replicas' `load` does.
-join_shortest_queue: fewest requests of all.
+- power_of_two: the one with fewer requests of two random replicas, as in vllm-router and sglang-router.
+- random: any replica.
+- least_work: the fewest seconds of unfinished work, by the replicas' `load`.
+- join_shortest_queue: the fewest requests.
+
+Ties go to the first replica. Routers know no more than the first two policies use; the others are bounds for
+comparison.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from cornplug.planner.simulator.replicas import (
 from cornplug.planner.simulator.stations import QueuePeak, Station
 
 _BLOCK: Final = 512
-"""Random numbers that a station draws at once."""
+"""Number of random numbers that a station draws in one call."""
 
 
 class RouterDispatch:
@@ -61,13 +64,14 @@ class RouterDispatch:
         return self._least_work(now)
 
     def _shorter_of_two(self) -> SimulatedReplica:
-        """Of two different replicas, each pair as likely as any other; of equals the first drawn."""
+        """Choose the less loaded of two different random replicas, or the first drawn on a tie."""
         i, k = self._below(len(self._replicas)), self._below(len(self._replicas) - 1)
         one, other = self._replicas[i], self._replicas[k + (k >= i)]
         return one if one.outstanding <= other.outstanding else other
 
     def _below(self, n: int) -> int:
-        """A random index; drawn in blocks, for a call of numpy's generator costs as much as the request."""
+        """Return a random index. Drawn in blocks, because a call of numpy's generator costs as much as a
+        simulated request."""
         if not self._drawn:
             self._drawn = self._rng.random(_BLOCK).tolist()
         return int(self._drawn.pop() * n)

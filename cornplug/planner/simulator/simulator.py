@@ -1,10 +1,9 @@
 """Discrete-event simulation of requests through stations of engine replicas.
 
-An event is a request that comes to a station or a replica that is done with a piece of work; an
-engine's run of decode iterations is one piece, so the cost of a request does not grow with its
-output. Requests that come at the same instant share an iteration or a batch. Not
-simulated: failures, preemption of requests for want of KV (the engines' admission reserves it
-here), and the time a router takes.
+An event is a request's arrival at a station, or the end of a replica's piece of work. An engine's run of
+decode iterations is one piece, so a request's cost does not grow with its output. Requests that arrive
+together share an iteration or a batch. Failures, preemption for lack of KV (admission reserves it), and the
+router's latency are not simulated.
 """
 
 from __future__ import annotations
@@ -24,14 +23,10 @@ __all__ = ["JobOutcomes", "Station", "StationJob", "StationVisit", "simulate"]
 
 
 def simulate(stations: Sequence[Station], jobs: Sequence[StationJob], *, seed: int = 0) -> JobOutcomes:
-    """Run all jobs (sorted by `at_s`) to their end.
+    """Run all jobs (sorted by `at_s`) until they finish, with long waits if a station is overloaded.
 
-    An overloaded station ends, too: its requests wait long. `off_device_s` of the first
-    station that prefills is added to a job's TTFT and end-to-end time, once.
-
-    Raises:
-        ConfigError: a job needs more KV than one replica of a station has.
-        ValueError: the jobs are not sorted.
+    `off_device_s` of the first station that prefills is added once to a job's TTFT and end-to-end latency.
+    Raises ConfigError if a job's KV does not fit on a replica, and ValueError if the jobs are not sorted.
     """
     if any(b.at_s < a.at_s for a, b in pairwise(jobs)):
         raise ValueError("jobs must be sorted by at_s")
@@ -49,7 +44,7 @@ def _span(jobs: Sequence[StationJob]) -> tuple[float, float]:
 
 
 class _Run:
-    """The event loop, and when each job came to and left each of its visits."""
+    """The event loop, with the times at which each job arrived at and left its stations."""
 
     def __init__(
         self, jobs: Sequence[StationJob], dispatches: Sequence[RouterDispatch], agenda: EventAgenda
@@ -78,7 +73,7 @@ class _Run:
             self._go_on(i, now)
 
     def _go_on(self, i: int, now: float) -> None:
-        """To the next visit of a job, or to its end."""
+        """Start a job's next visit, or end the job."""
         visits = self._jobs[i].visits
         done = len(self.left[i])
         if done == len(visits):

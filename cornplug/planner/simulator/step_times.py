@@ -1,4 +1,4 @@
-"""How long an engine's iterations take on one replica. Pure numbers: no profile, no GPU table."""
+"""Duration of an engine's iterations on one replica, as numbers without a profile or a GPU table."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 ANY: Final = "*"
-"""Key of a rate that holds for every request class."""
+"""Key of a rate that applies to every request class."""
 
 
 @dataclass(frozen=True)
 class PiecewiseCurve:
-    """Piecewise linear through points; beyond them the outermost two points' line, never below 0.
+    """Piecewise linear curve, extrapolated from the first and last segments, and never below 0.
 
-    One point is a proportional line through the origin.
+    A single point defines a line through the origin.
     """
 
     x: tuple[float, ...]
@@ -44,14 +44,14 @@ class PiecewiseCurve:
         xs, ys = self.x, self.y
         if len(xs) == 1:
             return ys[0] * x / xs[0]
-        # Between 1 and the last point: beyond either end the outermost segment goes on.
+        # From 1 to the last index, so that the first and last segments extend beyond the points.
         i = bisect_left(xs, x, 1, len(xs) - 1)
         x0, y0 = xs[i - 1], ys[i - 1]
         y = y0 + (ys[i] - y0) * (x - x0) / (xs[i] - x0)
         return y if y > 0.0 else 0.0
 
     def on(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The same for many at once."""
+        """Evaluate the curve for an array."""
         xs, ys = np.array(self.x), np.array(self.y)
         if len(xs) == 1:
             return np.asarray(x * (ys[0] / xs[0]), dtype=np.float64)
@@ -66,13 +66,13 @@ class PiecewiseCurve:
 
 @dataclass(frozen=True)
 class GroupPrefill:
-    """Prefill of one attention-DP group where the others have fewer tokens than it."""
+    """Prefill times of an attention-DP group if the other groups have fewer tokens."""
 
     common: PiecewiseCurve
-    """Mean tokens of all groups -> s: the part of `EngineStepTimes.prefill` in which groups work together,
-    on experts, and what they send each other for it."""
+    """Seconds by mean tokens of all groups. This is the part of `EngineStepTimes.prefill` in which the groups
+    work together on experts, including communication."""
     alone: PiecewiseCurve
-    """Prompt tokens of the iteration, the other groups having none -> s."""
+    """Seconds by prompt tokens of the iteration, if the other groups have none."""
 
     def scaled(self, factor: float) -> GroupPrefill:
         return GroupPrefill(self.common.scaled(factor), self.alone.scaled(factor))
@@ -80,23 +80,21 @@ class GroupPrefill:
 
 @dataclass(frozen=True)
 class EngineStepTimes:
-    """One iteration of a language model's engine, on one replica (all its TP ranks).
-
-    With attention data parallelism: of one group, all others having as many tokens.
-    """
+    """Duration of an engine's iteration on one replica (all TP ranks), or on one attention-DP group with as
+    many tokens in every other."""
 
     prefill: PiecewiseCurve
-    """Prompt tokens of the iteration -> s."""
+    """Seconds by prompt tokens of the iteration."""
     decode: PiecewiseCurve
-    """Requests that get one token -> s."""
+    """Seconds by number of requests that get one token."""
     kv_token_s: float = 0.0
     mixed_factor: float = 1.0
     request_overhead_s: float = 0.0
     pipeline: int = 1
-    """Stages of pipeline parallelism. `prefill` is then the time between iterations (one stage's),
-    so that rates are right; a prompt's last tokens still have the other stages before them."""
+    """Number of pipeline-parallel stages. `prefill` is then the time between iterations (one stage), so that
+    rates are correct. A prompt's last tokens still pass through the other stages."""
     group: GroupPrefill | None = None
-    """With attention data parallelism."""
+    """Present with attention data parallelism."""
 
     @property
     def alone(self) -> PiecewiseCurve:
@@ -104,15 +102,16 @@ class EngineStepTimes:
         return self.prefill if self.group is None else self.group.alone
 
     def drain_s(self, prompt_tokens: int) -> float:
-        """From the end of a prompt's last iteration, of so many tokens, to its first token."""
+        """Return the seconds from the end of a prompt's last iteration, with `prompt_tokens`, to its first
+        token."""
         return (self.pipeline - 1) * self.prefill(prompt_tokens) if self.pipeline > 1 else 0.0
 
     def step_s(
         self, prompt_tokens: int, requests: int, kv_tokens: int = 0, *, mean: float | None = None
     ) -> float:
-        """Seconds of an iteration that computes both; 0 for an empty one.
+        """Return the seconds of an iteration with both, 0 if empty.
 
-        `mean`: tokens of both kinds, of all attention-DP groups.
+        `mean` is the mean tokens of both over all attention-DP groups.
         """
         decode = self.decode(requests) + self.kv_token_s * kv_tokens if requests else 0.0
         if not prompt_tokens:
@@ -127,7 +126,7 @@ class EngineStepTimes:
         return in_group_s(self.prefill, self.group.common, tokens, mean)
 
     def corrected(self, prefill: float, decode: float) -> EngineStepTimes:
-        """With a factor on the times of each kind of iteration."""
+        """Return the times multiplied by a factor for each kind of iteration."""
         return replace(
             self,
             prefill=self.prefill.scaled(prefill),
@@ -137,37 +136,37 @@ class EngineStepTimes:
         )
 
     def scaled(self, factor: float) -> EngineStepTimes:
-        """The times of a slower replica (factor > 1); times off the device stay."""
+        """Return the times of a slower replica (factor > 1). Times off the device do not change."""
         return self.corrected(factor, factor)
 
 
 def in_group_s(prefill: PiecewiseCurve, common: PiecewiseCurve, tokens: float, mean: float) -> float:
-    """Seconds of a group's iteration of so many tokens where all groups have `mean` on average.
+    """Return the seconds of a group's iteration with `tokens`, with a `mean` over all groups.
 
-    Never under the time that all would take with `mean` each: the weights are read whatever their number.
+    It is at least the time with `mean` everywhere, because weights are read for any number of tokens.
     """
     return max(prefill(tokens) - common(tokens) + common(mean), prefill(mean))
 
 
 @dataclass(frozen=True)
 class CellHardware:
-    """Times and memory of a cell's replica, in seconds; None for tasks that are not in its role."""
+    """Times (in seconds) and memory of a cell's replica. None for tasks outside its role."""
 
     steps: EngineStepTimes | None = None
     encode: PiecewiseCurve | None = None
-    """Patches of one batch -> s."""
+    """Seconds by patches of one batch."""
     generate: PiecewiseCurve | None = None
-    """Units of one request -> s."""
+    """Seconds by units of one request."""
     kv_tokens: int = 0
-    """Tokens of KV cache that fit; 0 with `steps`: the model itself does not fit."""
+    """Tokens that fit in the KV cache. 0 with `steps` means that the model itself does not fit."""
     requests_per_s: dict[str, float] = field(default_factory=dict)
-    """"application/request" (or ANY) -> rate, where only a throughput is known."""
+    """Requests per second by "application/request" (or ANY), if only a throughput is known."""
     tpot_s: dict[str, float] = field(default_factory=dict)
-    """"application/request" -> seconds a token at that rate, where it was measured under an SLO."""
+    """Seconds per token at that rate by "application/request", if measured under an SLO."""
     source: str = ""
-    """Of the profile: "roofline (H100, 2026-11 table)", "measured: ..."."""
+    """Profile's source, as "roofline (H100, 2026-11 table)", "measured: ..."."""
     measured: bool = False
 
     def rate_of(self, demand: str) -> float | None:
-        """The throughput known for a request class; None where none is."""
+        """Return the known throughput of a request class, or None."""
         return self.requests_per_s.get(demand, self.requests_per_s.get(ANY))

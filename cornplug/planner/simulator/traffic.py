@@ -1,4 +1,4 @@
-"""Requests of a plan's classes and the stations that they visit, before anything is simulated."""
+"""Requests of a plan's classes and the stations that they visit, before the simulation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cornplug.planner.simulator.replicas import isolated_latency_s
 from cornplug.planner.simulator.simulator import Station, StationJob, StationVisit
 
 Delays = Callable[[str, str, SampledRequest], float]
-"""Tasks of the stage before, tasks of the stage after, the request -> seconds between them."""
+"""(tasks of the previous stage, tasks of the next stage, request) -> seconds between the stages."""
 _MEANS_TO_WARM = 3.0
 _LEAST_OF_A_CLASS = 500
 _LONGER_FOR_RARE = 3.0
@@ -24,28 +24,28 @@ _LONGER_FOR_RARE = 3.0
 
 @dataclass(frozen=True)
 class TrafficClass:
-    """Requests of one "application/request"."""
+    """Requests of one class "application/request"."""
 
     name: str
     rate: float
-    """Requests a second that arrive: routes' rates are only the shares in which they part."""
+    """Arrivals per second. The routes' rates only determine the shares of the paths."""
     burst: float
-    """Squared coefficient of variation of the times between arrivals."""
+    """Squared coefficient of variation of the interarrival times."""
     samples: Sequence[SampledRequest]
-    """Equally likely."""
+    """Equally likely requests."""
     priority: int = 0
-    """Larger goes first where it waits for an engine."""
+    """Priority in an engine's queue. Larger goes first."""
 
 
 @dataclass(frozen=True)
 class RouteStop:
-    """A stage of a route: one of its stations, at random by weight."""
+    """A stage of a route, with a station chosen at random by weight."""
 
     tasks: str
     stations: tuple[int, ...]
     weights: tuple[float, ...]
     delays_s: NDArray[np.float64]
-    """Of each of the class's draws, before it."""
+    """Delay before the stage for each of the class's samples."""
 
     def choose(self, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
         if len(self.stations) == 1:
@@ -76,10 +76,9 @@ def traffic(
     classes: Mapping[str, TrafficClass],
     delays: Delays,
 ) -> list[ClassTraffic]:
-    """The classes that have a route, in the order of `classes`.
+    """Return the classes that have a route, in the order of `classes`.
 
-    Raises:
-        ConfigError: a route's class or a group is not among those given.
+    Raises ConfigError if the class or a group of a route is unknown.
     """
     places = {name: i for i, name in enumerate(stations)}
     by_class: dict[str, list[PlanRoute]] = {}
@@ -129,12 +128,11 @@ def _stop(
 def horizon(
     stations: Sequence[Station], all_traffic: Sequence[ClassTraffic], requests: int
 ) -> tuple[float, float]:
-    """Seconds in which about `requests` requests come, and seconds to warm up before and cool after.
+    """Return the seconds in which about `requests` requests arrive, and the seconds before and after for
+    warm-up and cool-down.
 
-    More come, up to 3 times as many, where a class would have fewer than 500 of them.
-
-    Warm-up is 3 times a request's mean time with nothing beside it, and a tenth of the rest;
-    never more than the counted time itself.
+    Up to 3 times as many arrive if a class would otherwise have fewer than 500. Warm-up is 3 times a
+    request's mean isolated latency plus a tenth of the counted time, and at most the counted time.
     """
     rates = [t.of.rate for t in all_traffic]
     counted = requests / sum(rates)
@@ -153,7 +151,7 @@ def horizon(
 
 
 def jobs_of(t: ClassTraffic, kind: int, seconds: float, rng: np.random.Generator) -> list[StationJob]:
-    """A class's requests of so many seconds, with their samples, paths and groups."""
+    """Return a class's requests over `seconds`, with their samples, paths and groups."""
     at = arrivals.within(t.of.rate, t.of.burst, seconds, rng)
     n = len(at)
     paths, samples = t.choose(n, rng), arrivals.evenly(len(t.of.samples), n, rng)

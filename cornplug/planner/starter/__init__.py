@@ -1,1 +1,1 @@
-"""A first plan input: from a model's name and a list of GPUs to a complete, commented TOML file."""
+"""First plan input: a complete, commented TOML file from a model's name and a list of GPUs."""

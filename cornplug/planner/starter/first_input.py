@@ -1,4 +1,4 @@
-"""The text of a first plan input: every table, each placeholder marked, further keys as comments."""
+"""Text of a first plan input, with every table, marked placeholders, and optional keys as comments."""
 
 from __future__ import annotations
 
@@ -23,87 +23,88 @@ _PROMPT_TOKENS: Final = 1000
 _TTFT_S: Final = (1.0, 2.0, 5.0, 10.0)
 _TPOT_S: Final = (0.05, 0.1, 0.2, 0.5)
 _SLACK: Final = 3.0
-"""An SLO is a placeholder of this times the bare arithmetic at least: queueing and batches come on top."""
+"""Minimum ratio of a placeholder SLO to the pure compute time, to allow for queueing and batching."""
 
 _HEAD: Final = """\
 # Input of `cornplug plan`, written by `{command}`.
 #
 #   cornplug plan {file}
 #
-# A number marked "placeholder" is a guess: put yours in its place. docs/plan-input.md of cornplug explains
-# every key, also those that are not here. An editor completes and checks this file after
+# Values marked "placeholder" are guesses. Replace them with your own. docs/plan-input.md of cornplug explains
+# every key, including the keys that are not used here. For completion and checks in an editor with
+# Even Better TOML or Taplo, run
 #   cornplug plan schema > plan.schema.json
-# with `#:schema ./plan.schema.json` in its first line (Even Better TOML, Taplo).
-# Times are seconds, rates requests a second, prices dollars an hour, memory GiB.
+# and add `#:schema ./plan.schema.json` as the first line of this file.
+# Times are in seconds, rates in requests per second, prices in dollars per hour, and memory in GiB.
 name = {name}
 
-# Components: models, and the parts of models that can run by themselves -----------------------------
+# Components: models, and the parts of models that can run separately --------------------------------
 """
 _LLM: Final = """
 [[components]]
 name = {name}
 kind = "llm"
 {source}
-max_model_len = {max_model_len} # placeholder: tokens of the longest prompt and its answer
+max_model_len = {max_model_len} # placeholder: maximum tokens of a prompt and its output
 {of_quantisations}
 quantisations = {quantisations}
-tp = {tp} # tensor-parallel degrees to choose from, inside one machine
-engines = ["vllm", "sglang"] # to choose from
-# Until its times are measured they are estimated from the GPU's data sheet, and the plan marks them ESTIMATE.
-# `cornplug profile llm --model MODEL --gpu {gpu} --out llm.csv` measures them where the GPU is:
+tp = {tp} # tensor-parallel degrees to choose from, within one machine
+engines = ["vllm", "sglang"] # engines to choose from
+# Until the model's times are measured, they are estimated from the GPU's data sheet and marked as ESTIMATE.
+# `cornplug profile llm --model MODEL --gpu {gpu} --out llm.csv` measures them on the GPU:
 # profiles = [{{ kind = "table", gpu = {gpu_text}, file = "llm.csv" }}, {{ kind = "roofline" }}]
 profiles = [{{ kind = "roofline" }}]
 """
 _TOWER: Final = """
-# Its tower. The plan may leave it in the engine ("monolith") or run it apart as the encoder service ("E+PD"),
-# which all engines with the same tower share.
+# The model's tower. The plan can keep it in the engine ("monolith"), or run it separately as an encoder
+# service ("E+PD") that all engines with the same tower share.
 [[components]]
 name = {name}
 kind = "encoder"
 tower_of = {llm}
-{source}shares = [0.25, 0.5, 1.0] # parts of a GPU that one replica may have
-# `cornplug profile encoder --model MODEL --gpu {gpu} --out encoder.csv` measures its times:
+{source}shares = [0.25, 0.5, 1.0] # fractions of a GPU that a replica can use
+# `cornplug profile encoder --model MODEL --gpu {gpu} --out encoder.csv` measures the tower's times:
 # profiles = [{{ kind = "table", gpu = {gpu_text}, file = "encoder.csv" }}, {{ kind = "roofline" }}]
 profiles = [{{ kind = "roofline" }}]
 """
 _APPLICATION: Final = """
-# Applications: the load and the times to keep -------------------------------------------------------
+# Applications: the load and the latency targets -----------------------------------------------------
 
 [[applications]]
 name = "app"
 llm = {llm}
-workload = "online" # "semi-online" can wait seconds, "offline" hours: the latter needs no slo
-structures = {structures} # "P+D" and "E+P+D", prefill and decode on separate engines, plan longer
+workload = "online" # "semi-online" can wait for seconds; "offline" can wait for hours and needs no slo
+structures = {structures} # "P+D" and "E+P+D" (prefill and decode on separate engines) take longer to plan
 
 [applications.slo]
-percentile = "p95" # of the requests: "mean", "p50", "p95" or "p99"
+percentile = "p95" # statistic of the requests that the bounds apply to: "mean", "p50", "p95" or "p99"
 ttft_s = {ttft} # placeholder: seconds to the first token
-tpot_s = {tpot} # placeholder: seconds for each further token
+tpot_s = {tpot} # placeholder: seconds per output token after the first
 # e2e_s = 20.0
 
 [[applications.requests]]
 name = "chat"
-rate = 5.0 # placeholder: requests a second, on average
+rate = 5.0 # placeholder: mean requests per second
 peak = 1.5 # placeholder: the plan is made for rate x peak
 burst = 1.0 # 1: Poisson arrivals; 4: times between arrivals vary twice as much
-prompt = {{ mean = {prompt}, cv = 1.0, max = {most_prompt} }} # placeholder: text tokens; cv: deviation / mean
-output = {{ mean = {mean_output}, cv = 0.8, max = {most_output} }} # placeholder: tokens of the answer
-# In place of prompt and output a recording, as CSV of at_s, prompt_tokens, output_tokens:
+prompt = {{ mean = {prompt}, cv = 1.0, max = {most_prompt} }} # placeholder: text tokens; cv: std / mean
+output = {{ mean = {mean_output}, cv = 0.8, max = {most_output} }} # placeholder: output tokens
+# Instead of prompt and output, a recorded trace as CSV with at_s, prompt_tokens and output_tokens:
 # trace = "requests.csv"
-# A head that all prompts have in common, and the share of requests that find it in a cache:
+# Prefix that all prompts share, and the share of requests that find it in a cache:
 # prefix = {{ tokens = 200, hit_rate = 0.9 }}
 """
 _MEDIA: Final = """
 [[applications.requests.media]]
 encoder = {encoder}
-items = 1 # placeholder: of one request
+items = 1 # placeholder: items per request
 tokens = {tokens} # {of_tokens}
-# Share of items whose embedding is in the cache, or the number of items that circulate:
+# Share of items whose embedding is in the cache, or the number of different items:
 # hit_rate = 0.3
 # catalogue = 100000
 """
 _POOL: Final = """
-# Pool: machines that can be had. Delete those that you cannot have -----------------------------------
+# Pool: available machines. Delete those that you cannot get -----------------------------------------
 """
 _MACHINE: Final = """
 [[pool]]
@@ -111,25 +112,25 @@ name = {name}
 gpu = {gpu}
 gpus = {gpus}
 {prices}
-stock = 8 # placeholder: machines that you can have at most
+stock = 8 # placeholder: maximum number of machines
 """
 _RULES: Final = """
 # Rules ----------------------------------------------------------------------------------------------
 
 [rules]
-objective = "cost" # the cheapest plan that keeps every SLO; "goodput", "max-min": the most from this stock
+objective = "cost" # cheapest plan that meets every SLO; "goodput", "max-min": most load on this stock
 n_plus_one = true # every online service survives the loss of one replica; "node": of any one machine
-online_share = 0.8 # of an engine's capacity, for online work; the rest is room for its peaks
+online_share = 0.8 # share of an engine's capacity for online work; the rest is headroom for peaks
 """
 
 
 def first_input(
     model: StartingModel, gpus: Sequence[str], *, folder: str | None, file: str, command: str
 ) -> str:
-    """TOML that `cornplug plan` takes as it is.
+    """Return TOML that `cornplug plan` accepts unchanged.
 
-    `folder`: the checkpoint's, as the file names it; None: a hub id. Raises ConfigError: a GPU that the
-    tables do not know, or none in the list that can hold the model.
+    `folder` is the checkpoint's path in the file, or None for a hub id. Raises ConfigError for an unknown
+    GPU, or if the model does not fit on any.
     """
     machines = priced_machines(gpus)
     options = hosting_options(model.llm, model.quantisation, machines)
@@ -150,10 +151,11 @@ def first_input(
 
 def _llm(name: str, model: StartingModel, folder: str | None, options: Sequence[HostingOption]) -> str:
     wanted = [q for q in (model.quantisation, "fp8") if q in {option.quantisation for option in options}]
-    said = "# Of the weights as published."
+    said = "# Quantisation of the published weights."
     if model.quantisation == "none":
         said = (
-            '# To choose from: "none", 16 bits as published; "fp8" halves weights: judge its answers first.'
+            '# To choose from: "none" is 16 bits, as published. "fp8" halves the weights: check the output '
+            "quality first."
         )
     return _LLM.format(
         name=json.dumps(name),
@@ -174,15 +176,15 @@ def _tower(
 
 
 def _source(model: StartingModel, folder: str | None, shape: InputTable) -> str:
-    """The lines that say which model it is, and its size."""
+    """Return the lines that name the model and give its size."""
     if folder is not None:
-        return f"checkpoint = {json.dumps(folder)} # its config.json says the size"
-    lines = f"model = {json.dumps(model.name)} # as on the engines' command lines"
+        return f"checkpoint = {json.dumps(folder)} # its config.json gives the size"
+    lines = f"model = {json.dumps(model.name)} # name on the engines' command lines"
     return lines if model.from_checkpoint else f"{lines}\nshape = {_inline(shape)}"
 
 
 def _inline(shape: InputTable) -> str:
-    """A shape as TOML's inline table, without the keys that have their defaults."""
+    """Return a shape as an inline TOML table, without keys that have their default value."""
     fields: dict[str, float] = shape.model_dump(exclude_defaults=True, exclude={"kind"})
     return "{ " + ", ".join(f"{key} = {_number(value)}" for key, value in fields.items()) + " }"
 
@@ -213,14 +215,14 @@ def _application(name: str, model: StartingModel, options: Sequence[HostingOptio
 
 
 def _media(tower: str, model: StartingModel) -> str:
-    said = "that one item adds to the prompt"
+    said = "prompt tokens per item"
     if not model.fixed_tokens:
-        said = "placeholder: tokens that one item adds to the prompt, by its size"
+        said = "placeholder: prompt tokens per item, which depend on its size"
     return _MEDIA.format(encoder=json.dumps(tower), tokens=model.media_tokens, of_tokens=said)
 
 
 def _price(row: GpuPrice) -> str:
-    return f"${row.price_per_hour:.2f} an hour: {row.source}, {row.date}"
+    return f"${row.price_per_hour:.2f} per hour: {row.source}, {row.date}"
 
 
 def _machine(machine: PricedMachine) -> str:
@@ -228,7 +230,7 @@ def _machine(machine: PricedMachine) -> str:
     lines = [
         f"shape = {json.dumps(first.shape)} # {_price(first)}",
         *(f"# shape = {json.dumps(other.shape)} # {_price(other)}" for other in others),
-        f"# price_per_hour = {first.price_per_hour:.2f} # what you really pay for one machine",
+        f"# price_per_hour = {first.price_per_hour:.2f} # your price of one machine in dollars per hour",
     ]
     return _MACHINE.format(
         name=json.dumps(f"{machine.gpu.lower()}-x{machine.gpus}"),

@@ -17,8 +17,8 @@ from cornplug.planner.inputs import component_shapes
 from cornplug.planner.inputs.schema import Component, InputTable, LLMShape, Quantisation, TowerShape
 
 IMAGE_TOKENS: Final = 1024
-"""Placeholder where a model's images have as many tokens as their size asks for: 1024 x 1024 pixels of
-Qwen3-VL's 32 x 32 pixels a token."""
+"""Placeholder for models whose image token count depends on the size: 1024 x 1024 pixels with Qwen3-VL's 32 x
+32 pixels per token."""
 _PACKED: Final = ("fp8", "awq", "gptq")
 
 
@@ -30,35 +30,36 @@ class KnownModelRow(InputTable):
     llm: LLMShape
     tower: TowerShape | None = None
     image_tokens: int | None = None
-    """Of an image, where their number is fixed."""
+    """Tokens per image, if the number is fixed."""
     quantisation: Quantisation = "none"
-    """Of the published weights."""
+    """Quantisation of the published weights."""
     source: str
-    """Where config.json was read; the test of this table compares its parameters with the published ones."""
+    """Source of config.json. A test compares this row's parameters with the published number."""
 
 
 @dataclass(frozen=True)
 class StartingModel:
-    """A model as a first plan input needs it."""
+    """A model, as a first plan input needs it."""
 
     name: str
-    """As the user wrote it: a hub id or a folder."""
+    """Hub id or folder, as the user wrote it."""
     llm: LLMShape
     tower: TowerShape | None
     quantisation: Quantisation
-    """Of the weights as they are."""
+    """Quantisation of the published weights."""
     media_tokens: int
-    """Of one image or audio clip; a placeholder unless `fixed_tokens`."""
+    """Tokens of one image or audio clip. A placeholder unless `fixed_tokens`."""
     fixed_tokens: bool
-    """Whether every medium has so many."""
+    """Whether every medium has the same number of tokens."""
     from_checkpoint: bool
-    """Whether folder or local hub cache hold its config.json, so that no shape need be written."""
+    """Whether config.json is in the folder or the local hub cache, so that the input needs no shape."""
 
 
 def starting_model(name: str) -> StartingModel:
-    """The model of a checkpoint folder, of a row of data/models.toml, or of the local Hugging Face cache.
+    """Return the model of a checkpoint folder, of a row of data/models.toml, or of the local Hugging Face
+    cache.
 
-    Raises ConfigError: a name that is none of these, or a config.json that describes no language model.
+    Raises ConfigError for any other name, or for a config.json that does not describe a language model.
     """
     row = known_models().get(name)
     if row is not None and not Path(name).is_dir():
@@ -83,7 +84,7 @@ def starting_model(name: str) -> StartingModel:
 
 @cache
 def known_models() -> Mapping[str, KnownModelRow]:
-    """Hub id -> its row."""
+    """Return the rows of data/models.toml by hub id."""
     rows = tomllib.loads((files("cornplug.planner") / "data" / "models.toml").read_text())["models"]
     read = [KnownModelRow.model_validate(row) for row in rows]
     return {one: row for row in read for one in row.ids}
@@ -105,7 +106,7 @@ def _of_checkpoint(name: str, checkpoint: Checkpoint) -> StartingModel:
 
 
 def _media_tokens(config: Mapping[str, Any], tower: TowerShape) -> int | None:
-    """Of each image, where config.json fixes their number."""
+    """Return the tokens per image if config.json fixes them."""
     for key in ("mm_tokens_per_image", "image_seq_length"):
         if isinstance(said := config.get(key), int) and said > 0:
             return said
@@ -117,7 +118,8 @@ def _media_tokens(config: Mapping[str, Any], tower: TowerShape) -> int | None:
 
 
 def _known(name: str) -> str:
-    """The nearest hub ids, by the whole id or by the part after its owner, in any case of letters."""
+    """Return a remedy with the closest hub ids, compared case-insensitively by the whole id or the part after
+    the owner."""
     ids = list(known_models())
     by_text = {one.lower(): one for one in ids} | {one.rpartition("/")[2].lower(): one for one in ids}
     wanted = (name.lower(), name.rpartition("/")[2].lower())

@@ -19,16 +19,16 @@ from cornplug.planner.perf_model.device_efficiency import compute_efficiency
 
 _GIB: Final = 1 << 30
 _ROOM: Final = 0.8
-"""Part of a GPU's memory for weights; the rest is the KV cache's and the engine's."""
+"""Share of a GPU's memory for weights. The rest is for the KV cache and the engine."""
 _ROOFLINE: Final = RooflineProfile()
 
 
 @dataclass(frozen=True)
 class PricedMachine:
-    """A number of GPUs in one machine, with the price table's rows for it."""
+    """A machine with a number of GPUs of one type, and its rows of the price table."""
 
     prices: tuple[GpuPrice, ...]
-    """The first is the one that `cornplug plan` takes where a file names GPU and number only."""
+    """Rows of the price table. `cornplug plan` uses the first if a file gives only the GPU and the number."""
 
     @property
     def gpu(self) -> str:
@@ -41,30 +41,31 @@ class PricedMachine:
 
 @dataclass(frozen=True)
 class HostingOption:
-    """The model on one GPU type: weights as published, or FP8 where only that fits."""
+    """The model on one GPU type, with weights as published, or in FP8 if only that fits."""
 
     gpu: GpuSpec
     quantisation: Quantisation
     most_tp: int
-    """Largest tensor-parallel degree there."""
+    """Largest tensor-parallel degree on this GPU."""
 
     def step_s(self, llm: LLMShape) -> float:
-        """Seconds in which the weights that one token passes through are read once, at `most_tp`."""
+        """Return the seconds to read a token's active weights once at `most_tp`."""
         active = (llm.active_parameters or llm.parameters) / llm.parameters
         read = weights_bytes(llm, self.quantisation, tp=self.most_tp) * active
         return read / (_ROOFLINE.bandwidth_efficiency * self.gpu.bandwidth_gb_s * 1e9)
 
     def prefill_s(self, llm: LLMShape, tokens: int) -> float:
-        """Seconds of the arithmetic for a prompt, at `most_tp`: two operations a weight and token."""
+        """Return the compute time of a prompt in seconds at `most_tp`: two operations per weight and
+        token."""
         flops = 2 * (llm.active_parameters or llm.parameters) * tokens
         efficiency = compute_efficiency(self.gpu, fp8=False, experts=llm.active_parameters is not None)
         return flops / (efficiency * self.gpu.bf16_tflops * 1e12 * self.most_tp)
 
 
 def priced_machines(gpus: Sequence[str]) -> list[PricedMachine]:
-    """The machines of the price table with these GPUs, in the order of the list, small ones first.
+    """Return the machines of the price table with these GPUs, in the order of the list, smallest first.
 
-    Raises ConfigError for a GPU that the table does not have.
+    Raises ConfigError for a GPU that is not in the table.
     """
     table = gpu_catalog.price_table()
     known = list(dict.fromkeys(row.gpu for row in table))
@@ -81,7 +82,7 @@ def priced_machines(gpus: Sequence[str]) -> list[PricedMachine]:
 def hosting_options(
     llm: LLMShape, published: Quantisation, machines: Sequence[PricedMachine]
 ) -> list[HostingOption]:
-    """The GPUs of these machines that can hold the model. Raises ConfigError where there is none."""
+    """Return the GPUs of these machines that can hold the model. Raises ConfigError if there are none."""
     if found := _able(llm, published, machines):
         return found
     every = priced_machines([row.gpu for row in gpu_catalog.price_table()])
@@ -98,7 +99,7 @@ def hosting_options(
 
 def _able(llm: LLMShape, published: Quantisation, machines: Sequence[PricedMachine]) -> list[HostingOption]:
     table = gpu_catalog.gpu_table()
-    most = {machine.gpu: machine.gpus for machine in machines}  # the last one of a GPU is the largest
+    most = {machine.gpu: machine.gpus for machine in machines}  # the last machine of a GPU is the largest
     found = (_option(llm, published, table[gpu], gpus) for gpu, gpus in most.items())
     return [option for option in found if option is not None]
 

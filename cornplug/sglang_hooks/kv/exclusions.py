@@ -1,4 +1,4 @@
-"""Settings, models and deployments that exclude KV sharing.
+"""Settings, models, drafts and deployments that exclude KV sharing.
 
 They are checked at the end of SGLang's own resolution of its settings (`hicache_config.settle`), before
 cornplug changes any setting. A server that cannot share therefore runs with exactly its stock settings.
@@ -7,7 +7,7 @@ Properties of the loaded model are checked before the host pools are allocated (
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.codec import ITEM_BYTES
@@ -15,17 +15,74 @@ from cornplug.engine_common.model_identity import declares_quantised_kv
 from cornplug.errors import CheckpointError
 from cornplug.identity import LINK_TOKENS
 from cornplug.kv_page import QUANTISED
-from cornplug.sglang_hooks.drafts.draft_exclusions import beside_draft, branches, drafter
-from cornplug.sglang_hooks.excluded_flag import ExcludedFlag
 from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS, runs_generic_backend
 
 _LEAST_ROOM_BYTES: Final = 1 << 30
 """Minimum memory for all host pools. Less would share little, and may be needed to load the model."""
-
-
 _HALF_PAGES: Final = "each rank holds a part of a page that is not a range of heads"
 _NO_CPU: Final = "not tested: SGLang 0.5.23 needs a GPU for it"
 _REFUSES: Final = "SGLang does not start with HiCache and this flag"
+WINDOWS: Final = (
+    "SGLang keeps KV of their sliding windows in a pool without pages, or with a different number of KV "
+    "heads. With --disable-hybrid-swa-memory (default for Gemma 2 and 3, OLMo 3, EXAONE 4) their KV is "
+    "shared, unless the model is multimodal"
+)
+"""Reason for some models with sliding windows."""
+BESIDE_WINDOWS: Final = "not tested: with sliding windows in a separate pool"
+"""Reason for settings that are otherwise supported, in models with sliding windows."""
+NO_PAGE_OF_PAIR: Final = (
+    "--disaggregation-mode prefill without --page-size (SGLang transfers KV only between servers with the "
+    "same page size: set `--page-size 64` on prefill and decode servers)"
+)
+"""Otherwise a decode server fails at the first request, if its prefill server has another page size."""
+# Fields of a text config which show that a token's state is not only in K and V of full attention.
+HYBRID_FIELDS: Final = (
+    "attention_chunk_size",
+    "attn_type_list",
+    "full_attention_interval",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "index_topk",
+    "layers_block_type",
+    "linear_attn_config",
+    "mamba_d_state",
+    "ssm_state_size",
+)
+_KV_DTYPES: Final = frozenset({"auto", "bf16", "bfloat16"})
+"""Settings under which cache values have a dtype in `codec.ITEM_BYTES`. All others quantise: those in
+`kv_page.QUANTISED`, with the same names, by a cast, and the rest with separate scales."""
+_WINDOWED: Final = "not tested: a draft model that attends to a window"
+DRAFTS: Final = "not tested. EAGLE, STANDALONE and NGRAM can be shared"
+"""Reason for values of `--speculative-algorithm` other than `_DRAFTERS`."""
+_WITH_DRAFT_KV: Final = frozenset({"EAGLE", "STANDALONE"})
+_DRAFTERS: Final = frozenset({"", "NGRAM", *_WITH_DRAFT_KV})
+DRAFT_TREES: Final = "not tested: drafts with more than one branch. Set --speculative-eagle-topk 1"
+"""Reason for a draft model that proposes several tokens per position."""
+BESIDE_DRAFT: Final = {
+    "mla": "not tested: a draft model with an MLA model",
+    "images": "not tested: a draft model with a multimodal model",
+    "fp8": "not tested: a draft model with an fp8 KV cache",
+}
+"""Reasons for some combinations of model and draft model."""
+TREES: Final = (
+    "with more than one branch, SGLang needs pages of one token, or flashinfer: set "
+    "--speculative-ngram-max-bfs-breadth 1, or --attention-backend flashinfer"
+)
+"""Reason for NGRAM with its default breadth and other attention backends."""
+
+
+class ExcludedFlag(NamedTuple):
+    """An SGLang setting that excludes KV sharing."""
+
+    field: str
+    plain: object
+    """Value of the field that does not exclude sharing."""
+    flag: str
+    why: str
+    also: tuple[object, ...] = ()
+    """Further values that do not exclude sharing."""
+
+
 DEPLOYMENTS: Final = (
     ExcludedFlag("nnodes", 1, "--nnodes", "the store is local to one host"),
     ExcludedFlag("dcp_size", 1, "--dcp-size", _HALF_PAGES),
@@ -61,35 +118,6 @@ DEPLOYMENTS: Final = (
     ExcludedFlag("enable_nvidia_megakernel", False, "--enable-nvidia-megakernel", _REFUSES),
     ExcludedFlag("enable_amd_monokernel", False, "--enable-amd-monokernel", _REFUSES),
 )
-WINDOWS: Final = (
-    "SGLang keeps KV of their sliding windows in a pool without pages, or with a different number of KV "
-    "heads. With --disable-hybrid-swa-memory (default for Gemma 2 and 3, OLMo 3, EXAONE 4) their KV is "
-    "shared, unless the model is multimodal"
-)
-"""Reason for some models with sliding windows."""
-BESIDE_WINDOWS: Final = "not tested: with sliding windows in a separate pool"
-"""Reason for settings that are otherwise supported, in models with sliding windows."""
-NO_PAGE_OF_PAIR: Final = (
-    "--disaggregation-mode prefill without --page-size (SGLang transfers KV only between servers with the "
-    "same page size: set `--page-size 64` on prefill and decode servers)"
-)
-"""Otherwise a decode server fails at the first request, if its prefill server has another page size."""
-# Fields of a text config which show that a token's state is not only in K and V of full attention.
-HYBRID_FIELDS: Final = (
-    "attention_chunk_size",
-    "attn_type_list",
-    "full_attention_interval",
-    "hybrid_layer_pattern",
-    "hybrid_override_pattern",
-    "index_topk",
-    "layers_block_type",
-    "linear_attn_config",
-    "mamba_d_state",
-    "ssm_state_size",
-)
-_KV_DTYPES: Final = frozenset({"auto", "bf16", "bfloat16"})
-"""Settings under which cache values have a dtype in `codec.ITEM_BYTES`. All others quantise: those in
-`kv_page.QUANTISED`, with the same names, by a cast, and the rest with separate scales."""
 
 
 def excluded(server_args: Any, page_tokens: int) -> str:
@@ -303,3 +331,70 @@ def _no_room() -> str:
         f"{free / gib:.1f} GiB of host memory are free, and HiCache reserves {reserve / gib:.0f} GiB of that "
         "for the host"
     )
+
+
+DRAFT_SETTINGS: Final = (
+    ExcludedFlag(
+        "enable_multi_layer_eagle", False, "--enable-multi-layer-eagle", "not tested: several draft models"
+    ),
+    ExcludedFlag(
+        "decrypted_draft_config_file",
+        None,
+        "--decrypted-draft-config-file",
+        "the decrypted config is not part of the key",
+    ),
+    ExcludedFlag(
+        "speculative_adaptive",
+        False,
+        "--speculative-adaptive",
+        "the draft's KV has gaps, because a busy server skips drafting",
+    ),
+    ExcludedFlag("speculative_draft_window_size", None, "--speculative-draft-window-size", _WINDOWED),
+    ExcludedFlag("speculative_draft_sink_size", None, "--speculative-draft-sink-size", _WINDOWED),
+)
+"""Settings that exclude KV sharing with a draft model (`_WITH_DRAFT_KV`)."""
+
+
+def drafter(settings: Any) -> str:
+    """Reason why KV is not shared with these settings of speculative decoding, or ""."""
+    algorithm = str(settings.speculative_algorithm or "").upper()
+    if algorithm not in _DRAFTERS:
+        return f"--speculative-algorithm {algorithm} ({DRAFTS})"
+    if algorithm not in _WITH_DRAFT_KV:
+        return ""
+    for each in DRAFT_SETTINGS:
+        if (value := getattr(settings, each.field)) != each.plain:
+            return f"{each.flag} {value} ({each.why})"
+    if (settings.speculative_eagle_topk or 1) > 1:
+        return f"--speculative-eagle-topk {settings.speculative_eagle_topk} ({DRAFT_TREES})"
+    if (read := settings.speculative_draft_load_format) not in {None, *READS_SAFETENSORS}:
+        return f"--speculative-draft-load-format {read} does not read the checkpoint's safetensors"
+    return ""
+
+
+def branches(settings: Any) -> str:
+    """Reason why a server with a draft would not start with pages of several tokens, or ""."""
+    if str(settings.speculative_algorithm or "").upper() != "NGRAM":
+        return ""
+    if settings.speculative_ngram_max_bfs_breadth <= 1 or settings.attention_backend == "flashinfer":
+        return ""
+    return f"--speculative-algorithm NGRAM ({TREES})"
+
+
+def beside_draft(server_args: Any, settled: Any) -> str:
+    """Reason why KV of this model is not shared with a draft model, or "" if it is or if there is no
+    draft."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.configs.model_config import AttentionArch
+
+    algorithm = str(settled.speculative_algorithm or "").upper()
+    if algorithm not in _WITH_DRAFT_KV:
+        return ""
+    model = model_config_of(server_args)
+    is_so = {
+        "mla": model.attention_arch != AttentionArch.MHA,
+        "images": model.is_multimodal,
+        "fp8": settled.kv_cache_dtype in QUANTISED,
+    }
+    why = next((BESIDE_DRAFT[kind] for kind, is_this in is_so.items() if is_this), "")
+    return f"--speculative-algorithm {algorithm} ({why})" if why else ""

@@ -20,7 +20,6 @@ from cornplug.errors import ConfigError
 from cornplug.identity import LINK_TOKENS
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, logger
-from cornplug.sglang_hooks.drafts import draft_exclusions
 from cornplug.sglang_hooks.kv import exclusions
 
 BACKEND: Final = {
@@ -58,7 +57,7 @@ def check(server_args: Any, config: Config) -> None:
     """
     if not config.engine.share_kv or exclusions.deployment(server_args):
         return
-    if server_args.attention_backend is not None and draft_exclusions.branches(server_args):
+    if server_args.attention_backend is not None and exclusions.branches(server_args):
         return
     _refuse_rivals(server_args)
     if server_args.page_size is not None:

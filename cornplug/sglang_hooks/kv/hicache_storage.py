@@ -27,7 +27,6 @@ from cornplug.errors import ConfigError, CornplugError, LayoutError
 from cornplug.kv_page import PageGeometry, PageSize, RankSlice
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import logger
-from cornplug.sglang_hooks.drafts.draft_pages import DraftPages
 from cornplug.sglang_hooks.kv import page_hash_hooks
 from cornplug.sglang_hooks.kv.early_lookup import EarlyLookup
 from cornplug.sglang_hooks.kv.hicache_config import SECOND_SIGHT, compile_hash
@@ -35,18 +34,21 @@ from cornplug.sglang_hooks.kv.idle_backups import IdleBackups
 from cornplug.sglang_hooks.kv.storage_interface import FurtherPools
 from cornplug.sglang_hooks.kv.window_pool import layer_groups, open_windows
 from cornplug.sglang_hooks.kv_pages.costs import LoadPace
+from cornplug.sglang_hooks.kv_pages.draft_pages import DraftPages
 from cornplug.sglang_hooks.kv_pages.layout import (
+    RankPlace,
     attention_backends,
     host_pages,
     page_geometry,
     quantised_format,
     rank_heads,
+    rank_place,
+    require_stage,
     verify,
 )
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_copies import copy_threads
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
-from cornplug.sglang_hooks.kv_pages.rank_place import RankPlace, rank_place, require_stage
 from cornplug.sglang_hooks.kv_pages.reader import PageReader
 from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
 from cornplug.store.base import WriterPart

@@ -27,8 +27,7 @@ from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, arguments, logger
 from cornplug.sglang_hooks.kv import hicache_config
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
-from cornplug.sglang_hooks.kv_pages.layout import quantised_format
-from cornplug.sglang_hooks.kv_pages.rank_place import agreed
+from cornplug.sglang_hooks.kv_pages.layout import agreed, quantised_format
 
 _RESTART: Final = "Restart it with --enable-cornplug instead."
 _schedulers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
@@ -100,7 +99,7 @@ def _draft_seen(scheduler: Any) -> str:
 
     Returns the reason why its KV cannot be shared, or "" if it can or if there is no draft.
     """
-    from cornplug.sglang_hooks.drafts import draft_pages
+    from cornplug.sglang_hooks.kv_pages import draft_pages
 
     drafts = scheduler.draft_worker
     runners = drafts._draft_model_runners() if drafts is not None else ()

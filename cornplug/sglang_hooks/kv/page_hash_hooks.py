@@ -17,7 +17,7 @@ from cornplug.identity import LINK_TOKENS, chain
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, arguments, logger
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
-from cornplug.sglang_hooks.mm import placeholder_tokens
+from cornplug.sglang_hooks.media import placeholder_tokens
 
 _index: PageHashIndex | None = None
 _writing: Final = threading.local()

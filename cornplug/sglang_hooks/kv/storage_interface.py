@@ -19,9 +19,9 @@ from sglang.srt.mem_cache.hicache_storage import (
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, miss
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.compat import logger
-from cornplug.sglang_hooks.drafts import draft_pages
-from cornplug.sglang_hooks.drafts.draft_pages import DraftPages
 from cornplug.sglang_hooks.kv.window_pool import WindowPool
+from cornplug.sglang_hooks.kv_pages import draft_pages
+from cornplug.sglang_hooks.kv_pages.draft_pages import DraftPages
 from cornplug.sglang_hooks.kv_pages.reader import PageReader
 
 

@@ -18,10 +18,9 @@ from cornplug.errors import LayoutError
 from cornplug.kv_page import PageGeometry, PageSize, RankSlice, WholePage
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.kv_pages.costs import LoadPace
-from cornplug.sglang_hooks.kv_pages.layout import host_pages, page_geometry, rank_heads, verify
+from cornplug.sglang_hooks.kv_pages.layout import RankPlace, host_pages, page_geometry, rank_heads, verify
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_hash_index import PageHashIndex
-from cornplug.sglang_hooks.kv_pages.rank_place import RankPlace
 from cornplug.sglang_hooks.kv_pages.reader import PageReader
 from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
 from cornplug.store.base import Tier

@@ -25,8 +25,7 @@ import xxhash
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from cornplug.engine_common.page_envelope import read_page_header
-from cornplug.engine_common.rank_pages import RankPages
+from cornplug.engine_common.rank_pages import RankPages, read_page_header
 from cornplug.errors import CodecError, CornplugError
 from cornplug.sglang_hooks.kv_pages.layout import HostPages
 from cornplug.store.base import Lease, PayloadLocation

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from cornplug.identity import LINK_TOKENS, chain
-from cornplug.sglang_hooks.mm.placeholder_tokens import FIRST_PLACEHOLDER
+from cornplug.sglang_hooks.media.placeholder_tokens import FIRST_PLACEHOLDER
 
 _MAX_BYTES: Final = 64 << 20
 """Maximum memory of the index. A page that it drops is not shared until its prompt is sent again."""

@@ -49,7 +49,7 @@ _IDENTIFIED: Final = {
     "pixels are compared with transformers': `preprocessing.preprocessing_difference`": (
         "image_processor_backend disable_fast_image_processor"
     ),
-    "adapters' files are digested, each with the modules that it adapts: `lora_adapters.py`": (
+    "adapters' files are digested, each with the modules that it adapts: `namespace_roots.py`": (
         "lora_paths lora_target_modules"
     ),
     "counts where weights are quantised: `WHERE_QUANTISED`": " ".join(WHERE_QUANTISED),

@@ -1,1 +1,1 @@
-"""The daemon that owns a host's store: one process, one arena."""
+"""The daemon that owns a host's store, with one process and one arena."""

@@ -1,11 +1,11 @@
-"""The log of a store's reads and writes, for `cornplug replay`: one JSON line a call and app.
+"""Log of a store's reads and writes for `cornplug replay`, with one JSON line per call and app.
 
     {"t": 12.5, "app": "chat", "op": "get", "entries": [["3f…", 8388608, 0.0048], …]}
 
-`t` is seconds of the host's monotonic clock. An entry is the first 16 hex digits of its key, its bytes, and
-the seconds of recomputation that its writer named (0: none). "get": entries that were there, and read;
-"put": entries that were written, since they were not. Keys are keyed digests: the log tells equal entries
-from others, and nothing about their content.
+`t` is the host's monotonic clock in seconds. An entry consists of the first 16 hex digits of its key, its
+bytes, and the seconds of recomputation that its writer reported (0: none). "get" lists entries that were
+present and read. "put" lists entries that were absent and written. Keys are keyed digests: the log shows
+which entries are equal, and nothing about their content.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 from cornplug.errors import ConfigError
 
 MAX_LOG_BYTES: Final = 1 << 30
-"""The log ends there: about 15 million entries."""
+"""Size at which the log ends, about 15 million entries."""
 _TAG_BYTES: Final = 8
 _BUFFER_BYTES: Final = 1 << 18
 
@@ -31,7 +31,7 @@ _encoder: Final = msgspec.json.Encoder()
 
 
 class LoggedEntry(msgspec.Struct, frozen=True, array_like=True):
-    """An entry in a line of the log."""
+    """Entry in a line of the log."""
 
     tag: str
     size_bytes: Count
@@ -39,7 +39,7 @@ class LoggedEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoggedCall(msgspec.Struct, frozen=True):
-    """A line of the log."""
+    """Line of the log."""
 
     t: float
     app: str
@@ -48,7 +48,7 @@ class LoggedCall(msgspec.Struct, frozen=True):
 
 
 class NotedEntry(Protocol):
-    """An entry as the log sees it."""
+    """Stored entry as used by the log."""
 
     @property
     def key(self) -> bytes: ...
@@ -61,10 +61,11 @@ class NotedEntry(Protocol):
 
 
 class AccessLog:
-    """Appends to a file, of this user alone. A log that cannot be written ends; the store goes on."""
+    """Log in a file that only this user can access. If a write fails, logging stops and the store
+    continues."""
 
     def __init__(self, path: Path, *, max_bytes: int = MAX_LOG_BYTES) -> None:
-        """Raises ConfigError where there can be no such file."""
+        """Open the file. Raises ConfigError if it cannot be written."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             self._file = os.fdopen(os.open(path, flags, 0o600), "ab", buffering=_BUFFER_BYTES)
@@ -76,7 +77,7 @@ class AccessLog:
         self._ended = False
 
     def note(self, op: Literal["get", "put"], entries: Sequence[NotedEntry], now_s: float) -> None:
-        """Note one call's entries, in their order."""
+        """Log one call's entries, in their order."""
         by_app: dict[str, list[LoggedEntry]] = {}
         for one in entries:
             tag = one.key[:_TAG_BYTES].hex()
@@ -85,7 +86,7 @@ class AccessLog:
             self._write(_encoder.encode(LoggedCall(round(now_s, 6), app, op, noted)) + b"\n")
 
     def close(self) -> None:
-        """Write what is noted."""
+        """Write buffered lines and close the file."""
         try:
             self._file.close()
         except OSError as e:

@@ -1,8 +1,8 @@
-"""Room in an arena: 64-byte aligned extents in segregated size classes, coalesced when freed.
+"""Allocator of an arena: 64-byte aligned extents in segregated size classes, coalesced when freed.
 
-A two-level table of free extents (power of two, then eight steps in each, as in TLSF):
-finding room costs the same whether ten or a hundred thousand holes exist. Pure arithmetic:
-knows offsets and sizes, touches no memory.
+Free extents are in a two-level table (powers of two, with eight steps each, as in TLSF), so an allocation
+costs the same with ten or a hundred thousand holes. The allocator computes with offsets and sizes, and
+accesses no memory.
 
     |<-- extent -->|<- free ->|<------ extent ------>|<------ free ------>| end
     0                                                                     end_bytes
@@ -16,28 +16,29 @@ from typing import Final
 ALIGN: Final = 64
 _STEP_BITS: Final = 3
 _SCAN_LIMIT: Final = 64
-"""Holes looked at in the one class where some may be too small; more would cost a batch its deadline."""
+"""Maximum number of holes examined in the one class whose holes may be too small. More would make a batch
+miss its deadline."""
 
 
 def align_up(size_bytes: int) -> int:
-    """The room that a payload takes: its size up to a multiple of 64, never zero."""
+    """Return the memory that a payload takes: its size rounded up to a multiple of 64, at least 64."""
     return max(ALIGN, (size_bytes + ALIGN - 1) & -ALIGN)
 
 
 class ArenaAllocator:
-    """Hands out and takes back extents of [0, end_bytes). Sizes are multiples of 64."""
+    """Allocator of extents in [0, end_bytes). Sizes are multiples of 64."""
 
     def __init__(self) -> None:
         self.end_bytes = 0
         self.free_bytes = 0
         self._size_at: dict[int, int] = {}
         self._start_of_end: dict[int, int] = {}
-        # Ordered dicts, not dicts: the first key of a dict that lost many costs a walk over their graves.
+        # Ordered dicts: finding the first key of a dict takes time for each key that was removed before it.
         self._classes: list[OrderedDict[int, None]] = []
         self._nonempty = 0
 
     def extend(self, size_bytes: int) -> None:
-        """Add room at the end of the arena; nothing for 0."""
+        """Add free memory at the end of the arena. Does nothing for 0."""
         if not size_bytes:
             return
         start = self.end_bytes
@@ -45,7 +46,7 @@ class ArenaAllocator:
         self.free(start, size_bytes)
 
     def allocate(self, size_bytes: int) -> int | None:
-        """Offset of an extent of exactly `size_bytes`, or None when no hole is large enough."""
+        """Return the offset of an extent of exactly `size_bytes`, or None if no hole is large enough."""
         start = self._find(size_bytes)
         if start is None:
             return None
@@ -55,7 +56,7 @@ class ArenaAllocator:
         return start
 
     def free(self, start: int, size_bytes: int) -> None:
-        """Take an extent back; it melts with the holes on both sides."""
+        """Free an extent, and merge it with the holes on both sides."""
         end = start + size_bytes
         if end in self._size_at:
             end += self._take(end)
@@ -66,21 +67,21 @@ class ArenaAllocator:
         self._put(start, end - start)
 
     def hole_ending_at(self, end: int) -> int:
-        """Size of the hole that ends at this offset, 0 when there is none."""
+        """Return the size of the hole that ends at this offset, or 0."""
         start = self._start_of_end.get(end)
         return 0 if start is None else end - start
 
     def hole_at(self, start: int) -> int:
-        """Size of the hole that begins at this offset, 0 when there is none."""
+        """Return the size of the hole that begins at this offset, or 0."""
         return self._size_at.get(start, 0)
 
     def holes(self) -> list[tuple[int, int]]:
-        """All (offset, size) of holes, by offset. For tests and diagnosis."""
+        """Return (offset, size) of all holes, by offset. For tests and diagnosis."""
         return sorted(self._size_at.items())
 
     def _find(self, size_bytes: int) -> int | None:
         own = _size_class(size_bytes)
-        # Any hole of a higher class fits, whichever: no search there.
+        # Any hole of a higher class fits, so no search is needed there.
         higher = self._nonempty >> (own + 1)
         if higher:
             index = own + 1 + (higher & -higher).bit_length() - 1

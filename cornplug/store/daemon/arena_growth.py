@@ -1,6 +1,6 @@
-"""Memory set aside ahead of the index, which hands it out, on a separate thread.
+"""Thread that allocates memory before the index needs it.
 
-The kernel needs about 2 ms for 8 MiB, without the interpreter's lock: meanwhile the daemon answers.
+The kernel needs about 2 ms for 8 MiB, without the interpreter's lock, so the daemon replies during that time.
 
     server ──want(target)──> thread: Arena.grow, step by step ──fileno() readable──> server: collect()
 """
@@ -17,18 +17,19 @@ from cornplug.store.arena import SharedArena
 from cornplug.store.daemon.placement import EntryPlacement
 
 HEADROOM_BYTES: Final = 64 << 20
-"""Room kept ready beyond the room in use, or a sixteenth of the store when that is more."""
+"""Memory kept allocated beyond the memory in use, or a sixteenth of the store if that is more."""
 _MOST_HEADROOM_BYTES: Final = 1 << 30
 _GROW_BY_BYTES: Final = 1 << 20
 _STEP_BYTES: Final = 32 << 20
 RETRY_S: Final = 5.0
-"""Pause before the kernel is asked again for memory that had run out."""
+"""Time before the next attempt after the kernel had no memory, in seconds."""
 
 _log = logging.getLogger("cornplug.store")
 
 
 class ArenaGrowth:
-    """The thread, and the memory that it has made. `fileno` is readable when there is some to collect."""
+    """The thread, and the memory that it has allocated. `fileno` is readable when there is memory to
+    collect."""
 
     def __init__(self, arena: SharedArena) -> None:
         self._arena = arena
@@ -37,7 +38,7 @@ class ArenaGrowth:
         self._target_bytes = self._made_bytes = 0
         self._stop = False
         self.exhausted = False
-        """There was no more when last asked."""
+        """Whether the last attempt found no memory."""
         self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="cornplug-growth", daemon=True)
         self._thread.start()
@@ -46,27 +47,28 @@ class ArenaGrowth:
         return self._ready
 
     def first(self) -> int:
-        """Make room for the first clients, now. Returns how many bytes that are."""
+        """Allocate memory for the first clients now, and return its size in bytes."""
         return self._arena.grow(min(self._arena.capacity_bytes, HEADROOM_BYTES))
 
     def grow(self, missing_bytes: int) -> int | None:
-        """The index's question. The memory comes on the thread; where there is none, it evicts."""
+        """Return None because the thread will allocate the memory, or 0 if there is none, so that the index
+        evicts."""
         return 0 if self.exhausted else None
 
     def keep_ahead(self, placed: EntryPlacement) -> None:
-        """Have the arena grow ahead of its entries."""
+        """Let the arena grow ahead of its entries."""
         target = max(placed.used_bytes + self._headroom_bytes, placed.end_bytes + placed.shortfall_bytes)
         self.want(min(self._arena.capacity_bytes, -(-target // _GROW_BY_BYTES) * _GROW_BY_BYTES))
 
     def want(self, target_bytes: int) -> None:
-        """Have the arena grow to so many bytes, soon."""
+        """Let the arena grow to `target_bytes`, soon."""
         with self._changed:
             if target_bytes > self._target_bytes:
                 self._target_bytes = target_bytes
                 self._changed.notify()
 
     def collect(self) -> int:
-        """Bytes made since the last call."""
+        """Return the bytes allocated since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._ready)
         with self._changed:
@@ -74,7 +76,7 @@ class ArenaGrowth:
         return made
 
     def close(self) -> None:
-        """Wait for the step under way, and end."""
+        """Wait for the current step, and end."""
         with self._changed:
             self._stop = True
             self._changed.notify()
@@ -94,7 +96,7 @@ class ArenaGrowth:
             os.eventfd_write(self._ready, 1)
 
     def _next_step(self) -> int | None:
-        """How many bytes to make, once some are wanted. None: it is over."""
+        """Wait until memory is wanted and return the number of bytes to allocate, or None after `close`."""
         with self._changed:
             if self.exhausted:
                 self._changed.wait_for(lambda: self._stop, timeout=RETRY_S)

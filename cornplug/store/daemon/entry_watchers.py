@@ -1,4 +1,4 @@
-"""What else learns of entries: the table that clients read, the log of accesses, the disk, far stores."""
+"""Dispatch of the index's changes to the clients' table, the access log, the disk and far stores."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import mmap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cornplug.store.arena import SharedArena
+from cornplug.store.arena import SharedArena, WriteFences
 from cornplug.store.base import PayloadLocation
 from cornplug.store.daemon.access_log import AccessLog
+from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.placement import StoredEntry
 from cornplug.store.daemon.store_counters import RemovalCause
-from cornplug.store.stats.store_stats import DiskStat, FarStat
-from cornplug.store.table.entry_table_writer import EntryTableWriter
-from cornplug.store.write_fences import WriteFences
+from cornplug.store.store_stats import DiskStat, FarStat
 
 if TYPE_CHECKING:
     from cornplug.store.daemon.index import StoreIndex
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class EntryWatchers:
-    """Those that one index has, each where there is one."""
+    """Watchers of one index. Each of them is optional."""
 
     def __init__(self, table: EntryTableWriter | None = None, log: AccessLog | None = None) -> None:
         self._table, self._log = table, log
@@ -33,7 +32,7 @@ class EntryWatchers:
         self._far: FarTier | None = None
 
     def open_disk(self, disk: OpenedDisk, index: StoreIndex, arena: SharedArena, fences: WriteFences) -> None:
-        """Keep entries on this disk too. Raises OSError."""
+        """Also store entries on this disk. Raises OSError."""
         from cornplug.store.disk.disk_tier import DiskTier
 
         assert self._table is not None, "clients see in the table which entries are on disk"
@@ -43,7 +42,7 @@ class EntryWatchers:
         )  # fmt: skip
 
     def open_far(self, far: OpenedFar, index: StoreIndex, arena: SharedArena, fences: WriteFences) -> None:
-        """Share entries by these far stores; after the disk."""
+        """Share entries through these far stores. Call this after `open_disk`."""
         from cornplug.store.far.far_tier import FarTier
 
         assert self._table is not None, "clients see in the table which entries were found"
@@ -56,12 +55,12 @@ class EntryWatchers:
 
     @property
     def pollable(self) -> list[DiskTier | DiskWorkers]:
-        """Readable when `step` has something to do."""
+        """Descriptors that are readable when `step` has work."""
         disk: list[DiskTier | DiskWorkers] = [] if self.disk is None else [self.disk]
         return disk + ([] if self._far is None else [*self._far.pollable])
 
     def added(self, entry: StoredEntry, now_s: float) -> None:
-        """An entry was published."""
+        """Handle the publication of an entry."""
         if self._log is not None:
             self._log.note("put", [entry], now_s)
         if self._table is not None:
@@ -72,7 +71,7 @@ class EntryWatchers:
             self._far.added(entry)
 
     def read(self, entries: Sequence[StoredEntry], now_s: float) -> None:
-        """Entries were read."""
+        """Handle reads of entries."""
         if self._log is not None:
             self._log.note("get", entries, now_s)
         if self.disk is not None:
@@ -81,7 +80,7 @@ class EntryWatchers:
             self._far.read(entries)
 
     def removed(self, entry: StoredEntry, cause: RemovalCause) -> None:
-        """An entry is no longer in memory."""
+        """Handle the removal of an entry from memory."""
         if self._table is not None:
             self._table.remove(entry.key)
         if self.disk is not None:
@@ -90,8 +89,8 @@ class EntryWatchers:
             self._far.ended(entry.key, cause)
 
     def recall(self, keys: Sequence[bytes], ticket: int = 0) -> None:
-        """Have entries that are on disk only, or were found far, read into memory; have far stores asked for
-        the other ones, and `ticket` shown once they have answered."""
+        """Start to read entries that are on disk only or were found in far stores into memory. Look up the
+        other keys in far stores, and show `ticket` when these have replied."""
         if self.disk is not None:
             self.disk.recall(keys)
         if self._far is not None:
@@ -99,18 +98,18 @@ class EntryWatchers:
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has more to do at once."""
+        """Whether `step` has more to do immediately."""
         return (self.disk is not None and self.disk.busy) or (self._far is not None and self._far.busy)
 
     def step(self) -> None:
-        """Go on with work beside answers."""
+        """Continue background work."""
         if self.disk is not None:
             self.disk.step()
         if self._far is not None:
             self._far.step()
 
     def close(self) -> None:
-        """Write what is noted, and the entries that wait for the disk."""
+        """Write the buffered log, and the entries that wait for the disk."""
         if self._log is not None:
             self._log.close()
         if self.disk is not None:
@@ -119,21 +118,23 @@ class EntryWatchers:
             self._far.close()
 
     def deleted(self, key: bytes) -> bool:
-        """An entry that is not in memory was deleted. Whether it was on disk, or found far."""
+        """Handle the deletion of an entry that is not in memory. Return whether it was on disk or found in a
+        far store."""
         was_on_disk = self.disk is not None and self.disk.forget(key, "deleted")
         was_far = self._far is not None and self._far.forget(key)
         return was_on_disk or was_far
 
     def disk_stat(self) -> DiskStat | None:
-        """A snapshot of the disk; None where there is none."""
+        """Return a snapshot of the disk's statistics, or None without a disk."""
         return self.disk.stat() if self.disk is not None else None
 
     def far_stat(self) -> dict[str, FarStat]:
-        """A snapshot of each far store."""
+        """Return a snapshot of each far store's statistics."""
         return self._far.stat() if self._far is not None else {}
 
     def keys_of(self, records: Sequence[int]) -> list[bytes]:
-        """The keys of the entries that have these records of the table now; any numbers may be asked for."""
+        """Return the keys of the entries that have these records of the table now. `records` can be any
+        numbers."""
         if self._table is None:
             return []
         keys = [self._table.key_of(record) for record in records]
@@ -141,16 +142,16 @@ class EntryWatchers:
 
 
 class _RoomMemory:
-    """The arena as the disk's threads read and fill it. It stays mapped while one of them has a view."""
+    """The arena as the disk's threads access it. It stays mapped as long as a thread has a view."""
 
     def __init__(self, arena: SharedArena, fences: WriteFences) -> None:
         self._bytes = memoryview(mmap.mmap(arena.fd, arena.capacity_bytes))
         self._fences = fences
 
     def view(self, location: PayloadLocation) -> memoryview:
-        """The bytes of a location, writable."""
+        """Return the bytes of a location, writable."""
         return self._bytes[location.offset : location.offset + location.size]
 
     def may_write(self, location: PayloadLocation) -> bool:
-        """Whether this location is reserved still."""
+        """Return whether this location is still reserved."""
         return self._fences.holds(location)

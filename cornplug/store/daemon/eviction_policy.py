@@ -1,16 +1,17 @@
-"""The order in which entries of a full store are given up: by namespace, then by age.
+"""Order in which entries of a full store are evicted: by namespace, then by age.
 
-Knows bytes, uses and costs; no places, no clock, no I/O. The index asks it through `placement.py`, and
-`cornplug replay` asks it about traces.
+The policy computes with bytes, uses and costs. It has no offsets, no clock and no I/O. The index uses it
+through `placement.py`, and `cornplug replay` uses it on traces.
 
-1. A namespace at its ceiling gives up its own entries, and no others. If they do not make room, its writer is
-   refused.
-2. Of the namespaces above their share, those of the lowest priority come first, and among equals the one
-   with the most bytes above its share, divided by the seconds of recomputation that a byte of it saves. So
-   each borrows idle room in proportion to the worth of its entries.
-3. A namespace loses nothing of its share to others. Without another source the writer's own entries go.
-4. Inside a namespace: the least recently used. Uses of one call are noted tail first, so that a prefix
-   loses its tail before its head.
+1. At its ceiling, a namespace evicts only its own entries. If that does not free enough memory, the
+   reservation is refused.
+2. Of the namespaces above their share, those of the lowest priority come first. Among equals, the first is
+   the one with the most bytes above its share, divided by the seconds of recomputation that each of its bytes
+   saves. So each borrows idle memory in proportion to the value of its entries.
+3. A namespace does not lose its share to others. Without another source, the writer's own entries are
+   evicted.
+4. Inside a namespace, the least recently used entry is evicted first. Uses of one call are recorded tail
+   first, so that a prefix loses its tail before its head.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, Generic, Protocol, TypeVar
 
-from cornplug.settings.store_settings import DEFAULT_NAMESPACE, NamespaceConfig
+from cornplug.settings import DEFAULT_NAMESPACE, NamespaceConfig
 from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
 
 _BELOW_CEILING: Final = 0.75
-"""Part of its ceiling below which a namespace that reached it may displace others' entries again. Victims lie
-side by side and can be larger than the entry that they make room for: without this margin, others would pay
-for the difference at every turn."""
+"""Fraction of its ceiling below which a namespace that reached it may evict others' entries again. Victims
+are adjacent and can be larger than the new entry. Without this margin, others would pay for the difference
+each time."""
 DEFAULT_COST_NS: Final = 0.57
-"""Nanoseconds of recomputation that a byte saves where its writer names no cost: a KV page's 0.6 ms/MiB."""
+"""Nanoseconds of recomputation that a byte saves if its writer reports no cost: 0.6 ms/MiB of a KV page."""
 
 
 class PolicyEntry(Protocol):
-    """An entry as the policy sees it."""
+    """Stored entry as used by the policy."""
 
     @property
     def key(self) -> bytes: ...
@@ -42,10 +43,10 @@ class PolicyEntry(Protocol):
     def room(self) -> int: ...
     @property
     def cost_s(self) -> float:
-        """Seconds that its recomputation takes; 0 where its writer named none."""
+        """Seconds to recompute the entry, or 0 if its writer reported none."""
 
     last_use: int
-    """Of all uses, the number of its last one."""
+    """Number of the entry's last use, counted over all uses."""
 
 
 E = TypeVar("E", bound=PolicyEntry)
@@ -59,25 +60,26 @@ class _Namespace(Generic[E]):
         self.share_bytes = int(rules.share * capacity_bytes)
         self.ceiling_bytes = int(rules.ceiling * capacity_bytes) if rules.ceiling < 1 else math.inf
         self.used_bytes = 0
-        """Also of reservations."""
+        """Bytes of entries and reservations."""
         self.at_ceiling = False
-        """Whether it has reached its ceiling and not yet fallen below `_BELOW_CEILING` of it."""
+        """Whether the namespace has reached its ceiling and not yet fallen below `_BELOW_CEILING` of it."""
         self.cost_ns = self.costed_bytes = 0
-        """Of entries whose writer named a cost. Whole numbers: what is added is taken away again exactly."""
+        """Cost and bytes of entries whose writer reported a cost. Integers, so that subtraction is exact."""
         self.oldest_first: OrderedDict[bytes, E] = OrderedDict()
         """Entries that may be evicted."""
 
     def excess(self, room: int) -> float:
-        """How far it is above its share with `room` bytes more, weighted; not above 0 within it."""
+        """Return the weighted excess over the share with `room` bytes more. It is at most 0 within the
+        share."""
         cost_ns = self.cost_ns / self.costed_bytes if self.costed_bytes else DEFAULT_COST_NS
         return (self.used_bytes + room - self.share_bytes) / max(cost_ns, 1e-9)
 
 
 class EvictionPolicy(Generic[E]):
-    """Rules of one store, and the state that they need. Without `namespaces`: plain LRU.
+    """Eviction rules of one store, and their state. Without `namespaces`: plain LRU.
 
     Args:
-        namespaces: Rules by name. Apps that they do not name are in "default".
+        namespaces: Rules by name. Apps without a namespace are in "default".
     """
 
     def __init__(self, capacity_bytes: int, namespaces: Mapping[str, NamespaceConfig] | None = None) -> None:
@@ -91,7 +93,7 @@ class EvictionPolicy(Generic[E]):
         self._uses = 0
 
     def name_of(self, app: str) -> str:
-        """The namespace of an app."""
+        """Return the namespace of an app."""
         return self._name_of_app.get(app, DEFAULT_NAMESPACE)
 
     @property
@@ -100,36 +102,36 @@ class EvictionPolicy(Generic[E]):
         return any(one.rules.pinned or one.rules.share for one in self._namespaces.values())
 
     def rules_of(self, app: str) -> NamespaceConfig:
-        """The rules of an app's namespace."""
+        """Return the rules of an app's namespace."""
         return self._of(app).rules
 
     def ttl_s(self, app: str) -> float | None:
-        """The time to live of an app's entries; None: it has no end."""
+        """Return the time to live of an app's entries, or None if it is unlimited."""
         return self._of(app).rules.ttl_s
 
     @property
     def names(self) -> list[str]:
-        """Of all namespaces."""
+        """Names of all namespaces."""
         return list(self._namespaces)
 
     def used_bytes(self, name: str) -> int:
-        """Room that a namespace's entries and reservations have."""
+        """Return the bytes of a namespace's entries and reservations."""
         return self._namespaces[name].used_bytes
 
     def bounds_bytes(self, name: str) -> tuple[int, int]:
-        """A namespace's share and ceiling."""
+        """Return a namespace's share and ceiling in bytes."""
         space = self._namespaces[name]
         return space.share_bytes, int(min(space.ceiling_bytes, space.capacity_bytes))
 
     def charge(self, app: str, room: int) -> None:
-        """Count room that a reservation takes; less than 0: that a reservation or entry gives back."""
+        """Add `room` bytes to the app's namespace, or subtract them if negative."""
         space = self._of(app)
         space.used_bytes += room
         if space.used_bytes < _BELOW_CEILING * space.ceiling_bytes:
             space.at_ceiling = False
 
     def add(self, entry: E, *, now_s: float) -> None:
-        """A new entry, of room that was charged: the last of its namespace to be evicted."""
+        """Add an entry, whose bytes have been charged, as the last of its namespace to be evicted."""
         space = self._of(entry.app)
         if entry.cost_s:
             space.cost_ns += _ns(entry)
@@ -139,7 +141,7 @@ class EvictionPolicy(Generic[E]):
         self.unpin(entry)
 
     def remove(self, entry: E) -> None:
-        """An entry is no longer in the store, though its bytes may stay for a reader."""
+        """Remove an entry from the store, although its bytes may stay for a reader."""
         space = self._of(entry.app)
         if entry.cost_s:
             space.cost_ns -= _ns(entry)
@@ -150,18 +152,19 @@ class EvictionPolicy(Generic[E]):
         self.pin(entry)
 
     def pin(self, entry: E) -> None:
-        """Keep an entry: it has a lease."""
+        """Exclude an entry from eviction because it has a lease."""
         self._of(entry.app).oldest_first.pop(entry.key, None)
 
     def unpin(self, entry: E) -> None:
-        """Allow an entry's eviction, as of the one used last. For entries of one prefix: tail first."""
+        """Allow an entry's eviction, as the most recently used. For entries of one prefix, call this tail
+        first."""
         space = self._of(entry.app)
         self._used(entry)
         if not space.rules.pinned:
             space.oldest_first[entry.key] = entry
 
     def touch(self, entry: E) -> None:
-        """An entry was read: of those of its namespace that can be evicted, it is the last."""
+        """Mark an entry as the most recently used of its namespace, if it can be evicted."""
         oldest_first = self._of(entry.app).oldest_first
         if entry.key in oldest_first:
             self._used(entry)
@@ -172,16 +175,15 @@ class EvictionPolicy(Generic[E]):
         entry.last_use = self._uses
 
     def expired(self, now_s: float, limit: int) -> list[E]:
-        """At most `limit` entries whose time to live has passed; the caller removes them."""
+        """Return at most `limit` entries whose time to live has passed. The caller removes them."""
         due = self._expiries.due(now_s, limit)
         for entry in due:
             del self._expiry_of[entry]
         return due
 
     def ceiling_victims(self, app: str, room: int) -> list[E] | None:
-        """The app's own entries, oldest use first, whose eviction lets `room` more stay under its ceiling.
-
-        None where no eviction does."""
+        """Return the app's own entries, least recently used first, whose eviction keeps `room` more bytes
+        below its ceiling. Returns None if evictions cannot do that."""
         space = self._of(app)
         missing, victims = space.used_bytes + room - space.ceiling_bytes, []
         space.at_ceiling = space.at_ceiling or missing > 0
@@ -193,22 +195,22 @@ class EvictionPolicy(Generic[E]):
         return victims if missing <= 0 else None
 
     def at_ceiling(self, app: str) -> bool:
-        """Whether the app's namespace may displace its own entries only."""
+        """Return whether the app's namespace may evict only its own entries."""
         return self._of(app).at_ceiling
 
     def within_share(self, app: str, room: int) -> bool:
-        """Whether the app's namespace has a right to `room` more."""
+        """Return whether `room` more bytes are within the share of the app's namespace."""
         space = self._of(app)
         return space.used_bytes + room <= space.share_bytes
 
     def search(
         self, app: str, room: int, *, beyond_shares: bool = False, only_own: bool = False
     ) -> VictimSearch[E]:
-        """Victims for an entry of `app` that takes `room`.
+        """Return victims for an entry of `app` that takes `room` bytes.
 
         Args:
-            beyond_shares: Entries next to a victim may be of any namespace that is not pinned.
-            only_own: All victims are entries of the app's namespace: it is at its ceiling.
+            beyond_shares: Whether entries next to a victim may be of any namespace that is not pinned.
+            only_own: Whether all victims must be of the app's namespace, because it is at its ceiling.
         """
         own = self._of(app)
         if only_own:
@@ -230,7 +232,7 @@ class EvictionPolicy(Generic[E]):
 
 
 class VictimSearch(Generic[E]):
-    """One search for victims: where to begin, and the neighbours that may go too."""
+    """One search for victims: the entries to start from, and the neighbours that may also be evicted."""
 
     def __init__(
         self,
@@ -242,14 +244,14 @@ class VictimSearch(Generic[E]):
         *,
         only_own: bool = False,
     ) -> None:
-        """`uses` of all entries so far."""
+        """`uses` is the number of uses of all entries so far."""
         self._only_own = only_own
         self._sources, self._own, self._beyond_shares = sources, own, beyond_shares
         self._namespace_of, self._uses = namespace_of, uses
         self._taken: Counter[_Namespace[E]] = Counter()
 
     def __iter__(self) -> Iterator[E]:
-        """Entries to begin a run with, the first choice first. Each begins a new run."""
+        """Yield entries to start a run from, best first. Each starts a new run."""
         for space in self._sources:
             for entry in space.oldest_first.values():
                 self._taken.clear()
@@ -259,15 +261,16 @@ class VictimSearch(Generic[E]):
                     break
 
     def source(self, entry: E) -> object:
-        """The entry's namespace: its entries are chosen by their age."""
+        """Return the entry's namespace, within which entries are chosen by age."""
         return self._namespace_of(entry.app)
 
     def loss(self, room: int, entry: E) -> float:
-        """How much `room` bytes are worth that were used when `entry` was: the less, the longer ago."""
+        """Return the value of `room` bytes last used with `entry`, which decreases with the time since that
+        use."""
         return room / (self._uses - entry.last_use + 1)
 
     def take(self, entry: E) -> bool:
-        """Whether this run may have `entry`, which no reader has, as one more victim."""
+        """Return whether this run may also evict `entry`, which has no reader."""
         space = self._namespace_of(entry.app)
         if space.rules.pinned:
             return False

@@ -1,6 +1,6 @@
-"""Items by the time at which they end, in buckets, so that one taken back early leaves nothing behind.
+"""Items by expiry time, in buckets, so that nothing remains of an item that is removed early.
 
-A heap would keep each released lease until its time: at 50,000 leases a second, a million of them.
+A heap would keep each released lease until its time: a million of them at 50,000 leases per second.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import math
 from typing import Final, Generic, TypeVar
 
 BUCKET_S: Final = 1 / 32
-"""How much later than asked an item may end."""
+"""Maximum delay of an expiry in seconds."""
 
 T = TypeVar("T")
 
 
 class ExpiryBuckets(Generic[T]):
-    """Items that end at a time, in the same seconds as the caller's `now_s`."""
+    """Items with an expiry time, in seconds of the same clock as the caller's `now_s`."""
 
     def __init__(self) -> None:
         self._buckets: dict[int, dict[T, None]] = {}
-        # Each number once, for as long as its time has not come: also when its bucket is empty again.
+        # Each number is listed once until its time, even if its bucket is empty again.
         self._order: list[int] = []
         self._known: set[int] = set()
 
     def add(self, item: T, at_s: float) -> int:
-        """Let `item` end at `at_s`; the bucket to name when it is taken back."""
+        """Let `item` expire at `at_s`, and return the bucket number to pass to `discard`."""
         number = math.ceil(at_s / BUCKET_S)
         if number not in self._known:
             self._known.add(number)
@@ -34,7 +34,7 @@ class ExpiryBuckets(Generic[T]):
         return number
 
     def discard(self, item: T, number: int) -> None:
-        """Take back an item that may have ended already."""
+        """Remove an item, which may have expired already."""
         bucket = self._buckets.get(number)
         if bucket is None:
             return
@@ -43,7 +43,7 @@ class ExpiryBuckets(Generic[T]):
             del self._buckets[number]
 
     def due(self, now_s: float, limit: int) -> list[T]:
-        """At most `limit` items whose time has come; they are forgotten here."""
+        """Remove and return at most `limit` expired items."""
         found: list[T] = []
         while self._order and self._order[0] * BUCKET_S <= now_s:
             bucket = self._buckets.get(self._order[0], {})

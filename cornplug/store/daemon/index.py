@@ -1,49 +1,102 @@
-"""The state of a store: entries by key, leases, and entries being written.
+"""State of a store: entries by key, leases, and entries that are being written.
 
-Pure: no clock, no socket, no memory. `now_s` is an argument and growth of the arena a function, so that
-the same rules serve the reference store and the daemon, and tests run years in milliseconds. An `owner` is
-one connection.
+It has no clock, socket or memory. `now_s` is an argument and growth of the arena a function, so that the same
+rules apply to the reference store and the daemon, and tests simulate years in milliseconds. An `owner` is one
+connection.
 
     entries      key -> entry    all that lookups see
-    placement                    where entries lie, and room for new ones (`placement.py`)
+    placement                    locations of entries, and memory for new entries (`placement.py`)
     open entries                 entries being written (`reservations.py`)
     watchers                     the table that clients read, the disk (`entry_watchers.py`)
+    LeaseLimits                  bytes that the leases of each client keep in place
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
 
 from cornplug.errors import CodecError
-from cornplug.settings.store_settings import NamespaceConfig
-from cornplug.store.base import PROMOTED, PayloadLocation, Reservation, ReserveRefusal, WriterPart
+from cornplug.settings import NamespaceConfig
+from cornplug.store.arena import NO_SLOT, WriteFences
+from cornplug.store.base import (
+    NO_PLACE,
+    PROMOTED,
+    Leases,
+    PayloadLocation,
+    Reservation,
+    ReserveRefusal,
+    WriterPart,
+    place,
+)
 from cornplug.store.daemon.allocator import align_up
 from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
-from cornplug.store.daemon.lease_limits import LeaseGroup, LeaseLimits
-from cornplug.store.daemon.placement import EntryPlacement, Grow, StoredEntry
+from cornplug.store.daemon.placement import EntryPlacement, EvictableEntry, Grow, StoredEntry
 from cornplug.store.daemon.purges import PurgeJobs
-from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, OpenEntries, OpenEntry
-from cornplug.store.daemon.sightings import Sightings
+from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, OpenEntries, OpenEntry, Sightings
 from cornplug.store.daemon.store_counters import AppBytes, RemovalCause, StoreCounters
-from cornplug.store.leases import NO_PLACE, Leases, place
-from cornplug.store.stats.store_stats import StoreStat
-from cornplug.store.table.use_notes import NotedReads
-from cornplug.store.write_fences import NO_SLOT, WriteFences
+from cornplug.store.store_stats import StoreStat
+from cornplug.store.use_notes import NotedReads
 
+E = TypeVar("E", bound=EvictableEntry)
 LEASE_BYTES: Final = 128
-"""Least size of a lease in an answer, without its meta."""
+"""Minimum size of a lease in a reply, without its meta."""
 SWEEP: Final = 1024
-"""Most expired leases and reservations that one call ends: about 2 ms."""
-
+"""Maximum number of expired leases and reservations that one call ends, about 2 ms."""
 _log = logging.getLogger("cornplug.store")
 
 
+@dataclass(frozen=True, slots=True)
+class LeaseGroup(Generic[E]):
+    """Leases of one call, which end together."""
+
+    owner: int
+    entries: list[E]
+    expires: int
+
+
+class LeaseLimits(Generic[E]):
+    """Leased bytes by owner, for one index. An `owner` is one connection."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._held: dict[int, dict[E, int]] = {}
+        self._bytes: Counter[int] = Counter()
+
+    def take(self, owner: int, entry: E) -> bool:
+        """Count one more lease and return True, if this owner may lease the entry. Its first entry is always
+        allowed."""
+        held = self._held.get(owner)
+        if held is None:
+            held = self._held[owner] = {}
+        count = held.get(entry, 0)
+        if not count:
+            if held and self._bytes[owner] + entry.room > self._most_bytes:
+                return False
+            self._bytes[owner] += entry.room
+        held[entry] = count + 1
+        return True
+
+    def drop(self, owner: int, entry: E) -> None:
+        """Count one lease less."""
+        held = self._held[owner]
+        count = held[entry] - 1
+        if count:
+            held[entry] = count
+            return
+        del held[entry]
+        self._bytes[owner] -= entry.room
+        if not held:
+            del self._held[owner], self._bytes[owner]
+
+
 class StoreIndex:
-    """The state of one store. Not thread-safe: its owner calls from one thread or under a lock."""
+    """State of one store. Not thread-safe: its owner calls it from one thread or under a lock."""
 
     def __init__(
         self,
@@ -76,20 +129,20 @@ class StoreIndex:
         self._owned: dict[int, set[int]] = {}
         self._expiries: ExpiryBuckets[int] = ExpiryBuckets()
         self._app_bytes = AppBytes()
-        # Tokens of different arenas never meet: one kept over a daemon's restart is unknown, not another's.
+        # Tokens of different arenas are distinct, so a token kept over a daemon's restart is unknown.
         self._last_token = int.from_bytes(arena_id[:5]) << 22
         self._leases = 0
         self.purges = PurgeJobs(self._entries, self._open_entries, self._drop, self._watchers)
         self._now_s = 0.0
-        """Of the latest call that told the time."""
+        """Time of the latest call that passed it."""
 
     def contains(self, keys: Sequence[bytes]) -> bytes:
-        """One byte a key, 1 where present. Changes nothing."""
+        """Return one byte per key, 1 if it is present. Changes nothing."""
         entries = self._entries
         return bytes([key in entries for key in keys])
 
     def find(self, key: bytes) -> StoredEntry | None:
-        """An entry. Changes nothing."""
+        """Return the entry of a key, or None. Changes nothing."""
         return self._entries.get(key)
 
     def lease(
@@ -101,10 +154,10 @@ class StoreIndex:
         now_s: float,
         reply_bytes: int | None = None,
     ) -> Leases:
-        """A lease per present key, held by `owner` until `now_s + ttl_s`, within the `LeaseLimits`. They have
-        one token.
+        """Return a lease per present key, held by `owner` until `now_s + ttl_s`, within the `LeaseLimits`.
+        All have one token.
 
-        Where the leases take more than `reply_bytes`: of the first keys only, and at least of one.
+        If the leases take more than `reply_bytes`, only those of the first keys are returned, at least one.
         """
         self.sweep(now_s)
         found: list[StoredEntry | None] = []
@@ -147,9 +200,12 @@ class StoreIndex:
         cost_s: float = 0.0,
         promotes: bool = False,
     ) -> list[Reservation | ReserveRefusal]:
-        """Room for each (key, size), growing and evicting as needed, or why not; for the first
-        ones only, and at least one, where making room took more than `cut_looks`. `cost_s` is an entry's.
-        `promotes`: the disk asks, for an entry that it has; no writer's request is counted."""
+        """Reserve memory for each (key, size), growing and evicting as needed, or return the reason why not.
+
+        If finding memory took more than `cut_looks`, only the first results are returned, at least one.
+        `cost_s` applies to each entry. `promotes` is set for recalls by the disk and far tiers, which are not
+        counted.
+        """
         self.sweep(now_s)
         self.placement.begin_call()
         out: list[Reservation | ReserveRefusal] = []
@@ -169,8 +225,10 @@ class StoreIndex:
         return out
 
     def commit(self, owner: int, token: int, meta: bytes, *, age_s: float = 0.0) -> bool:
-        """This owner's part is written, `age_s` ago; with the last part the entry is published. False when it
-        has no reservation by this token (any more), or the parts do not make a whole."""
+        """Commit this owner's part, written `age_s` seconds ago. The last part publishes the entry.
+
+        Returns False if the owner has no reservation with this token, or the parts do not fit together.
+        """
         open_entry = self._open_entries.put(token, meta) if self._open_entries.owns(owner, token) else None
         if open_entry is None or not open_entry.whole:
             return open_entry is not None
@@ -194,7 +252,7 @@ class StoreIndex:
         return True
 
     def release(self, owner: int, tokens: Sequence[int], *, now_s: float) -> None:
-        """End this owner's leases and reservations; rooms of reservations go to quarantine."""
+        """End this owner's leases and reservations. The memory of reservations is quarantined."""
         for token in tokens:
             reading = self._reading.get(token)
             if reading is not None and reading.owner == owner:
@@ -203,7 +261,8 @@ class StoreIndex:
                 self._open_entries.lose(token, now_s=now_s)
 
     def count_reads(self, reads: NotedReads) -> None:
-        """Count copying reads that a client made by the table, and refresh LRU. Its numbers may be any."""
+        """Count reads that a client made through the table, and refresh LRU. Record numbers can be any
+        numbers."""
         keys = self._watchers.keys_of(reads.records)
         entries = [entry for key in keys if (entry := self._entries.get(key)) is not None]
         self.counters.noted(reads, entries)
@@ -213,7 +272,7 @@ class StoreIndex:
             self._watchers.read([entry], self._now_s)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Make entries invisible; their room is free once they have no lease. The number dropped."""
+        """Make entries invisible and return their number. Their memory is freed when they have no lease."""
         dropped = 0
         for key in keys:
             entry = self._entries.get(key)
@@ -225,8 +284,8 @@ class StoreIndex:
         return dropped
 
     def end_owner(self, owner: int, *, now_s: float, limit: int | None = None) -> bool:
-        """The connection is gone: leases end, rooms of reservations go to quarantine. About `limit` of them;
-        whether none is left."""
+        """End about `limit` leases and reservations of a closed connection, and return whether none is left.
+        The memory of reservations is quarantined."""
         owned, ended = self._owned.get(owner, set()), 0
         while owned and (limit is None or ended < limit):
             token = next(iter(owned))
@@ -243,7 +302,8 @@ class StoreIndex:
         return True
 
     def sweep(self, now_s: float) -> None:
-        """End expired leases, reservations and entries: about SWEEP of each, the rest at the next call."""
+        """End expired leases, reservations and entries: about SWEEP of each, and the rest in the next
+        call."""
         self._now_s = now_s
         left = SWEEP
         while left > 0 and (due := self._expiries.due(now_s, 1)):
@@ -253,7 +313,7 @@ class StoreIndex:
             self._drop(entry, "expired")
 
     def stat(self) -> StoreStat:
-        """A snapshot. `used_bytes` counts aligned room, also of reservations and quarantine."""
+        """Return a snapshot. `used_bytes` is aligned, and includes reservations and quarantine."""
         counted = self.counters
         return StoreStat(
             capacity_bytes=self.capacity_bytes, used_bytes=self.placement.used_bytes,
@@ -268,7 +328,7 @@ class StoreIndex:
         self, key: bytes, size: int, app: str, part: WriterPart | None, now_s: float,
         *, only_seen: bool, cost_s: float, promotes: bool,
     ) -> OpenEntry | ReserveRefusal:  # fmt: skip
-        """The open entry that this writer may join, begun if need be."""
+        """Return the open entry that this writer may join. If there is none, begin it."""
         if key in self._entries:
             return ReserveRefusal.PRESENT
         found = self._open_entries.find(key, size, part)
@@ -282,7 +342,7 @@ class StoreIndex:
         offset = self.placement.make_room(room, app)
         if isinstance(offset, ReserveRefusal):
             return offset
-        # The token of its first writer, which is given next.
+        # The token of its first writer, which is assigned next.
         generation = self._last_token + 1 | (PROMOTED if promotes else 0)
         fence = self._fences.open(generation)
         if fence == NO_SLOT:
@@ -314,12 +374,12 @@ class StoreIndex:
         self._app_bytes.charge(app, room)
 
     def _end_leases(self, token: int) -> int:
-        """End the leases that have this token. Returns how many they were."""
+        """End the leases that have this token, and return their number."""
         reading = self._reading.pop(token)
         self._disown(reading.owner, token)
         self._expiries.discard(token, reading.expires)
         self._leases -= len(reading.entries)
-        # The tail of a prefix first, as if it were older: without its head it is of no use.
+        # The tail of a prefix is released first, as if it were older, because it is useless without its head.
         for entry in reversed(reading.entries):
             entry.readers -= 1
             entry.used_s = self._now_s

@@ -2,6 +2,9 @@
 
 A lock file next to the socket decides which process serves (`local_socket.py`). Only the process with the
 lock replaces a socket that a dead daemon left behind.
+
+No client can fill the daemon's log: repeated lines are dropped, and the file of a daemon that an engine
+started is emptied when it is large.
 """
 
 from __future__ import annotations
@@ -13,30 +16,33 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from cornplug import config
 from cornplug.errors import ConfigError, SocketTaken
 from cornplug.local_socket import SocketClaim
 from cornplug.private_paths import read_secret
-from cornplug.settings.byte_size import parse_size
+from cornplug.settings import parse_size
 from cornplug.store.arena import SharedArena, fitting_size
 from cornplug.store.autostart import LOG_BYTES
-from cornplug.store.daemon.bounded_log import BoundedLog
 from cornplug.store.daemon.server import StoreServer
 
 if TYPE_CHECKING:
     from cornplug.store.disk.open_disk import OpenedDisk
     from cornplug.store.far.open_far import OpenedFar
 
+
+MOST_LINES: Final = 10
+"""Lines of one kind within PERIOD_S. Further ones are counted in the next line of that kind."""
+PERIOD_S: Final = 60.0
 _ENDS: Final = (signal.SIGTERM, signal.SIGINT)
 EXIT_TAKEN: Final = 3
 """Another store serves this socket."""
 _LOCK_WAIT_S: Final = 2.0
 _DESCRIPTORS: Final = 65536
-
 _log = logging.getLogger("cornplug.store")
 
 
@@ -102,7 +108,8 @@ def store_parser(defaults: config.StoreConfig) -> argparse.ArgumentParser:
         action="append",
         metavar="URL",
         help="far store through which hosts share entries: file:///FOLDER, s3://BUCKET/PREFIX, "
-        "valkey://HOST:6379/0; can be repeated (default: the setting store.far)",
+        "valkey://HOST:6379/0, mooncake://MASTER:50051 or nixl://HOST:8760+HOST:8760; can be repeated "
+        "(default: the setting store.far)",
     )
     parser.add_argument(
         "--secret-file",
@@ -274,6 +281,50 @@ def _raise_descriptor_limit() -> None:
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class BoundedLog(logging.StreamHandler[TextIO]):
+    """Writes at most `MOST_LINES` lines of one kind a minute. Lines are of one kind if their text is the same
+    before its arguments are filled in.
+
+    Args:
+        most_bytes: Size beyond which the log is emptied, if it is a file opened for appending; None: never.
+    """
+
+    def __init__(self, stream: TextIO, *, most_bytes: int | None = None) -> None:
+        super().__init__(stream)
+        self._most_bytes = most_bytes
+        self._kinds: dict[tuple[str, str], _Kind] = {}
+        self.addFilter(self._may_pass)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._most_bytes is not None:
+            fd = self.stream.fileno()
+            if os.fstat(fd).st_size > self._most_bytes:
+                os.ftruncate(fd, 0)
+        super().emit(record)
+
+    def _may_pass(self, record: logging.LogRecord) -> bool:
+        now_s = time.monotonic()
+        kind = self._kinds.setdefault((record.name, str(record.msg)), _Kind(now_s))
+        if now_s - kind.began_s >= PERIOD_S:
+            kind.began_s, kind.lines = now_s, 0
+        kind.lines += 1
+        if kind.lines > MOST_LINES:
+            kind.left_out += 1
+            return False
+        if kind.left_out:
+            record.msg = f"{record.getMessage()} ({kind.left_out} lines like this were left out)"
+            record.args, kind.left_out = (), 0
+        return True
+
+
+class _Kind:
+    """Lines of one kind in the period that began at `began_s`."""
+
+    def __init__(self, began_s: float) -> None:
+        self.began_s = began_s
+        self.lines = self.left_out = 0
 
 
 if __name__ == "__main__":

@@ -15,10 +15,9 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from cornplug.metrics import STORE_METRICS
-from cornplug.settings.store_settings import metrics_address
-from cornplug.store.daemon.store_counters import AGE_BUCKETS_S
-from cornplug.store.daemon.store_telemetry import ANSWER_BUCKETS_S, Samples, StoreSnapshot
-from cornplug.store.stats.store_stats import DiskStat, FarStat
+from cornplug.settings import metrics_address
+from cornplug.store.daemon.store_counters import AGE_BUCKETS_S, ANSWER_BUCKETS_S, Samples, StoreSnapshot
+from cornplug.store.store_stats import DiskStat, FarStat
 
 MEMORY: Final = "memory"
 """Tier of entries in shared memory."""
@@ -160,7 +159,7 @@ def _far_values(far: Mapping[str, FarStat]) -> dict[str, dict[tuple[str, ...], f
         "cornplug_store_far_reads_total": counted(lambda one: one.reads, "read"),
         "cornplug_store_far_writes_total": counted(lambda one: one.writes, "written"),
         "cornplug_store_far_bytes_total": counted(
-            lambda one: {"read": one.read_bytes, "written": one.written_bytes}, "read"
+            lambda one: {"read": one.read_bytes, "write": one.written_bytes}, "read"
         ),
     }
 
@@ -179,7 +178,7 @@ def _histograms(
             AGE_BUCKETS_S,
             {(name, MEMORY): samples for name, samples in now.ages.items()},
         ),
-        "cornplug_store_answer_seconds": (
+        "cornplug_store_request_seconds": (
             ANSWER_BUCKETS_S,
             {(request,): samples for request, samples in now.answers.items()},
         ),

@@ -1,8 +1,8 @@
-"""Purges: the entries of an app, or old ones, leave the store a portion at a time.
+"""Purges, which delete the entries of an app, or old entries, in batches.
 
-A purge ends every entry that was there when it began and that its rule names, and, if the rule is about no
-age, reservations as well: their writers are told that the reservation has ended. Entries written later stay.
-The client asks for one portion after another, so that others have their turns between.
+A purge deletes every entry that existed when it began and that matches its rule. If the rule has no age, it
+also ends reservations, whose commits then fail. Entries written later stay. The client requests one batch
+after another, so that requests of other clients are handled in between.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from cornplug.store.daemon.store_counters import RemovalCause
 from cornplug.store.validation import check_purge
 
 PORTION: Final = 256
-"""Entries that one portion looks at: about 1.5 ms if all of them go. The first one also lists the keys, 5 ms
-for 200,000."""
+"""Number of entries in a batch, about 1.5 ms if all of them are deleted. The first batch also lists the keys,
+which takes 5 ms for 200,000."""
 
 
 class PurgeJobs:
-    """The purges under way of one store, one for each of its clients."""
+    """Purges of one store that are in progress, at most one per client."""
 
     def __init__(
         self,
@@ -37,12 +37,12 @@ class PurgeJobs:
         self._left: dict[int, list[bytes | OpenEntry]] = {}
 
     def portion(self, owner: int, rule: PurgeRule, *, begins: bool, now_s: float) -> tuple[PurgeCount, bool]:
-        """Purge a portion. Returns its count, and whether the purge goes on.
+        """Purge a batch. Return its count, and whether the purge continues.
 
-        Raises ValueError for a rule that is none.
+        Raises ValueError for an invalid rule.
 
         Args:
-            begins: This is the first portion of a purge.
+            begins: Whether this is the first batch of a purge.
         """
         check_purge(rule)
         if begins:
@@ -56,7 +56,7 @@ class PurgeJobs:
         return count, bool(left)
 
     def forget(self, owner: int) -> None:
-        """A client has gone, or is done."""
+        """Drop the purge of a client that has disconnected or is done."""
         self._left.pop(owner, None)
 
     def _on_disk_only(self, rule: PurgeRule) -> list[bytes]:
@@ -95,6 +95,6 @@ def _writes(open_entry: OpenEntry, rule: PurgeRule) -> bool:
 def _names(entry: StoredEntry, rule: PurgeRule, now_s: float) -> bool:
     if rule.app is not None and entry.app != rule.app:
         return False
-    # An entry that is being read is in use now.
+    # An entry with a reader is in use now.
     unused_s = 0.0 if entry.readers else now_s - entry.used_s
     return now_s - entry.written_s >= rule.older_s and unused_s >= rule.unused_s

@@ -1,17 +1,20 @@
-"""Open entries: their writers, their deadlines, and the time at which their room is safe to give away.
+"""Open entries: their writers, their deadlines, and the time at which their memory can be reused.
 
     absent ──reserve──> writing ──last part committed──> an entry
                            │
-                           └─given up, expired, a writer's end──> ended ──no writer left──> free
+                           └─released, expired, a writer's end──> ended ──no writer left──> free
 
-The store cannot take a mapping back from a writer. So an ended entry keeps its room until each of its
-writers has committed, if too late, or has given up or gone and `quarantine_s` passed, or until
-`reclaim_s` passed. Its key is free for others at once, and no write begins there (`write_fences.py`).
+The store cannot revoke a mapping from a writer. An ended entry therefore keeps its memory until each of its
+writers has committed (too late), or was released or disconnected and `quarantine_s` has passed, or until
+`reclaim_s` has passed. Its key can be reserved again immediately, and no write to its memory begins
+(`WriteFences`).
 """
 
 from __future__ import annotations
 
 import heapq
+import secrets
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -20,17 +23,64 @@ from cornplug import codec
 from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, WriterPart
 from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
 
+_BUCKETS: Final = 1 << 16
+_WAYS: Final = 4
+"""Sightings per bucket. 262,144 in all, in 2 MiB."""
+_TAG_BITS: Final = 16
+_MAX_TAG: Final = (1 << _TAG_BITS) - 1
+_MAX_FINGERPRINT: Final = (1 << 64 - _TAG_BITS) - 1
 RESERVATION_S: Final = 30.0
-"""How long a reservation keeps others from writing its key (Mooncake's time as well)."""
+"""Seconds for which a reservation prevents others from writing its key (the same as in Mooncake)."""
 RECLAIM_S: Final = 60.0
-"""How long an ended one keeps its room from others while its writer, alive, says nothing: it may be stopped
-in the middle of a copy. If the copy goes on later, it can damage only entries that have the room by then.
-Their readers notice by the checksums, count a miss and delete the entries."""
+"""Seconds for which an ended reservation keeps its memory if its connected writer sends nothing. The writer
+may be suspended during a copy. If the copy continues later, it can damage only entries that use this memory
+by then. Their readers notice by the checksums, count a miss and delete the entries."""
+
+
+class Sightings:
+    """Keys that were requested while not stored, so that the store recognizes a second request.
+
+    One request names a key once, or once for each part of a group. This is the doorkeeper of TinyLFU
+    (Einziger et al., 2017), as a table of fixed size: buckets of four sightings, exact except for their
+    48-bit fingerprints. The newest sighting of a bucket replaces the least recently named, so a flood of keys
+    makes the store forget, but takes no memory.
+    """
+
+    def __init__(self) -> None:
+        self._table = array("Q", bytes(8 * _BUCKETS * _WAYS))
+        # Clients choose keys. Without a salt they could choose the buckets as well.
+        self._salt = secrets.token_bytes(16)
+
+    def again(self, key: bytes, part: WriterPart | None) -> bool:
+        """Return whether an earlier request named this key, and record this request.
+
+        The parts of one group name the same keys for the same request, in any order. Such a part is a second
+        sighting if this part, or a writer outside the group, named the key before.
+        """
+        tag = 0 if part is None else 1 + hash((self._salt, part.group)) % _MAX_TAG
+        first = self._sight(hash((self._salt, key)), tag)
+        if part is None or (first is not None and first != tag):
+            return first is not None
+        mine = self._sight(hash((self._salt, key, part.index)), tag)
+        return first is not None and mine is not None
+
+    def _sight(self, hashed: int, tag: int) -> int | None:
+        """Return the tag of the first sighting, which stays, or None if this is the first."""
+        start = (hashed & (_BUCKETS - 1)) * _WAYS
+        fingerprint = hashed >> _TAG_BITS & _MAX_FINGERPRINT
+        bucket = self._table[start : start + _WAYS].tolist()
+        for i, word in enumerate(bucket):
+            if word >> _TAG_BITS == fingerprint:
+                del bucket[i]
+                self._table[start : start + _WAYS] = array("Q", [word, *bucket])
+                return word & _MAX_TAG
+        self._table[start : start + _WAYS] = array("Q", [fingerprint << _TAG_BITS | tag, *bucket[:-1]])
+        return None
 
 
 @dataclass(slots=True, eq=False)
 class OpenEntry:
-    """Room for one entry and its committed parts. One without a group has one part, 0."""
+    """Memory for one entry, and its committed parts. Without a group it has one part, 0."""
 
     key: bytes
     app: str
@@ -41,22 +91,22 @@ class OpenEntry:
     cost_s: float = 0.0
     expires: int = 0
     tokens: dict[int, int] = field(default_factory=dict)
-    """Part -> the token of its writer."""
+    """Token of the writer, by part."""
     metas: dict[int, bytes] = field(default_factory=dict)
-    """Part -> its meta, once committed."""
+    """Committed meta, by part."""
     busy: set[int] = field(default_factory=set)
     """Tokens of writers that may be writing."""
     ended: bool = False
     free_after_s: float = 0.0
-    """End of the quarantine; 0 without one."""
+    """End of the quarantine, or 0 without a quarantine."""
 
     @property
     def whole(self) -> bool:
-        """Whether every part is in."""
+        """Whether all parts are committed."""
         return len(self.metas) == self.count
 
     def meta(self) -> bytes:
-        """The entry's. Raises CodecError when the parts do not make a whole."""
+        """Return the meta of the whole entry. Raises CodecError if the parts do not fit together."""
         if not self.group:
             return self.metas[0]
         return codec.join_parts(self.metas.values(), key=self.key)
@@ -73,9 +123,9 @@ class OpenEntries:
     """All open entries of one store.
 
     Args:
-        on_end: told of each open entry that will not be committed, once, before its room is free.
-        free: takes back the room of such an entry.
-        disown: told of each (owner, token) that has ended.
+        on_end: Called once for each open entry that will not be committed, before its memory is freed.
+        free: Frees the memory of such an entry.
+        disown: Called with each (owner, token) that has ended.
     """
 
     def __init__(
@@ -101,15 +151,16 @@ class OpenEntries:
         self._quarantine: list[tuple[float, int, OpenEntry]] = []
 
     def __len__(self) -> int:
-        """Open entries that may still become entries."""
+        """Return the number of open entries that can still be committed."""
         return len(self._by_key)
 
     def all(self) -> list[OpenEntry]:
-        """Those that may still become entries."""
+        """Return the open entries that can still be committed."""
         return list(self._by_key.values())
 
     def find(self, key: bytes, size: int, part: WriterPart | None) -> OpenEntry | ReserveRefusal | None:
-        """The open entry to join as `part`, PENDING where that cannot be, None where there is none."""
+        """Return the open entry to join as `part`, PENDING if it cannot be joined, or None if there is
+        none."""
         open_entry = self._by_key.get(key)
         if open_entry is None:
             return None
@@ -130,14 +181,14 @@ class OpenEntries:
         now_s: float,
         cost_s: float = 0.0,
     ) -> OpenEntry:
-        """A new open entry, without a writer yet."""
+        """Create an open entry, without a writer."""
         group, count = (b"", 1) if part is None else (part.group, part.count)
         open_entry = self._by_key[key] = OpenEntry(key, app, room, location, group, count, cost_s)
         open_entry.expires = self._expiries.add(open_entry, now_s + self._reservation_s)
         return open_entry
 
     def join(self, open_entry: OpenEntry, owner: int, token: int, part: WriterPart | None) -> Reservation:
-        """Let `owner` write its part."""
+        """Add `owner` as the writer of its part."""
         index = 0 if part is None else part.index
         open_entry.tokens[index] = token
         open_entry.busy.add(token)
@@ -149,7 +200,8 @@ class OpenEntries:
         return writer is not None and writer.owner == owner
 
     def put(self, token: int, meta: bytes) -> OpenEntry | None:
-        """A writer is done with its part; None when its entry has ended or it was done before."""
+        """Record a writer's committed part. Return its open entry, or None if that has ended or the part was
+        committed before."""
         writer = self._writers[token]
         open_entry = writer.open_entry
         if open_entry.ended:
@@ -162,15 +214,15 @@ class OpenEntries:
         return open_entry
 
     def publish(self, open_entry: OpenEntry) -> None:
-        """Forget an open entry that has become an entry."""
+        """Remove an open entry that has been published."""
         del self._by_key[open_entry.key]
         self._expiries.discard(open_entry, open_entry.expires)
         for token in open_entry.tokens.values():
             self._pop(token)
 
     def lose(self, token: int, *, now_s: float) -> None:
-        """End a writer's part: its connection has ended, or it gives up while another process of its engine
-        may write for a moment yet."""
+        """End a writer's part, because its connection has ended or it was released while another process of
+        its engine may still be writing."""
         writer = self._writers[token]
         open_entry = writer.open_entry
         if writer.part not in open_entry.metas:
@@ -179,7 +231,7 @@ class OpenEntries:
         self._forget(token)
 
     def end(self, open_entry: OpenEntry) -> None:
-        """End an open entry: its key is free for others now, its room once it has no writer."""
+        """End an open entry. Its key can be reserved now, and its memory is freed when it has no writer."""
         if open_entry.ended:
             return
         open_entry.ended = True
@@ -194,7 +246,7 @@ class OpenEntries:
             self._settle(open_entry)
 
     def sweep(self, now_s: float, limit: int) -> None:
-        """End expired open entries and free rooms without a writer, at most `limit` of each."""
+        """End expired open entries and free memory without a writer, at most `limit` of each."""
         self._now_s = now_s
         for open_entry in self._expiries.due(now_s, limit):
             if not open_entry.ended:

@@ -1,9 +1,9 @@
 """The daemon's loop: one thread, one index, one arena, any number of clients.
 
-It answers a request before it looks at the next, so the index needs no lock, and `contains`
-costs one round trip of a socket. No request takes more than a few milliseconds; after two of one
-client's requests the others have their turn, and bytes that are no request get a `RequestFault`.
-Setting memory aside takes long: a separate thread does it ahead of need (`arena_growth.py`).
+It replies to a request before it reads the next, so the index needs no lock, and `contains` takes one round
+trip on a socket. No request takes more than a few milliseconds. After about 2 ms of one client's requests,
+those of other clients are handled. Invalid bytes get a `RequestFault`. Allocating memory takes long, so a
+separate thread allocates it ahead of need (`arena_growth.py`).
 """
 
 from __future__ import annotations
@@ -11,53 +11,136 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import os
 import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from cornplug.errors import ProtocolError
-from cornplug.settings.store_settings import NamespaceConfig
+from cornplug.local_socket import foreign_user
+from cornplug.settings import NamespaceConfig
 from cornplug.store import messages
-from cornplug.store.arena import SharedArena
+from cornplug.store.arena import SharedArena, WriteFences
 from cornplug.store.base import ReserveRefusal
 from cornplug.store.daemon.access_log import AccessLog
 from cornplug.store.daemon.arena_growth import ArenaGrowth
+from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
-from cornplug.store.daemon.session import ClientFault, ClientSession
-from cornplug.store.daemon.store_telemetry import StoreTelemetry
-from cornplug.store.table.entry_table_layout import TableShape
-from cornplug.store.table.entry_table_writer import EntryTableWriter
-from cornplug.store.table.use_notes import UseNotes
+from cornplug.store.daemon.store_counters import StoreTelemetry
+from cornplug.store.entry_table import TableShape
+from cornplug.store.use_notes import NO_PAGE, UseNotes
 from cornplug.store.validation import check_app, check_cost, check_entries, check_meta, check_part, check_ttl
-from cornplug.store.write_fences import WriteFences
 
 if TYPE_CHECKING:
     from cornplug.store.disk.open_disk import OpenedDisk
     from cornplug.store.far.open_far import OpenedFar
 
+
+_CHUNK_BYTES: Final = 256 << 10
 HELLO_WITHIN_S: Final = 5.0
 _TICK_S: Final = 0.5
 _TURN_S: Final = 2e-3
-"""How long one client's requests are answered before the others are asked for theirs."""
+"""Time for which one client's requests are handled before those of the others, in seconds."""
 _FAULT_CHARS: Final = 300
 _REQUEST_FAULTS: Final = (ValueError, OverflowError, RecursionError, MemoryError, msgspec.MsgspecError)
-"""All errors that decoding and checking of hostile bytes can raise."""
-
+"""All errors that decoding and validation of hostile bytes can raise."""
 _log = logging.getLogger("cornplug.store")
 
 
-class StoreServer:
-    """Serves `listener` until `stop` is set or it has been idle for `idle_exit_s` (0: never).
+class ClientFault(Exception):
+    """A client must be disconnected, for the reason in the message."""
 
-    `renew` is called now and then for the socket to listen on; None: another daemon serves there, so end."""
+
+class ClientSession:
+    """Socket and buffers of one client. `owner` is the connection's number in the index.
+
+    Raises ClientFault if the connection cannot continue, because the client has disconnected or sends bytes
+    that are not frames. This does not affect other clients.
+    """
+
+    def __init__(self, sock: socket.socket, owner: int, *, since_s: float) -> None:
+        self.sock = sock
+        self.owner = owner
+        self.since_s = since_s
+        self.welcomed = False
+        self.notes_page = NO_PAGE
+        self._received = bytearray()
+        self._unsent = b""
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the client does not read its replies. If so, nothing is read from it."""
+        return bool(self._unsent)
+
+    def check_peer(self) -> None:
+        """Raise ClientFault if the client belongs to another user."""
+        if (uid := foreign_user(self.sock)) is not None:
+            raise ClientFault(f"user {uid} is not user {os.getuid()}")
+
+    def read(self) -> None:
+        """Read available bytes. Raises ClientFault if the connection has ended."""
+        try:
+            data = self.sock.recv(_CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as e:
+            raise ClientFault(f"connection lost: {e.strerror}") from e
+        if not data:
+            raise ClientFault("closed")
+        self._received += data
+
+    def next(self) -> bytes | None:
+        """Return the body of the next complete frame, or None if there is none, or if the client does not
+        read its replies. Raises ClientFault for bytes that are not frames."""
+        if self.stuck:
+            return None
+        try:
+            return messages.take_frame(self._received)
+        except ProtocolError as e:
+            raise ClientFault(f"no frames: {e}") from e
+
+    def send(self, reply: messages.Reply, *, number: int | None = None, fds: Sequence[int] = ()) -> None:
+        """Send a reply, and keep the bytes that the socket does not accept for `flush`. Raises ClientFault if
+        the connection has ended."""
+        try:
+            data = messages.frame(reply, number)
+        except ValueError as e:
+            data = messages.frame(messages.RequestFault(str(e)), number)
+        try:
+            sent = self.sock.send(data) if not fds else socket.send_fds(self.sock, [data], fds)
+        except BlockingIOError:
+            sent = 0
+        except OSError as e:
+            raise ClientFault(f"connection lost: {e.strerror}") from e
+        self._unsent = data[sent:]
+
+    def flush(self) -> None:
+        """Send more of the kept bytes. Raises ClientFault if the client has disconnected."""
+        try:
+            self._unsent = self._unsent[self.sock.send(self._unsent) :]
+        except BlockingIOError:
+            return
+        except OSError as e:
+            raise ClientFault(f"connection lost: {e.strerror}") from e
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+class StoreServer:
+    """Server on `listener`, until `stop` is set or it has been idle for `idle_exit_s` (0: never).
+
+    `renew` is called regularly and returns the socket to listen on, or None if another daemon serves the
+    path, which ends this server.
+    """
 
     def __init__(
         self,
@@ -100,21 +183,21 @@ class StoreServer:
         self._sessions: dict[int, ClientSession] = {}
         self.telemetry = StoreTelemetry(self._index, self._sessions)
         self._eager: dict[int, ClientSession] = {}
-        """Those whose turn ended with requests unanswered."""
+        """Sessions with buffered requests, served first in the next iteration."""
         self._ending: deque[int] = deque()
-        """Owners without a client that still have tokens."""
+        """Owners that have disconnected and still have tokens."""
         self._owners = itertools.count(1)
         self._selector = selectors.DefaultSelector()
         self._last_busy_s, self.stop = time.monotonic(), False
 
     def serve(self) -> None:
-        """Run. Returns when told to stop, or when idle for long enough."""
+        """Run until `stop` is set, or until the server has been idle for `idle_exit_s`."""
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._growth, selectors.EVENT_READ)
         for tier in self._watchers.pollable:
             self._selector.register(tier, selectors.EVENT_READ)
-        # The first client finds room.
+        # Memory is available when the first client connects.
         self._index.placement.extend(self._growth.first())
         next_tick_s = alert_until_s = time.monotonic() + _TICK_S
         while not self.stop:
@@ -148,8 +231,8 @@ class StoreServer:
             return
         except OSError as e:
             _log.error("cannot accept a client: %s", e.strerror)
-            # Out of file descriptors: the listener stays readable, and connected clients would wait for
-            # a loop that spins on it. The next tick looks at it again.
+            # Out of file descriptors. The listener stays readable, so the loop would spin and delay connected
+            # clients. The next tick tries again.
             self._selector.unregister(self._listener)
             self._accepting = False
             return
@@ -163,7 +246,7 @@ class StoreServer:
             self._end(session, e)
 
     def _attend(self, session: ClientSession, mask: int) -> None:
-        """A turn of one client: some of its requests, the rest when the others have had theirs."""
+        """Handle some requests of one client. The rest is handled after the other clients' requests."""
         if session.owner not in self._sessions:
             return
         was_stuck = session.stuck
@@ -226,7 +309,7 @@ class StoreServer:
         )
 
     def _reply(self, owner: int, request: messages.Request) -> messages.Reply | None:
-        """Raises one of _REQUEST_FAULTS, before anything has changed."""
+        """Execute a request and return its reply. Raises one of _REQUEST_FAULTS, before any change."""
         index, now_s = self._index, time.monotonic()
         match request:
             case messages.ContainsRequest(keys):
@@ -257,8 +340,8 @@ class StoreServer:
                 for meta in metas:
                     check_meta(meta)
                 pairs = list(zip(tokens, metas, strict=True))
-                # Tail first, as if it were older: pages of one message continue each other. Of a token that
-                # comes twice the first counts.
+                # Tail first, as if it were older, because pages of one message continue each other. If a
+                # token is repeated, the first counts.
                 tail_first = dict(reversed(pairs))
                 done = {token: index.commit(owner, token, meta) for token, meta in tail_first.items()}
                 return messages.CommitReply([done.pop(token, False) for token in tokens])
@@ -281,8 +364,8 @@ class StoreServer:
                 raise ValueError(f"no request: {type(request).__name__}")
 
     def _collect_reads(self) -> None:
-        """Before victims are chosen or counts are told; and at each tick, so that reads of all clients keep
-        about their order."""
+        """Collect the clients' notes of reads: before choosing victims or reporting counts, and at each tick,
+        so that reads of all clients keep about their order."""
         for session in self._sessions.values():
             self._collect_reads_of(session)
 
@@ -329,14 +412,15 @@ class StoreServer:
         self._ending.append(session.owner)
 
     def _end_owners(self) -> None:
-        """End leases and reservations of clients that have gone bit by bit, between the others' requests."""
+        """End leases and reservations of disconnected clients in small steps, between the others'
+        requests."""
         if not self._ending:
             return
         if not self._index.end_owner(self._ending[0], now_s=time.monotonic(), limit=messages.MAX_KEYS):
             return
         self._ending.popleft()
         if not self._sessions and not self._ending:
-            # The process runs without automatic collection (see `main.py`): do it while no client waits.
+            # The process runs without automatic collection (see `main.py`), so collect while no client waits.
             gc.collect()
 
     def _close_all(self) -> None:

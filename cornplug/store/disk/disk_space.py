@@ -1,4 +1,4 @@
-"""Which records lie in which segment, and where the next one goes: a queue of segments, bounded in bytes.
+"""Space of the disk tier: the records of each segment, and the location of the next record.
 
     oldest segment ... newest segment | the next record
     └ dropped whole when a new segment would exceed the bound; records that were read move to the new one
@@ -7,23 +7,28 @@ The segment that is dropped is the one with the fewest guaranteed bytes, and amo
 are guaranteed if their namespace is pinned, or would otherwise have less than its share of the disk.
 Guaranteed records move to the new segment before others.
 
-Pure: no I/O. The daemon's loop alone uses it.
+`DiskCounters` counts the disk tier's reads and writes since the daemon started. No I/O. Only the daemon's
+loop uses this module.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
 from cornplug.store.disk.record_format import ALIGN_BYTES
+from cornplug.store.store_stats import DiskNamespaceStat, DiskStat
 
 MOST_SEGMENT_BYTES: Final = 256 << 20
 _LEAST_SEGMENTS: Final = 8
 MOST_RECORDS: Final = 1 << 20
-"""Records beyond which the oldest segment is dropped too: the daemon keeps about 300 bytes for each."""
+"""Number of records beyond which the oldest segment is dropped too. The daemon keeps about 300 bytes for
+each."""
+UNUSED: Final = "evicted"
+"""Cause of a removal with its segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +37,15 @@ class DiskBounds:
 
     name: str = ""
     share_bytes: int = 0
-    """Bytes that other namespaces do not displace."""
+    """Bytes that other namespaces cannot displace."""
     ceiling_bytes: float = math.inf
     pinned: bool = False
-    """Whether its records are never dropped for those of others."""
+    """Whether records of other namespaces never displace its records."""
 
 
 @dataclass(slots=True, eq=False)
 class DiskRecord:
-    """An entry on disk, whole as far as the scan or the writer can tell."""
+    """Entry on disk, complete as far as the scan or the writer can detect."""
 
     key: bytes
     app: str
@@ -52,34 +57,34 @@ class DiskRecord:
     offset: int
     record_bytes: int
     was_read: bool = False
-    """Since it was written, or moved."""
+    """Whether the entry was read since its record was written or moved."""
 
 
 @dataclass(slots=True)
 class _Segment:
     size_bytes: int
     records: dict[int, DiskRecord] = field(default_factory=dict)
-    """By offset."""
+    """Records by offset."""
     bytes_by_name: Counter[str] = field(default_factory=Counter)
-    """Of live records, by namespace."""
+    """Bytes of live records, by namespace."""
 
 
 @dataclass(frozen=True, slots=True)
 class DroppedSegment:
-    """A segment that must go, and its records that deserve to stay: their new places."""
+    """Segment to delete, and the new locations of its records that are kept."""
 
     number: int
     lost: list[DiskRecord]
     moves: list[tuple[DiskRecord, int, int]]
-    """(record, segment, offset)."""
+    """Tuples of (record, segment, offset)."""
 
 
 class DiskSpace:
-    """The records of one disk tier.
+    """Records of one disk tier.
 
     Args:
-        existing: (number, bytes) of the segments that an earlier daemon has left.
-        bounds: Bounds of an app's namespace; None: there are none.
+        existing: (number, bytes) of the segments of an earlier daemon.
+        bounds: Function that returns the bounds of an app's namespace. None: no bounds.
     """
 
     def __init__(
@@ -91,7 +96,7 @@ class DiskSpace:
         self.size_bytes = size_bytes
         self._bounds_of = bounds or (lambda app: DiskBounds())
         self._bounds: dict[str, DiskBounds] = {}
-        """By namespace, of those that have had a record."""
+        """Bounds by namespace, of namespaces that have had a record."""
         self._by_name: dict[str, OrderedDict[bytes, DiskRecord]] = {}
         """Records of each namespace, oldest first."""
         self._bytes_by_name: Counter[str] = Counter()
@@ -102,34 +107,34 @@ class DiskSpace:
         self._records: dict[bytes, DiskRecord] = {}
         self._newest = max(self._segments, default=0)
         self._open = False
-        """Whether the newest segment takes records: one of an earlier daemon takes none."""
+        """Whether the newest segment accepts records. A segment of an earlier daemon does not."""
         self.entries_by_app: Counter[str] = Counter()
         self.bytes_by_app: Counter[str] = Counter()
-        """Of live records."""
+        """Entries and bytes of live records, by app."""
 
     def __len__(self) -> int:
         return len(self._records)
 
     @property
     def used_bytes(self) -> int:
-        """Of all segments."""
+        """Size of all segments in bytes."""
         return sum(one.size_bytes for one in self._segments.values())
 
     @property
     def segments(self) -> list[int]:
-        """Numbers of all segments, the oldest first."""
+        """Numbers of all segments, oldest first."""
         return list(self._segments)
 
     def all_keys(self) -> list[bytes]:
-        """Of all records."""
+        """Return the keys of all records."""
         return list(self._records)
 
     def find(self, key: bytes) -> DiskRecord | None:
-        """The record of an entry."""
+        """Return the record of an entry, or None."""
         return self._records.get(key)
 
     def add(self, record: DiskRecord, *, older: bool = False) -> bool:
-        """Add a record that was written, or that a scan found. Returns False if its segment has been dropped.
+        """Add a record that was written, or that a scan found. Return False if its segment has been dropped.
 
         Args:
             older: Whether it is older than the records added before.
@@ -146,8 +151,8 @@ class DiskSpace:
         return True
 
     def excess(self, app: str, new_bytes: int) -> list[DiskRecord] | None:
-        """Return the oldest records of the app's namespace that must go so that `new_bytes` more fit below
-        its ceiling; None if they cannot make room."""
+        """Return the oldest records of the app's namespace to remove so that `new_bytes` more fit below its
+        ceiling, or None if that is not enough."""
         bounds = self._bounds_of(app)
         missing = self._bytes_by_name[bounds.name] + new_bytes - bounds.ceiling_bytes
         if missing > 0 and bounds.pinned:
@@ -161,7 +166,7 @@ class DiskSpace:
         return excess if missing <= 0 else None
 
     def remove(self, key: bytes) -> DiskRecord | None:
-        """Forget a record; its bytes stay until their segment goes."""
+        """Remove a record. Its bytes stay on disk until their segment is dropped."""
         record = self._records.pop(key, None)
         if record is None:
             return None
@@ -170,7 +175,7 @@ class DiskSpace:
         return record
 
     def move(self, record: DiskRecord, segment: int, offset: int) -> bool:
-        """A record was copied. False where it was forgotten meanwhile."""
+        """Update the location of a record that was copied. Return False if it has been removed."""
         if self._records.get(record.key) is not record or segment not in self._segments:
             return False
         self._take_from_segment(record)
@@ -180,9 +185,9 @@ class DiskSpace:
         return True
 
     def place(self, record_bytes: int) -> tuple[int, int] | None:
-        """(segment, offset) for a new record; None where the newest segment has no room for it.
+        """Return the (segment, offset) for a new record, or None if it does not fit in the newest segment.
 
-        Then `open_segment`, where `fits` says that this is of use.
+        After None, call `open_segment` if `fits` returns True.
         """
         if not self._open or self._segments[self._newest].size_bytes + record_bytes > self.segment_bytes:
             return None
@@ -191,22 +196,22 @@ class DiskSpace:
         return self._newest, offset
 
     def fits(self, record_bytes: int) -> bool:
-        """Whether a new segment has room for this record, also beside those that move into it."""
+        """Return whether this record fits in a new segment, together with the records that move into it."""
         return record_bytes <= self.segment_bytes - self.segment_bytes // 2
 
     def give_up(self, number: int) -> None:
-        """Forget a new segment, which has no record: it could not be made."""
+        """Remove a new segment, which has no record, because its file could not be created."""
         self._segments.pop(number, None)
         self._open = self._open and number != self._newest
 
     @property
     def exceeds_bound(self) -> bool:
-        """Whether an earlier daemon has left more than this one may keep."""
+        """Whether the segments of an earlier daemon exceed this daemon's limit."""
         return self.used_bytes > self.size_bytes
 
     @property
     def is_full(self) -> bool:
-        """Whether a segment must go for a new one."""
+        """Whether a new segment requires dropping a segment."""
         return self.used_bytes > self._most_old_bytes or len(self._records) > MOST_RECORDS
 
     @property
@@ -214,10 +219,10 @@ class DiskSpace:
         return self.size_bytes - self.segment_bytes - self.segment_bytes // 2
 
     def open_segment(self) -> list[DroppedSegment]:
-        """Begin a new segment. Returns the oldest ones, which must go for it.
+        """Start a new segment, and return the segments dropped for it.
 
-        Records that were read since they were written move into the new segment, up to half of it: half a
-        segment of the bound is kept for them, so that files never exceed it.
+        Records that were read since they were written move into the new segment, up to half of it. Half a
+        segment of the limit is reserved for them, so that files never exceed it.
         """
         self._newest += 1
         self._open = True
@@ -230,7 +235,7 @@ class DiskSpace:
         return dropped
 
     def forget_unmoved(self, records: Iterable[DiskRecord]) -> list[DiskRecord]:
-        """Those of `records`, of dropped segments, that could not be copied; they are forgotten."""
+        """Remove the records of dropped segments that could not be copied, and return them."""
         gone = [record for record in records if record.segment not in self._segments]
         for record in gone:
             if self._records.get(record.key) is record:
@@ -261,7 +266,7 @@ class DiskSpace:
         return self.used_bytes - self._segments[self._newest].size_bytes
 
     def _guaranteed(self, name: str, segment: _Segment) -> int:
-        """Guaranteed bytes of a namespace in a segment."""
+        """Return the guaranteed bytes of a namespace in a segment."""
         bounds = self._bounds[name]
         beyond_bytes = 0 if bounds.pinned else self._bytes_by_name[name] - bounds.share_bytes
         return segment.bytes_by_name[name] - max(0, min(beyond_bytes, segment.bytes_by_name[name]))
@@ -269,7 +274,7 @@ class DiskSpace:
     def _drop_one(self, new: _Segment) -> DroppedSegment:
         guaranteed = [name for name, one in self._bounds.items() if one.share_bytes or one.pinned]
         old = (number for number in self._segments if number != self._newest)
-        # `min` takes the first of equals, which is the oldest.
+        # `min` returns the first of equals, which is the oldest.
         number = min(
             old, key=lambda one: sum(self._guaranteed(name, self._segments[one]) for name in guaranteed)
         )
@@ -300,3 +305,44 @@ class DiskSpace:
 
 def _down(size_bytes: int) -> int:
     return max(size_bytes // ALIGN_BYTES, 1) * ALIGN_BYTES
+
+
+class DiskCounters:
+    """Counts of the disk tier. `name_of` returns the namespace of an app. Only the daemon's loop uses it."""
+
+    def __init__(self, space: DiskSpace, name_of: Callable[[str], str]) -> None:
+        self.writes: Counter[str] = Counter()
+        """Entries by outcome."""
+        self.reads: Counter[str] = Counter()
+        self._space, self._name_of = space, name_of
+        self._hits: Counter[str] = Counter()
+        self._removals: defaultdict[str, Counter[str]] = defaultdict(Counter)
+
+    def hit(self, record: DiskRecord) -> None:
+        """Count an entry that was read into memory."""
+        self.reads["read"] += 1
+        self._hits[self._name_of(record.app)] += 1
+
+    def removed(self, record: DiskRecord, cause: str) -> None:
+        """Count an entry that was removed from the disk."""
+        self._removals[self._name_of(record.app)][cause] += 1
+
+    def stat(self, *, queued: int, scanning: bool) -> DiskStat:
+        """Return copies of the counts, with the current sizes."""
+        space = self._space
+        entries: Counter[str] = Counter()
+        used: Counter[str] = Counter()
+        for app, count in space.entries_by_app.items():
+            entries[self._name_of(app)] += count
+            used[self._name_of(app)] += space.bytes_by_app[app]
+        names = sorted({*entries, *self._hits, *self._removals})
+        return DiskStat(
+            capacity_bytes=space.size_bytes, used_bytes=space.used_bytes, entries=len(space), queued=queued,
+            scanning=scanning, writes=dict(self.writes), reads=dict(self.reads),
+            namespaces={
+                name: DiskNamespaceStat(
+                    used[name], entries[name], self._hits[name], dict(self._removals.get(name, ()))
+                )
+                for name in names
+            },
+        )  # fmt: skip

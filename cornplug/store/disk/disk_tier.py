@@ -1,13 +1,13 @@
-"""The disk tier of a store: entries are written back beside answers, and recalled after they left memory.
+"""Disk tier of a store. Entries are written in the background, and recalled after they left memory.
 
     committed, read ──> queue ──> a segment, by the writer     entries are written once, sealed
     recalled        ──> memory, by readers (`promotions.py`)
     evicted                                                    the table shows it as on disk only
     deleted, purged, expired                                   the record is ended too
-    restart         ──> scan of headers (`disk_scan.py`)       the table shows what it finds
+    restart         ──> scan of headers (`segment_files.py`)   the table shows what it finds
 
-The daemon's loop alone calls it, and waits for nothing in it. Nothing holds an entry that is being written:
-one that is evicted meanwhile gets no record.
+Only the daemon's loop calls it, and no call blocks. Entries are not leased while they are written: an entry
+that is evicted during the write gets no record.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 from cornplug.store.base import PurgeRule
-from cornplug.store.disk.disk_counters import UNUSED, DiskCounters
-from cornplug.store.disk.disk_scan import DiskScan, purge_names
-from cornplug.store.disk.disk_space import DiskBounds, DiskRecord, DiskSpace, DroppedSegment
+from cornplug.store.disk.disk_space import (
+    UNUSED,
+    DiskBounds,
+    DiskCounters,
+    DiskRecord,
+    DiskSpace,
+    DroppedSegment,
+)
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
 from cornplug.store.disk.promotions import Promotions
-from cornplug.store.disk.record_format import SALT_BYTES, RecordHeader
-from cornplug.store.disk.record_seal import RecordDamaged
-from cornplug.store.disk.segment_files import FoundRecord, SegmentFiles
+from cornplug.store.disk.record_format import SALT_BYTES, RecordDamaged, RecordHeader
+from cornplug.store.disk.segment_files import DiskScan, FoundRecord, SegmentFiles, purge_names
 from cornplug.store.disk.tier_protocols import (
     DiskMarks,
     NamespaceRules,
@@ -37,20 +41,21 @@ from cornplug.store.disk.tier_protocols import (
     TieredEntry,
     TieredIndex,
 )
-from cornplug.store.stats.store_stats import DiskStat
+from cornplug.store.store_stats import DiskStat
 
 MOST_QUEUED: Final = 1 << 16
-"""Entries that wait for their writing; of more the newest are not written until they are read."""
+"""Maximum number of entries that wait to be written. Beyond it, new entries are not written until they are
+read."""
 RETRY_S: Final = 5.0
-"""Pause of writes after one that failed."""
+"""Pause of writes after a failed write, in seconds."""
 _WRITING: Final = 8
-"""Entries that the writer has at once: it has its next one when it is done."""
+"""Number of entries that the writer has at a time, so that its next write is ready."""
 _FLUSH_BYTES: Final = 64 << 20
-"""Written bytes after which the writer waits for the device."""
+"""Written bytes after which the writer flushes to the device."""
 _FOUND_AT_ONCE: Final = 256
-"""Records of a scan that one turn of the loop takes: about 1 ms."""
+"""Number of found records that one iteration of the loop adds, about 1 ms."""
 _DRAIN_S: Final = 5.0
-"""Longest wait at the end for entries that are not written yet."""
+"""Maximum time for writing the remaining entries at shutdown, in seconds."""
 _PROBLEMS: Final = {
     errno.ENOSPC: "disk_full", errno.EDQUOT: "disk_full", errno.EFBIG: "disk_full",
     errno.EROFS: "disk_readonly", errno.EACCES: "disk_readonly",
@@ -59,7 +64,7 @@ _log = logging.getLogger("cornplug.store")
 
 
 class DiskOptions(Protocol):
-    """A disk that is ready for a tier (`open_disk.py`)."""
+    """Disk that is ready for a tier (`open_disk.py`)."""
 
     @property
     def files(self) -> SegmentFiles: ...
@@ -70,10 +75,10 @@ class DiskOptions(Protocol):
 
 
 class DiskTier:
-    """The tier of one daemon. `fileno` is readable when `step` has something to do.
+    """Disk tier of one daemon. `fileno` is readable when `step` has something to do.
 
     Args:
-        capacity_bytes: Of the memory tier.
+        capacity_bytes: Capacity of the memory tier.
     """
 
     def __init__(
@@ -94,15 +99,15 @@ class DiskTier:
         self._workers = DiskWorkers(write_bytes_s=disk.write_bytes_s)
         self._queue: OrderedDict[bytes, None] = OrderedDict()
         self._writing: dict[bytes, bool] = {}
-        """Entries that the writer has, and whether they have ended meanwhile."""
+        """Entries that the writer has, and whether they have ended since."""
         self._writing_bytes: Counter[str] = Counter()
         """Bytes of their records, by namespace."""
         self._problem = ""
-        """Of the last write, if it failed."""
+        """Problem of the last write, if it failed."""
         self._resume_s = 0.0
         self._unflushed_bytes = 0
         self._killed: set[int] = set()
-        """Segments with ended records that are not flushed to the device yet."""
+        """Segments with ended records whose marks are not flushed to the device yet."""
         self._syncing = 0
         """Number of segments that the writer is flushing."""
         self._scan = DiskScan(self._files, self._workers, self._space.segments)
@@ -118,15 +123,15 @@ class DiskTier:
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has more to do at once."""
+        """Whether `step` has more to do immediately."""
         return self._scan.has_records
 
     def added(self, entry: TieredEntry) -> None:
-        """An entry is in memory: it will be written, unless it is on disk."""
+        """Queue an entry in memory for writing, unless it is on disk."""
         self._offer(entry.key)
 
     def read(self, entries: Iterable[TieredEntry]) -> None:
-        """Entries in memory were read: their records stay, and those that have none are offered again."""
+        """Mark the records of entries that were read in memory, and queue entries without a record."""
         for entry in entries:
             record = self._space.find(entry.key)
             if record is None:
@@ -135,14 +140,14 @@ class DiskTier:
                 record.was_read = True
 
     def ended(self, key: bytes, cause: str) -> None:
-        """An entry has left memory."""
+        """Handle an entry that has left memory."""
         if cause != UNUSED:
             self.forget(key, cause)
         elif self._space.find(key) is not None:
             self._marks.show_on_disk(key)
 
     def forget(self, key: bytes, cause: str) -> bool:
-        """End an entry on disk, also after a restart. Whether there was one."""
+        """End an entry on disk, also for later daemons. Return whether there was one."""
         self._queue.pop(key, None)
         if key in self._writing:
             self._writing[key] = True
@@ -156,11 +161,11 @@ class DiskTier:
         return True
 
     def holds(self, key: bytes) -> bool:
-        """Whether an entry is on disk."""
+        """Return whether an entry is on disk."""
         return self._space.find(key) is not None
 
     def recall(self, keys: Sequence[bytes]) -> None:
-        """Have entries that are on disk only read into memory, soon."""
+        """Start to read entries that are on disk only into memory."""
         for key in keys:
             record = self._space.find(key)
             if record is not None and self._is_expired(record.app, record.written_s):
@@ -168,15 +173,16 @@ class DiskTier:
         self._promotions.recall(keys)
 
     def all_keys(self) -> list[bytes]:
-        """Of all entries on disk."""
+        """Return the keys of all entries on disk."""
         return self._space.all_keys()
 
     def purge_begins(self, rule: PurgeRule) -> None:
-        """The scan, if it is under way, passes over the records that this purge ends."""
+        """Let a running scan skip the records that this purge ends."""
         self._scan.purged(rule)
 
     def purge(self, key: bytes, rule: PurgeRule) -> int | None:
-        """End an entry that is on disk only; its bytes there. None where the rule does not name it."""
+        """End an entry that is on disk only, and return its bytes there, or None if the rule does not
+        match."""
         record = self._space.find(key)
         if record is None or not purge_names(rule, record.app, time.time() - record.written_s):
             return None
@@ -185,12 +191,12 @@ class DiskTier:
         return record.record_bytes
 
     def stat(self) -> DiskStat:
-        """A snapshot."""
+        """Return a snapshot."""
         queued = len(self._queue) + len(self._writing)
         return self._counters.stat(queued=queued, scanning=not self._scan.over)
 
     def step(self) -> None:
-        """Take the results of the threads, and give them more to do."""
+        """Process the results of the threads, and start more work."""
         self._workers.collect()
         for found in self._scan.take(_FOUND_AT_ONCE):
             self._add_found(found)
@@ -199,7 +205,7 @@ class DiskTier:
         self._promotions.step()
 
     def close(self) -> None:
-        """Write the entries that wait, for a few seconds at most, and end."""
+        """Write the waiting entries, for a few seconds at most, and close the disk."""
         end_s = time.monotonic() + _DRAIN_S
         self._workers.hurry()
         while (self._queue or self._writing) and not self._problem and time.monotonic() < end_s:
@@ -210,7 +216,7 @@ class DiskTier:
         self._files.close()
 
     def _bounds_of(self, app: str) -> DiskBounds:
-        """Share and ceiling of an app's namespace, as parts of the disk."""
+        """Return the share and ceiling of an app's namespace on this disk."""
         name = self._rules.name_of(app)
         if name not in self._bounds:
             rules, size_bytes = self._rules.rules_of(app), self._space.size_bytes
@@ -232,7 +238,7 @@ class DiskTier:
             return
         record = _record(header, found.segment, found.offset)
         if self._space.excess(record.app, record.record_bytes):
-            # Newer records fill the namespace up to its ceiling. Those of a pinned namespace stay.
+            # Newer records fill the namespace up to its ceiling. Records of a pinned namespace stay.
             self._kill(found.segment, found.offset)
             return
         if self._space.add(record, older=True) and self._index.find(header.key) is None:
@@ -247,11 +253,11 @@ class DiskTier:
             self._counters.writes["dropped"] += 1
 
     def _write_some(self) -> None:
-        # During the scan, an entry may have an older record that is not found yet. It ends when it is found.
+        # During the scan, an entry may have an older record, which ends when it is found.
         if not self._queue or time.monotonic() < self._resume_s:
             return
         if not self._scan.over and self._space.is_full and self._rules.has_guarantees:
-            # The segment that would be dropped may have guaranteed records that are not found yet.
+            # The segment to drop may have guaranteed records that are not found yet.
             return
         most = 1 if self._problem else _WRITING
         while self._queue and len(self._writing) < most:
@@ -329,7 +335,7 @@ class DiskTier:
                 self._counters.writes["written"] += 1
         entry = self._index.find(key)
         if entry is not None:
-            # Nothing where it has its record now; else it is another entry of the key.
+            # Does nothing if the entry has its record now. Otherwise it is a new entry with the same key.
             self._offer(key)
         elif self._space.find(key) is not None:
             self._marks.show_on_disk(key)
@@ -352,7 +358,7 @@ class DiskTier:
             )
 
     def _move(self, old: int, old_offset: int, segment: int, offset: int) -> bool:
-        """On the writer's thread."""
+        """Copy a record. Runs on the writer's thread."""
         self._files.copy(self._files.find(old, old_offset), segment, offset)
         return True
 
@@ -375,14 +381,14 @@ class DiskTier:
             self._space.give_up(number)
 
     def _kill(self, segment: int, offset: int) -> None:
-        # Where that fails, the segment is gone, or the disk takes nothing: its keys are not read in this run.
+        # If this fails, the segment is gone or the disk fails. The key is not read in this run.
         self._workers.write(functools.partial(self._files.kill, segment, offset), self._noted)
         self._killed.add(segment)
 
     def _sync_killed(self) -> None:
         """Flush the marks of ended records to the device, so that a power failure does not undo them.
 
-        One flush of a segment covers all records that ended before it: a purge may end thousands.
+        One flush of a segment covers all records that ended before it, because a purge may end thousands.
         """
         if self._syncing:
             return
@@ -400,7 +406,7 @@ class DiskTier:
             self._failed(result)
 
     def _failed(self, problem: DiskFailure) -> str:
-        """Pause writes. Returns the outcome of a write that met this problem."""
+        """Pause writes, and return the outcome of a write that had this problem."""
         kind = _PROBLEMS.get(getattr(problem, "errno", 0), "disk_error")
         if kind != self._problem:
             _log.error("the store's disk: %s: no entries are written there for now", problem)

@@ -1,11 +1,9 @@
-"""Threads of a tier: one that writes, some that read. The daemon's loop waits for none of them.
+"""Threads of a tier: one writer and several readers. The daemon's loop does not wait for them.
 
     loop ──write(work, done)──> thread: work() ──fileno() readable──> loop: collect() calls done(result)
 
-Reads for which a client waits go before those in the background.
-
-Sealing and opening a chunk, and every call of the system, run without the interpreter's lock: the loop
-answers meanwhile.
+Reads for which a client waits are done before background reads. Encryption, decryption and system calls run
+without the interpreter's lock, so the loop replies in parallel.
 """
 
 from __future__ import annotations
@@ -20,28 +18,28 @@ from collections.abc import Callable
 from queue import PriorityQueue
 from typing import Final, TypeVar
 
-from cornplug.store.disk.record_seal import RecordDamaged
+from cornplug.store.disk.record_format import RecordDamaged
 
 _READERS: Final = 2
 _END_S: Final = 5.0
-"""Longest wait for a thread at the end: one that hangs in a device keeps no daemon."""
+"""Maximum wait for a thread at shutdown, in seconds, in case it hangs in a device."""
 
 T = TypeVar("T")
 DiskFailure = OSError | RecordDamaged
 Job = Callable[[], None]
 _Jobs = PriorityQueue[tuple[int, int, Job | None]]
-"""Each with its rank and its number, which keeps jobs of one rank in order."""
+"""Jobs with their rank and number. The number keeps jobs of one rank in order."""
 _WAITED_FOR, _END, _LATER = range(3)
 """Ranks of jobs."""
 
 
 class DiskWorkers:
-    """The threads, and the results that they have. `fileno` is readable when there is one to collect.
+    """The threads, and their results. `fileno` is readable when there is a result to collect.
 
     Args:
-        write_bytes_s: What the writer writes in a second at most; None: as much as the device takes.
-        readers: Threads that read.
-        name: Of the threads.
+        write_bytes_s: Maximum write rate in bytes per second. None: unlimited.
+        readers: Number of threads that read.
+        name: Name of the threads.
     """
 
     def __init__(
@@ -68,16 +66,17 @@ class DiskWorkers:
     def write(
         self, work: Callable[[], T], done: Callable[[T | DiskFailure], None], size_bytes: int = 0
     ) -> None:
-        """Do `work`, which writes `size_bytes`, after all earlier writes; `done` gets its result or error."""
+        """Run `work`, which writes `size_bytes`, after all earlier writes. `done` gets its result or
+        error."""
         pause_s = size_bytes / self._write_bytes_s if self._write_bytes_s else 0.0
         self._writes.put((_WAITED_FOR, next(self._numbers), self._job(work, done, pause_s)))
 
     def read(self, work: Callable[[], T], done: Callable[[T | DiskFailure], None]) -> None:
-        """Do `work` beside writes and other reads; otherwise as `write`."""
+        """Run `work` in parallel with writes and other reads. Otherwise like `write`."""
         self._reads.put((_WAITED_FOR, next(self._numbers), self._job(work, done, 0.0)))
 
     def read_later(self, order: int, work: Callable[[], T], done: Callable[[T | DiskFailure], None]) -> None:
-        """Do `work` when no other read waits, the least `order` first; not after `close` was called."""
+        """Run `work` when no other read waits, lowest `order` first. Not run after `close` was called."""
         self._reads.put((_LATER + order, next(self._numbers), self._job(work, done, 0.0)))
 
     def _job(self, work: Callable[[], T], done: Callable[[T | DiskFailure], None], pause_s: float) -> Job:
@@ -86,7 +85,7 @@ class DiskWorkers:
             try:
                 result = work()
             except (OSError, RecordDamaged) as e:
-                # With its traceback it would be in a cycle, and the daemon collects none while it is busy.
+                # With its traceback it would be in a cycle, and a busy daemon collects no cycles.
                 result = e.with_traceback(None)
             self._results.append(lambda: done(result))
             os.eventfd_write(self._ready, 1)
@@ -96,24 +95,25 @@ class DiskWorkers:
         return job
 
     def collect(self) -> None:
-        """Hand out the results that are there."""
+        """Call `done` for the available results."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._ready)
         while self._results:
             self._results.popleft()()
 
     def wait(self, seconds: float) -> None:
-        """Return when there is a result to collect, or after so long."""
+        """Wait until there is a result to collect, for at most `seconds`."""
         poller = select.poll()
         poller.register(self._ready, select.POLLIN)
         poller.poll(seconds * 1e3)
 
     def hurry(self) -> None:
-        """Keep no pace from now on."""
+        """Stop limiting the write rate."""
         self._closing.set()
 
     def close(self, *, within_s: float = _END_S) -> None:
-        """End the threads, after the work that they have; its results are lost. Waits so long for each."""
+        """End the threads after their queued writes and reads. Results are lost. Waits `within_s` for each
+        thread."""
         self.hurry()
         for queue in self._queues:
             queue.put((_END, next(self._numbers), None))

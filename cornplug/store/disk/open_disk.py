@@ -1,4 +1,4 @@
-"""Opens the disk folder of a store."""
+"""Opening of a store's disk folder."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def open_disk(
 
     Raises ConfigError if the folder cannot be used, or if the package for encryption is not installed.
 
-    Args: size_bytes: Maximum size of its files. None: half of the free space on the file system, counting
-    existing files in the folder as free.
+    Args:
+        size_bytes: Maximum size of its files. None: half of the free space on the file system, counting
+            existing files in the folder as free.
     """
     if importlib.util.find_spec("cryptography") is None:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Recalls: entries on disk that clients will read become entries in memory.
 
-recalled ──room──> read, each chunk verified ──> committed: clients find it in the table
-    └ refused      └ damaged: forgotten
+recalled ──reserve──> read, each chunk verified ──> committed: clients find it in the table
+    └ refused         └ damaged: removed
 
 Namespaces take turns. If there are several, each has at most half of the bytes that are recalled at once.
 """
@@ -15,22 +15,21 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from cornplug.store.base import Reservation, ReserveRefusal
-from cornplug.store.disk.disk_counters import DiskCounters
-from cornplug.store.disk.disk_space import DiskRecord, DiskSpace
+from cornplug.store.disk.disk_space import DiskCounters, DiskRecord, DiskSpace
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
-from cornplug.store.disk.record_seal import RecordDamaged
+from cornplug.store.disk.record_format import RecordDamaged
 from cornplug.store.disk.segment_files import SegmentFiles
 from cornplug.store.disk.tier_protocols import TIER_OWNER, NamespaceRules, RoomMemory, TieredIndex
 
 _READING: Final = 4
-"""Entries that are read at once: the readers have their next one when they are done."""
+"""Number of entries that are read at a time, so that each reader's next read is ready."""
 
 
 class Promotions:
     """Recalls of one tier.
 
     Args:
-        most_bytes: Payloads that are recalled at once: more would evict one another.
+        most_bytes: Maximum payload bytes recalled at a time. More entries would evict one another.
         forget: Ends an entry on disk, with the cause.
     """
 
@@ -51,13 +50,13 @@ class Promotions:
         self._index, self._memory, self._counters = index, memory, counters
         self._most_bytes, self._forget, self._rules = most_bytes, forget, rules
         self._waiting: OrderedDict[str, OrderedDict[bytes, DiskRecord]] = OrderedDict()
-        """Namespace -> its records. The first namespace has the next turn."""
+        """Records by namespace. The first namespace has the next turn."""
         self._reading: dict[bytes, DiskRecord] = {}
         self._bytes: Counter[str] = Counter()
-        """Bytes that wait or are read, by namespace."""
+        """Bytes that wait or are being read, by namespace."""
 
     def recall(self, keys: Sequence[bytes]) -> None:
-        """Have these entries read, in this order; as many as have room at once."""
+        """Queue these entries for reading, in this order, up to the limit of bytes."""
         for key in keys:
             record = self._space.find(key)
             if record is None or key in self._reading or self._index.find(key):
@@ -73,7 +72,7 @@ class Promotions:
             self._wait(record)
 
     def _has_room(self, name: str, payload_bytes: int) -> bool:
-        """Whether this namespace may have so many more bytes recalled. One record is always allowed."""
+        """Return whether this namespace may recall `payload_bytes` more. One record is always allowed."""
         own_bytes, all_bytes = self._bytes[name], self._bytes.total()
         most_bytes = self._most_bytes // (2 if len(self._rules.names) > 1 else 1)
         return not own_bytes or (
@@ -89,7 +88,7 @@ class Promotions:
             self._waiting.move_to_end(name, last=False)
 
     def _next(self) -> DiskRecord:
-        """Take the next record out of the queue. The turn passes to the next namespace."""
+        """Remove the next record from the queue. The next turn is another namespace's."""
         name, waiting = self._waiting.popitem(last=False)
         _, record = waiting.popitem(last=False)
         if waiting:
@@ -101,7 +100,7 @@ class Promotions:
         self._bytes[self._rules.name_of(record.app)] -= record.payload_bytes
 
     def step(self) -> None:
-        """Begin reads as far as there is room and a reader."""
+        """Start reads as far as memory and readers are available."""
         while self._waiting and len(self._reading) < _READING:
             record = self._next()
             key = record.key
@@ -130,7 +129,8 @@ class Promotions:
     def _read(
         self, key: bytes, size_bytes: int, segment: int, offset: int, room: Reservation
     ) -> bytes | None:
-        """On a reader's thread: fill the room; the entry's header, or None where the room is another's."""
+        """Read an entry into its memory, and return its header, or None if the reservation has ended. Runs on
+        a reader's thread."""
         found = self._files.find(segment, offset)
         if (found.header.key, found.header.payload_bytes) != (key, size_bytes):
             raise RecordDamaged("another entry's record")
@@ -151,13 +151,13 @@ class Promotions:
             return
         self._index.release(TIER_OWNER, [room.token], now_s=time.monotonic())
         if isinstance(meta, RecordDamaged) and place != (record.segment, record.offset):
-            # It moved while it was read.
+            # The record was moved during the read.
             self._wait(record)
             return
         self._leave(record)
         if meta is None or isinstance(meta, bytes):
             self._counters.reads["late"] += 1
         else:
-            # Else clients would wait for it again and again.
+            # Otherwise clients would wait for it repeatedly.
             self._counters.reads["damaged" if isinstance(meta, RecordDamaged) else "disk_error"] += 1
             self._forget(record.key, "damaged")

@@ -1,23 +1,29 @@
-"""The bytes of a record on disk: a header in clear, then the sealed entry. Pure: no I/O, no keys.
+"""Format of a disk record, and its encryption: a plain header, then the sealed entry. No I/O.
 
     magic "CPDR" | u16 version | u16 state | u64 payload bytes | u32 header bytes of the entry ("meta") |
     u16 app bytes | f64 seconds of recomputation | f64 time of writing (Unix) | 32-byte key | 16-byte salt |
     app | 16-byte tag of all the above with state 0
     sealed meta | sealed chunk of the payload ... | zeros up to a multiple of 4 KiB
 
-All integers are little-endian. Records begin at multiples of 4 KiB, so that one damaged header hides one
-record and not those behind it. The tag is keyed by the store's secret: a scan takes no header for its own
-that another secret has made. `state` is the only field that is ever written again: 0 becomes 1 when the
-entry is deleted.
+All integers are little-endian. Records begin at multiples of 4 KiB, so that a damaged header hides only its
+own record. The tag is keyed by the store's secret, so a scan rejects headers written with another secret.
+`state` is the only field that is overwritten: 0 becomes 1 when the entry is deleted.
 
 Each sealed piece is its AES-256-GCM ciphertext and 16 bytes of tag, with the header (state 0) as associated
-data and its number as nonce, under a key that only this record has (`record_seal.py`). Chunks have
-CHUNK_BYTES of payload, so that a part of a payload can be read and verified alone.
+data and its number as nonce, under a key that only this record has. Chunks have CHUNK_BYTES of payload, so
+that part of a payload can be read and verified alone.
+
+A record persists after the process that wrote it, and other users may be able to change it. The seal binds it
+to the sharing domain's secret. Each record has its own key, HKDF-SHA256(secret, salt of the record, domain
+name | entry's key), so nonces can be numbers, and no two records of one entry share a key and a nonce. Only a
+store with a disk needs the package "cryptography", which is imported at the first use.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import secrets
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,21 +36,25 @@ SALT_BYTES: Final = 16
 MAGIC: Final = b"CPDR"
 VERSION: Final = 1
 STATE_AT: Final = 6
-"""Where a record has its state."""
+"""Byte offset of the state in a record."""
 DEAD: Final = b"\x01\x00"
 _FIXED: Final = struct.Struct("<4sHHQIHdd32s16s")
 _MOST_APP_BYTES: Final = 1024
 MOST_HEADER_BYTES: Final = _FIXED.size + _MOST_APP_BYTES + TAG_BYTES
-"""A header is no longer, and within the first ALIGN_BYTES of its record."""
+"""Maximum size of a header, which lies within the first ALIGN_BYTES of its record."""
 _MOST_META_BYTES: Final = 1 << 24
 
 Authenticate = Callable[[bytes], bytes]
-"""The tag of a header's bytes."""
+"""Function that returns the tag of a header's bytes."""
+_RECORD_DOMAIN: Final = b"cornplug disk record 1"
+_HEADER_DOMAIN: Final = b"cornplug disk header 1"
+_KEY_BYTES: Final = 32
+_META_NUMBER: Final = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """What a record says of its entry in clear."""
+    """Unencrypted description of a record's entry."""
 
     key: bytes
     app: str
@@ -52,39 +62,39 @@ class RecordHeader:
     meta_bytes: int
     cost_s: float
     written_s: float
-    """Unix time: entries of a namespace with a time to live end by it after a restart too."""
+    """Unix time, so that the time to live of a namespace applies after a restart too."""
     salt: bytes
     dead: bool = False
 
     @property
     def header_bytes(self) -> int:
-        """Of the header with its tag."""
+        """Size of the header with its tag."""
         return _FIXED.size + len(self.app.encode()) + TAG_BYTES
 
     @property
     def chunks(self) -> int:
-        """Sealed chunks of the payload."""
+        """Number of sealed chunks of the payload."""
         return -(-self.payload_bytes // CHUNK_BYTES)
 
     @property
     def used_bytes(self) -> int:
-        """Of the record without the zeros behind it."""
+        """Size of the record without the padding."""
         sealed = self.meta_bytes + self.payload_bytes + TAG_BYTES * (1 + self.chunks)
         return self.header_bytes + sealed
 
     @property
     def record_bytes(self) -> int:
-        """Of the record."""
+        """Size of the record."""
         return -(-self.used_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
     def chunk_at(self, number: int) -> tuple[int, int]:
-        """(offset in the record, bytes with the tag) of a chunk of the payload."""
+        """Return (offset in the record, bytes with the tag) of a chunk of the payload."""
         start = self.header_bytes + self.meta_bytes + TAG_BYTES + number * (CHUNK_BYTES + TAG_BYTES)
         return start, min(CHUNK_BYTES, self.payload_bytes - number * CHUNK_BYTES) + TAG_BYTES
 
 
 def encode_record_header(header: RecordHeader, authenticate: Authenticate) -> bytes:
-    """The header's bytes with its tag, state 0. Raises ValueError when a field does not fit."""
+    """Return the header's bytes with its tag, state 0. Raises ValueError if a field does not fit."""
     app = header.app.encode()
     if len(app) > _MOST_APP_BYTES or header.meta_bytes > _MOST_META_BYTES:
         raise ValueError(f"an app of {len(app)} bytes, a header of {header.meta_bytes} bytes")
@@ -94,7 +104,8 @@ def encode_record_header(header: RecordHeader, authenticate: Authenticate) -> by
 
 
 def decode_record_header(data: bytes, authenticate: Authenticate) -> RecordHeader | None:
-    """The header at the begin of `data`; None where none is whole, of this format and of this secret."""
+    """Return the header at the start of `data`, or None if it is incomplete, of another format or of another
+    secret."""
     if len(data) < _FIXED.size or data[:4] != MAGIC:
         return None
     _, version, state, payload_bytes, meta_bytes, app_bytes, cost_s, written_s, key, salt = (
@@ -110,3 +121,73 @@ def decode_record_header(data: bytes, authenticate: Authenticate) -> RecordHeade
     if not math.isfinite(cost_s) or not math.isfinite(written_s):
         return None
     return RecordHeader(key, app, payload_bytes, meta_bytes, cost_s, written_s, salt, dead=state != 0)
+
+
+class RecordDamaged(Exception):
+    """Sealed bytes were changed, or sealed with another secret."""
+
+
+def new_salt() -> bytes:
+    """Return a salt for a new record."""
+    return secrets.token_bytes(SALT_BYTES)
+
+
+class RecordSealer:
+    """Keys derived from one secret. Thread-safe."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._header_key = derive_key(secret, salt=None, info=_HEADER_DOMAIN)
+
+    def header_tag(self, body: bytes) -> bytes:
+        """Return the tag of a record's header."""
+        return hashlib.blake2b(body, key=self._header_key, digest_size=TAG_BYTES).digest()
+
+    def cipher(self, key: bytes, salt: bytes, header: bytes) -> RecordCipher:
+        """Return the cipher of one record. `header` is its header's bytes with state 0."""
+        return RecordCipher(derive_key(self._secret, salt=salt, info=_RECORD_DOMAIN + key), header)
+
+
+class RecordCipher:
+    """Cipher that seals and opens the pieces of one record. Long calls run without the interpreter's lock."""
+
+    def __init__(self, key: bytes, header: bytes) -> None:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        self._cipher, self._header, self._damaged = AESGCM(key), header, InvalidTag
+
+    def seal_meta(self, meta: bytes) -> bytes:
+        """Return the sealed header of the entry."""
+        return self._cipher.encrypt(_nonce(_META_NUMBER), meta, self._header)
+
+    def open_meta(self, sealed: bytes | memoryview) -> bytes:
+        """Return the header of the entry. Raises RecordDamaged."""
+        try:
+            return self._cipher.decrypt(_nonce(_META_NUMBER), sealed, self._header)
+        except self._damaged as e:
+            raise RecordDamaged from e
+
+    def seal_chunk(self, number: int, payload: memoryview, into: memoryview) -> None:
+        """Seal a chunk of the payload. `into` is larger by TAG_BYTES."""
+        self._cipher.encrypt_into(_nonce(1 + number), payload, self._header, into)
+
+    def open_chunk(self, number: int, sealed: memoryview, into: memoryview) -> None:
+        """Open a chunk into the payload's memory. Raises RecordDamaged, after which that memory is
+        undefined."""
+        try:
+            self._cipher.decrypt_into(_nonce(1 + number), sealed, self._header, into)
+        except self._damaged as e:
+            raise RecordDamaged from e
+
+
+def _nonce(number: int) -> bytes:
+    return number.to_bytes(12, "little")
+
+
+def derive_key(secret: bytes, *, salt: bytes | None, info: bytes) -> bytes:
+    """Derive a key from the secret for the purpose `info`."""
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    return HKDF(SHA256(), _KEY_BYTES, salt, info).derive(secret)

@@ -1,21 +1,28 @@
-"""The files of the disk tier: one folder of this user, one daemon, segments that are only appended to.
+"""Files of the disk tier: one folder of this user, used by one daemon, with append-only segments.
 
     lock                 held by the daemon that uses the folder
     segment-00000042     records (`record_format.py`), one after another
 
-A daemon never appends to a segment of an earlier one: what a kill has torn is a tail that no record follows.
-Writes do not wait for the device: a record that it lost is a miss, since no seal fits it. The mark that ends
-a record is flushed on the writer's thread (`sync`, `drop`), or a power failure would bring a deleted entry
-back.
+A daemon never appends to a segment of an earlier daemon, so a write interrupted by a kill is at the end, and
+no record follows it. Writes do not wait for the device: a record that it lost is a miss, because its seal
+does not match. The mark that ends a record is flushed on the writer's thread (`sync`, `drop`), because a
+power failure would otherwise restore a deleted entry.
+
+`DiskScan` finds the records of earlier daemons while this daemon serves, newest segments first. A segment is
+read in portions of a few milliseconds, and only while no recall waits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -23,6 +30,8 @@ from typing import Final
 from cornplug.errors import ConfigError
 from cornplug.local_socket import try_lock
 from cornplug.private_paths import open_file, open_folder
+from cornplug.store.base import PurgeRule
+from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
 from cornplug.store.disk.record_format import (
     ALIGN_BYTES,
     CHUNK_BYTES,
@@ -30,21 +39,25 @@ from cornplug.store.disk.record_format import (
     MAGIC,
     STATE_AT,
     TAG_BYTES,
+    RecordDamaged,
     RecordHeader,
+    RecordSealer,
     decode_record_header,
     encode_record_header,
+    new_salt,
 )
-from cornplug.store.disk.record_seal import RecordDamaged, RecordSealer, new_salt
 
 _NAME: Final = re.compile(r"segment-(\d{8})")
 _LOCK: Final = "lock"
 _SKIP_BYTES: Final = 1 << 20
-"""Bytes without a header that a scan reads at once."""
+"""Bytes that a scan reads at a time to find the next header."""
+_PORTION_S: Final = 5e-3
+_log = logging.getLogger("cornplug.store")
 
 
 @dataclass(frozen=True, slots=True)
 class FoundRecord:
-    """A record whose header is whole, and whose end lies within its segment."""
+    """Record with a valid header, whose end is within its segment."""
 
     segment: int
     offset: int
@@ -52,7 +65,7 @@ class FoundRecord:
 
 
 class _OpenFile:
-    """A descriptor that is closed with its last user: a reader may be in a segment that is dropped."""
+    """Descriptor that is closed with its last user, because a reader may still use a dropped segment."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -62,12 +75,12 @@ class _OpenFile:
 
 
 class SegmentFiles:
-    """The segments in a folder. Its calls may come from any thread, those that write from one at a time.
+    """Segments in a folder. Thread-safe, but only one thread may write at a time.
 
     Args:
         setting: The setting that names the folder, for errors.
 
-    Raises ConfigError where the folder is not this user's alone, cannot be used, or has a daemon.
+    Raises ConfigError if other users can access the folder, it cannot be used, or another daemon uses it.
     """
 
     def __init__(self, path: Path, secret: bytes, *, setting: str) -> None:
@@ -90,17 +103,17 @@ class SegmentFiles:
             on_error.pop_all()
 
     def existing(self) -> list[tuple[int, int]]:
-        """(number, bytes) of all segments, the oldest first. Raises OSError."""
+        """Return (number, bytes) of all segments, oldest first. Raises OSError."""
         return [(i, os.fstat(self._files[i].fd).st_size) for i in sorted(self._files) if i]
 
     def create(self, number: int) -> None:
-        """Make an empty segment. Raises OSError."""
+        """Create an empty segment. Raises OSError."""
         flags = os.O_RDWR | os.O_EXCL
         self._files[number] = _OpenFile(open_file(self._folder, _name(number), flags))
 
     def drop(self, number: int) -> None:
-        """Remove a segment and flush its removal to the device. A read of it that is under way ends well.
-        Raises OSError; the segment is forgotten all the same."""
+        """Delete a segment and flush its removal to the device. Reads in progress complete. Raises OSError,
+        after which the segment is removed from this object anyway."""
         self._files.pop(number, None)
         os.unlink(_name(number), dir_fd=self._folder)
         os.fsync(self._folder)
@@ -118,9 +131,10 @@ class SegmentFiles:
         written_s: float,
         intact: Callable[[], bool] = lambda: True,
     ) -> RecordHeader | None:
-        """Write an entry's record; its header. Raises OSError: then no scan finds the record.
+        """Write an entry's record, and return its header. Raises OSError. Then no scan finds the record.
 
-        None where `intact` says at the end that the payload may have changed: no scan finds it either.
+        Returns None if `intact` finally returns False because the payload may have changed. No scan finds
+        that record either.
 
         Args:
             written_s: Unix time of the entry's writing.
@@ -129,7 +143,7 @@ class SegmentFiles:
         head = encode_record_header(header, self._sealer.header_tag)
         cipher = self._sealer.cipher(key, header.salt, head)
         file = self._file(segment)
-        # The header comes last: what is torn before it is no record.
+        # The header is written last, so an incomplete record has no header.
         at = offset + len(head)
         at += _write_all(file.fd, cipher.seal_meta(meta), at)
         sealed = memoryview(bytearray(min(payload.nbytes, CHUNK_BYTES) + TAG_BYTES))
@@ -144,7 +158,7 @@ class SegmentFiles:
         return header
 
     def find(self, segment: int, offset: int) -> FoundRecord:
-        """The live record at this place. Raises RecordDamaged where there is none, OSError."""
+        """Return the live record at this location. Raises RecordDamaged if there is none, and OSError."""
         file = self._files.get(segment)
         header = None
         if file is not None:
@@ -157,10 +171,11 @@ class SegmentFiles:
     def read(
         self, found: FoundRecord, into: memoryview, *, may_write: Callable[[], bool] = lambda: True
     ) -> bytes | None:
-        """Read an entry's payload into its room, each chunk verified; returns its meta.
+        """Read an entry's payload into `into`, verify each chunk, and return the entry's meta.
 
-        None where `may_write`, asked before each chunk, says that the room is another's by now. Raises
-        RecordDamaged, then the room has any bytes, and OSError. ValueError: the room has another size.
+        Returns None if `may_write`, called before each chunk, returns False because the reservation has
+        ended. Raises RecordDamaged, after which `into` is undefined, OSError, and ValueError if `into` has
+        another size.
         """
         header = found.header
         if into.nbytes != header.payload_bytes:
@@ -183,7 +198,8 @@ class SegmentFiles:
         return meta
 
     def copy(self, found: FoundRecord, segment: int, offset: int) -> None:
-        """Copy a record as it is: its seal names no place. Raises OSError, RecordDamaged if it is short."""
+        """Copy a record unchanged, because its seal does not depend on its location. Raises OSError, or
+        RecordDamaged if it is short."""
         source, target = self._file(found.segment), self._file(segment)
         start, left = found.offset, found.header.used_bytes
         while left:
@@ -193,26 +209,26 @@ class SegmentFiles:
             start, offset, left = start + done, offset + done, left - done
 
     def kill(self, segment: int, offset: int) -> None:
-        """Mark a record as ended, so that no later scan finds it. Raises OSError. Until `sync`, a power
-        failure may undo it."""
+        """Mark a record as ended, so that no later scan finds it. A power failure before `sync` may undo it.
+        Raises OSError."""
         _write_all(self._file(segment).fd, DEAD, offset + STATE_AT)
 
     def sync(self, segment: int) -> None:
-        """Flush what was written to the device. Raises OSError."""
+        """Flush written data to the device. Raises OSError."""
         os.fdatasync(self._file(segment).fd)
 
     def flush(self, segment: int) -> None:
-        """Have the device take what was written, and the page cache give its memory back. Raises OSError."""
+        """Flush written data to the device, and free its page cache. Raises OSError."""
         self.sync(segment)
         fd = self._file(segment).fd
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def scan(self, segment: int) -> Iterator[FoundRecord | None]:
-        """The live records of a segment, in their order. None stands for a step that found no record, so that
+        """Yield the live records of a segment, in order. None stands for a step that found no record, so that
         a caller may pause there. Raises OSError.
 
-        A header that is damaged, or of another secret, hides its own record and no other. Only headers are
-        read. Where a header is missing, up to `_SKIP_BYTES` are read at once to find the next one.
+        A header that is damaged or of another secret hides only its own record. Only headers are read. If a
+        header is missing, up to `_SKIP_BYTES` are read at a time to find the next one.
         """
         file = self._file(segment)
         end, at = os.fstat(file.fd).st_size, 0
@@ -228,7 +244,7 @@ class SegmentFiles:
             at += header.record_bytes
 
     def free_bytes(self) -> int:
-        """What the file system has free for this user. Raises OSError."""
+        """Return the bytes that are free on the file system for this user. Raises OSError."""
         about = os.fstatvfs(self._folder)
         return about.f_bavail * about.f_frsize
 
@@ -239,7 +255,7 @@ class SegmentFiles:
         return file
 
     def close(self) -> None:
-        """Close all files; the lock ends."""
+        """Close all files and release the lock."""
         self._files.clear()
         if self._folder >= 0:
             os.close(self._folder)
@@ -247,7 +263,7 @@ class SegmentFiles:
 
 
 def _next_magic(fd: int, at: int) -> int:
-    """Offset of the next bytes that begin like a header, at most `_SKIP_BYTES` from `at`. Raises OSError."""
+    """Return the offset of the next possible header, at most `_SKIP_BYTES` from `at`. Raises OSError."""
     data = os.pread(fd, _SKIP_BYTES, at)
     found = data.find(MAGIC)
     while found % ALIGN_BYTES and found >= 0:
@@ -274,3 +290,91 @@ def _read_all(fd: int, into: memoryview, at: int) -> memoryview:
             raise RecordDamaged("it ends before its last byte")
         done += size
     return into
+
+
+class DiskScan:
+    """Scan of `segments`, which are ordered oldest first."""
+
+    def __init__(self, files: SegmentFiles, workers: DiskWorkers, segments: Sequence[int]) -> None:
+        self._found: deque[FoundRecord] = deque()
+        self._workers, self._unread = workers, len(segments)
+        self._ended_keys: set[bytes] = set()
+        self._purges: list[tuple[PurgeRule, float]] = []
+        for order, number in enumerate(reversed(segments)):
+            self._read_portion(_SegmentScan(files, number, order))
+
+    @property
+    def over(self) -> bool:
+        """Whether all records were found and taken."""
+        return not self._unread and not self._found
+
+    @property
+    def has_records(self) -> bool:
+        """Whether there are records to take now."""
+        return bool(self._found)
+
+    def take(self, most: int) -> list[FoundRecord]:
+        """Remove and return at most `most` records."""
+        taken = [self._found.popleft() for _ in range(min(most, len(self._found)))]
+        if self.over:
+            self._ended_keys.clear()
+            self._purges.clear()
+        return taken
+
+    def ended(self, key: bytes) -> None:
+        """Note that an entry was deleted, because its record may be found later."""
+        if not self.over:
+            self._ended_keys.add(key)
+
+    def purged(self, rule: PurgeRule) -> None:
+        """Note that a purge has begun."""
+        if not self.over and not rule.dry_run:
+            self._purges.append((rule, time.time()))
+
+    def is_ended(self, found: FoundRecord) -> bool:
+        """Return whether the entry was deleted or purged since the scan began."""
+        header = found.header
+        return header.key in self._ended_keys or any(
+            header.written_s < begun_s and purge_names(rule, header.app, begun_s - header.written_s)
+            for rule, begun_s in self._purges
+        )
+
+    def _read_portion(self, scan: _SegmentScan) -> None:
+        self._workers.read_later(scan.order, scan.portion, functools.partial(self._read, scan))
+
+    def _read(self, scan: _SegmentScan, over: bool | DiskFailure) -> None:
+        if over is False:
+            self._read_portion(scan)
+            return
+        self._unread -= 1
+        if over is True:
+            # Newest first, as with segments: an entry may have several records, and the newest one counts.
+            self._found.extend(reversed(scan.records))
+        elif getattr(over, "errno", 0) != errno.ENOENT:
+            # A segment that no longer exists was dropped to make room for new records.
+            _log.warning("a segment of the store's disk cannot be read: %s", over)
+
+
+class _SegmentScan:
+    """Scan of one segment. Newer segments have a lower `order`."""
+
+    def __init__(self, files: SegmentFiles, number: int, order: int) -> None:
+        self.order = order
+        self.records: list[FoundRecord] = []
+        self._steps = files.scan(number)
+
+    def portion(self) -> bool:
+        """Read for a few milliseconds, on a worker's thread. Return whether the segment is complete."""
+        end_s = time.monotonic() + _PORTION_S
+        for found in self._steps:
+            if found is not None:
+                self.records.append(found)
+            if time.monotonic() >= end_s:
+                return False
+        return True
+
+
+def purge_names(rule: PurgeRule, app: str, age_s: float) -> bool:
+    """Return whether a purge ends an entry on disk. Its age is also the upper limit of the time since its
+    last read."""
+    return rule.app in (None, app) and age_s >= max(rule.older_s, rule.unused_s)

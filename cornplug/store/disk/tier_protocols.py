@@ -1,21 +1,21 @@
-"""The store as its disk tier sees it: `cornplug/store/daemon/` implements these."""
+"""Interfaces of the store that its disk tier uses. `cornplug/store/daemon/` implements them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from cornplug.settings.store_settings import NamespaceConfig
+from cornplug.settings import NamespaceConfig
 from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal
 
 TIER_OWNER: Final = 0
-"""The disk's number among the owners of reservations; clients have others."""
+"""The disk's number among the owners of reservations. Clients have other numbers."""
 FAR_OWNER: Final = -1
-"""That of the far tier."""
+"""The far tier's number among the owners of reservations."""
 
 
 class TieredEntry(Protocol):
-    """An entry in memory."""
+    """Entry in memory."""
 
     @property
     def key(self) -> bytes: ...
@@ -29,18 +29,18 @@ class TieredEntry(Protocol):
     def cost_s(self) -> float: ...
     @property
     def written_s(self) -> float:
-        """Of the monotonic clock."""
+        """Time of writing, on the monotonic clock."""
 
     @property
     def visible(self) -> bool:
-        """False from a moment before its room can be another's."""
+        """Whether the entry is stored. False before its memory can be reused."""
 
 
 class TieredIndex(Protocol):
-    """The entries in memory."""
+    """Entries in memory."""
 
     def find(self, key: bytes) -> TieredEntry | None:
-        """An entry."""
+        """Return an entry, or None."""
 
     def reserve(
         self,
@@ -52,24 +52,24 @@ class TieredIndex(Protocol):
         cost_s: float = 0.0,
         promotes: bool = False,
     ) -> list[Reservation | ReserveRefusal]:
-        """Room for each (key, size), or why not.
+        """Reserve memory for each (key, size), or return the reason why not.
 
         Args:
-            promotes: For an entry that the disk has.
+            promotes: Whether the entries are on disk or in a far store.
         """
 
     def commit(self, owner: int, token: int, meta: bytes, *, age_s: float = 0.0) -> bool:
-        """Publish an entry that was written so long ago."""
+        """Publish an entry that was written `age_s` seconds ago."""
 
     def release(self, owner: int, tokens: Sequence[int], *, now_s: float) -> None:
-        """Give reservations up."""
+        """Release reservations."""
 
 
 class NamespaceRules(Protocol):
-    """What namespaces say."""
+    """Rules of the namespaces."""
 
     def name_of(self, app: str) -> str:
-        """The namespace of an app."""
+        """Return the namespace of an app."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -80,27 +80,27 @@ class NamespaceRules(Protocol):
         """Whether a namespace is pinned or has a share."""
 
     def rules_of(self, app: str) -> NamespaceConfig:
-        """The rules of an app's namespace."""
+        """Return the rules of an app's namespace."""
 
     def ttl_s(self, app: str) -> float | None:
-        """The time to live of an app's entries."""
+        """Return the time to live of an app's entries, or None."""
 
 
 class DiskMarks(Protocol):
-    """Where clients see which entries are on disk only."""
+    """Marks that show clients which entries are on disk only."""
 
     def show_on_disk(self, key: bytes) -> None:
-        """Show one."""
+        """Show an entry as on disk only."""
 
     def hide_on_disk(self, key: bytes) -> None:
-        """Show it no longer."""
+        """Stop showing an entry as on disk only."""
 
 
 class RoomMemory(Protocol):
-    """The bytes of entries and of rooms for them."""
+    """Memory of entries and reservations."""
 
     def view(self, location: PayloadLocation) -> memoryview:
-        """The bytes of a location, writable."""
+        """Return the bytes of a location, writable."""
 
     def may_write(self, location: PayloadLocation) -> bool:
-        """Whether this location is reserved still."""
+        """Return whether this location is still reserved."""

@@ -1,1 +1,2 @@
-"""Far stores, by URL: hosts of one sharing domain exchange sealed records of their entries there."""
+"""Far stores, selected by URL, in which hosts of one sharing domain exchange sealed records of their
+entries."""

@@ -1,8 +1,8 @@
-"""Far stores whose client library runs in a process of its own, which answers on sockets that it inherits.
+"""Far stores whose client library runs in its own process, which replies on inherited sockets.
 
     thread ──question──> idle socket ──> the process ──> the far store
 
-A process that hangs or dies is replaced by another one for the next question.
+A process that hangs or dies is replaced at the next request.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from cornplug.host import without_proxies
 from cornplug.store.far.far_store import FarFailure
 
 _CHANNELS: Final = 4
-"""Threads of a far peer that call."""
+"""Number of threads of a far peer that make calls."""
 _LONGEST_S: Final = 6
-"""Of a call. Mooncake's to a dead master takes 4.5 s, and its client finds a new master by itself."""
+"""Time limit of a call in seconds. A Mooncake call to a dead master takes 4.5 s, and its client finds a new
+master itself."""
 _START_S: Final = 60
-"""Of the process's start: libraries are read, and cores may be busy."""
+"""Time limit of the process's start in seconds, which loads libraries, perhaps on busy cores."""
 _READY: Final = b"ready"
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
 
 
 class Question(msgspec.Struct, array_like=True):
-    """A call of `FarStore`."""
+    """Call of `FarStore`."""
 
     call: Literal["exists", "get", "put", "delete"]
     names: Sequence[str]
@@ -46,7 +47,7 @@ class Question(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """The result of a call; `failure` says why there is none."""
+    """Result of a call. `failure` is the reason if there is none."""
 
     failure: str = ""
     there: Sequence[bool] = ()
@@ -54,12 +55,12 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 class ProcessFarStore:
-    """A far store by the process of one module.
+    """Far store accessed through a process that runs one module.
 
     Args:
-        module: Its `main` reads `settings` with `client_settings`, and gives its answers to `serve`.
-        settings: Sent to the process's standard input: other users see its command line.
-        variables: For its environment, where the daemon's does not have them.
+        module: Its `main` reads `settings` with `client_settings`, and passes its reply function to `serve`.
+        settings: Sent to the process's standard input, because other users can read its command line.
+        variables: Defaults for its environment, unless the daemon's environment has them.
     """
 
     most_names = 1024
@@ -99,12 +100,12 @@ class ProcessFarStore:
 
 
 class _Client:
-    """The process, and its sockets that are idle."""
+    """The process, and its idle sockets."""
 
     def __init__(self, module: str, settings: bytes, variables: Mapping[str, str]) -> None:
         self._name = module.rpartition(".")[2]
         self._idle: SimpleQueue[tuple[Connection, bool]] = SimpleQueue()
-        """And whether the process has said on them that it serves."""
+        """Idle sockets, and whether the process has reported on them that it serves."""
         theirs = []
         for _ in range(_CHANNELS):
             mine, its = socket.socketpair()
@@ -115,7 +116,7 @@ class _Client:
             theirs.append(its)
         self._gives_up_s = time.monotonic() + _START_S
         descriptors = [its.fileno() for its in theirs]
-        # A signal from a terminal is the daemon's; its errors are in the daemon's log.
+        # A terminal's signals go only to the daemon. The process's errors go to the daemon's log.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *map(str, descriptors)], stdin=subprocess.PIPE,
             pass_fds=descriptors, env={**variables, **without_proxies(os.environ)}, start_new_session=True,
@@ -131,7 +132,8 @@ class _Client:
         return self._process.poll() is not None
 
     def ask(self, question: Question) -> Answer:
-        """Raises FarFailure, after which the process is ended unless it still starts."""
+        """Send a call and return its result. Raises FarFailure, after which the process is killed unless it
+        is still starting."""
         try:
             channel, ready = self._idle.get(timeout=_LONGEST_S)
             if not ready:
@@ -151,19 +153,19 @@ class _Client:
         return answer
 
     def leave(self) -> None:
-        """Close the idle sockets: the process gives back what it holds, and ends by itself."""
+        """Close the idle sockets, so that the process releases its resources and ends."""
         with contextlib.suppress(Empty):
             while True:
                 self._idle.get_nowait()[0].close()
 
 
 def client_settings(kind: type[Settings]) -> Settings:
-    """The settings that the daemon has sent to this process."""
+    """Return the settings that the daemon has sent to this process."""
     return msgspec.msgpack.decode(sys.stdin.buffer.read(), type=kind)
 
 
 def serve(answer: Callable[[Question], Answer], descriptors: Sequence[int]) -> None:
-    """Answer the daemon, each socket on a thread, until it has closed its ends of all of them."""
+    """Reply to the daemon, with one thread per socket, until it has closed all of them."""
     threads = [
         threading.Thread(target=_serve, args=(answer, Connection(descriptor))) for descriptor in descriptors
     ]

@@ -1,74 +1,146 @@
-"""One far store as the daemon's loop uses it: its threads, a breaker, and the keys of its entries.
+"""One far store as used by the daemon's loop: its threads, a circuit breaker, and the keys of its entries.
 
-    ask(keys)  ──> one question at a time, of all keys asked meanwhile ──> found(peer, keys), over()
+    ask(keys)  ──> one lookup at a time, with all keys queued since ──> found(peer, keys), over()
     fetch(key) ──> its record, head open
     offer(key) ──> queue ──> sealed and put, unless it has the record
-    forget(key) ─> its record is deleted, where the entry was
+    forget(key) ─> its record is deleted, if the entry was deleted
 
-It begins turned off. A question or a read that fails, or that is beyond its deadline, turns it off for a
-pause that grows. Then a probe of its own finds out whether it answers, so that no request pays for that.
-While it is off nothing else is asked of it.
+A far store is off at first. A lookup or a read that fails or misses its deadline turns it off for a pause
+that grows. Then a separate probe checks whether it responds, so that no request is delayed by that. While it
+is off, only probes are sent.
 
-Writes and deletions have pauses of their own: a store that is full, or that refuses them, still serves reads.
-A write that failed is tried again after the pause, if its entry is still in memory. A deletion is tried again
-until it succeeds.
+Writes and deletions have their own pauses, because a store that is full, or rejects them, still serves reads.
+A failed write is retried after the pause, if its entry is still in memory. A deletion is retried until it
+succeeds.
 
-A far store may lose records: it restarts empty, or evicts them. When an entry in memory is read, the store is
-asked whether it still has the record, at most once in `CONFIRM_S` and after each failure. A lost record is
+A far store may lose records by a restart or by eviction. When an entry in memory is read, the store is
+queried whether it still has the record, at most once in `CONFIRM_S` and after each failure. A lost record is
 written again.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from cornplug.store.circuit_breaker import CircuitBreaker
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
-from cornplug.store.far.call_health import CallHealth
 from cornplug.store.far.far_questions import FarQuestions, taken
 from cornplug.store.far.far_record import FarRecord, FarSealer
 from cornplug.store.far.far_store import ASK_S, MOVE_S, FarFailure, FarStore
-from cornplug.store.far.recent_keys import RecentKeys
-from cornplug.store.stats.store_stats import FarStat
+from cornplug.store.store_stats import FarStat
 
+_KIND_S: Final = 1.0
+"""Deadline that is passed to the breaker, which counts by deadline. Each kind of call has its own breaker, so
+one value is enough."""
+_log = logging.getLogger("cornplug.store")
 ABSENT_S: Final = 1.0
-"""How long an answer "absent" is remembered."""
+"""Seconds for which a key's absence is remembered."""
 CONFIRM_S: Final = 60.0
-"""Time after which a read of an entry in memory has the store asked again whether it has the record."""
+"""Minimum time between two checks whether the store still has the record of an entry in memory, in
+seconds."""
 MOST_KNOWN: Final = 1 << 17
-"""Keys of which it is remembered that the store has them."""
+"""Maximum number of keys that are remembered as stored there."""
 MOST_QUEUED: Final = 1 << 12
-"""Entries that wait to be written; of more the newest are not."""
+"""Maximum number of entries that wait to be written. Beyond it, new entries are dropped."""
 _WRITING: Final = 2
 _DELETED_AT_ONCE: Final = 64
-"""Records that one call deletes."""
+"""Maximum number of records that one call deletes."""
 _END_S: Final = 0.2
-
 T = TypeVar("T")
 Write = Callable[[FarStore, bool], tuple[str, int]]
-"""Seals an entry and puts it there, over another record if told so: the outcome and the record's bytes."""
+"""Function that seals an entry and puts it into the store, replacing another record if the flag is set.
+Returns the outcome and the record's bytes."""
+
+
+class RecentKeys:
+    """Recent keys, each for `seconds`, at most the `most` newest. Not thread-safe."""
+
+    def __init__(self, *, seconds: float, most: int) -> None:
+        self._seconds, self._most = seconds, most
+        self._until_s: OrderedDict[bytes, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._until_s)
+
+    def holds(self, key: bytes, now_s: float) -> bool:
+        """Return whether a key is recent."""
+        return self._until_s.get(key, now_s) > now_s
+
+    def note(self, keys: Iterable[bytes], now_s: float) -> None:
+        """Mark these keys as recent."""
+        for key in keys:
+            self._until_s[key] = now_s + self._seconds
+            self._until_s.move_to_end(key)
+        while self._until_s and (
+            len(self._until_s) > self._most or next(iter(self._until_s.values())) <= now_s
+        ):
+            self._until_s.popitem(last=False)
+
+    def forget(self, key: bytes) -> None:
+        """Remove a key."""
+        self._until_s.pop(key, None)
+
+
+class CallHealth:
+    """Health of the reads, writes or deletions of one far store. Used only by the daemon's loop.
+
+    Reads, writes and deletions fail separately, because a store that is full, or rejects this host's writes,
+    still serves reads.
+
+    Args:
+        label: Name of the far store in log lines.
+        failing: Text of the log when calls begin to fail.
+        working: Text of the log when calls succeed again.
+    """
+
+    def __init__(self, label: str, *, failing: str, working: str) -> None:
+        self._label, self._failing, self._working = label, failing, working
+        self._breaker = CircuitBreaker()
+        self.state: bool | None = None
+        """Whether the last call succeeded. None before the first call."""
+
+    def succeeded(self) -> bool:
+        """Record a successful call. Return whether it is the first after a failure."""
+        self._breaker.answered(_KIND_S)
+        was, self.state = self.state, True
+        if was is False:
+            _log.info("far store %s %s again", self._label, self._working)
+        return was is False
+
+    def failed(self, why: str) -> None:
+        """Record a call that failed, or that is late."""
+        if self.state is not False:
+            _log.warning("far store %s %s: %s", self._label, self._failing, why)
+        self.state = False
+        self._breaker.missed(_KIND_S, time.monotonic())
+
+    def refuses(self, now_s: float) -> bool:
+        """Return whether calls must still pause after a failure."""
+        return self._breaker.refuses(_KIND_S, now_s)
 
 
 @dataclass(slots=True)
 class _OpenWrite:
-    """One write under way."""
+    """Write in progress."""
 
     replaces_ended: bool
-    """Whether it is written over a record that is to be deleted."""
+    """Whether it replaces a record that is to be deleted."""
     ended: bool = False
     """Whether its entry was deleted since the write began."""
 
 
 class FarPeer:
-    """Used by the loop alone.
+    """State of one far store. Used only by the daemon's loop.
 
     Args:
-        found: Gets the keys that an answer names as present.
+        found: Called with the keys that a lookup has found.
     """
 
     def __init__(
@@ -87,19 +159,19 @@ class FarPeer:
         self._deleting = CallHealth(label, failing="deletes no records for now", working="deletes records")
         self._asking = False
         self._calls: dict[object, tuple[CallHealth, float, float]] = {}
-        """Calls under way: (health of their kind, began, deadline in seconds)."""
+        """Calls in progress: (health of their kind, start, deadline in seconds)."""
         self._questions = FarQuestions()
         self._absent = RecentKeys(seconds=ABSENT_S, most=1 << 16)
         self._known: OrderedDict[bytes, float] = OrderedDict()
-        """Keys whose record is there, and when that was last seen."""
+        """Time at which its record was last seen there, by key."""
         self._back_s = 0.0
-        """When it answered again after a failure: it may have restarted empty."""
+        """Time at which it responded again after a failure. It may have restarted empty."""
         self._shunned: OrderedDict[bytes, None] = OrderedDict()
-        """Keys whose record there is damaged, or was ended here: not read, and written over."""
+        """Keys whose record there is damaged, or was ended here. It is not read, and will be overwritten."""
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         """Keys whose record there is to be deleted."""
         self._delete_open = False
-        """Whether a deletion is under way."""
+        """Whether a deletion is in progress."""
         self._queue: OrderedDict[bytes, None] = OrderedDict()
         self._writing: dict[bytes, _OpenWrite] = {}
         self._asks: Counter[str] = Counter()
@@ -109,25 +181,25 @@ class FarPeer:
 
     @property
     def pollable(self) -> Sequence[DiskWorkers]:
-        """Readable when `step` has something to do."""
+        """Descriptors that are readable when `step` has work."""
         return self._mover, self._asker
 
     @property
     def answers(self) -> bool:
-        """Whether it answers. If not, nothing but a probe is asked of it."""
+        """Whether the store responds. If not, only probes are sent."""
         return self._reading.state is True
 
     def knows(self, key: bytes) -> bool:
-        """Whether it had this entry when that was last seen."""
+        """Return whether the store had this entry when last seen."""
         return key in self._known
 
     def has(self, key: bytes) -> bool:
-        """Whether it had this entry since it last failed."""
+        """Return whether the store had this entry since it last failed."""
         return self._known.get(key, -1.0) >= self._back_s
 
     def ask(self, keys: Sequence[bytes], over: Callable[[], None]) -> None:
-        """Have it asked for these entries, unless it was a moment ago. `over` is called once it has answered,
-        or will not: at once where it is not asked."""
+        """Look up these entries, unless they were looked up recently. `over` is called when the lookup is
+        complete or abandoned, and immediately if none is needed."""
         now_s = time.monotonic()
         for key in keys if self.answers else ():
             if key in self._questions or key in self._shunned or self._absent.holds(key, now_s):
@@ -137,18 +209,18 @@ class FarPeer:
         self._questions.tell(over)
 
     def fetch(self, key: bytes, done: Callable[[FarRecord | DiskFailure | None], None]) -> None:
-        """Read a record; None where it has none."""
+        """Read a record. `done` gets None if the store does not have it."""
         self._mover.read(
             self._timed(self._reading, functools.partial(self._fetch, key), MOVE_S),
             functools.partial(self._fetched, done),
         )
 
     def open_into(self, work: Callable[[], bool], done: Callable[[bool | DiskFailure], None]) -> None:
-        """Do `work`, which opens a record into its room, on a thread that reads."""
+        """Run `work`, which opens a record into its memory, on a thread that reads."""
         self._mover.read(work, done)
 
     def offer(self, key: bytes) -> None:
-        """An entry is in memory: it will be written."""
+        """Queue an entry in memory for writing, unless the store has it."""
         if key in self._queue or key in self._writing or (key in self._known and key not in self._shunned):
             return
         if len(self._queue) < MOST_QUEUED:
@@ -157,14 +229,14 @@ class FarPeer:
             self._writes["dropped"] += 1
 
     def confirm(self, key: bytes, payload_bytes: int) -> None:
-        """Have an entry, which is in memory and was just read, written if the store lacks its record or has
+        """Ensure that an entry that was just read in memory is written if the store lacks its record or has
         lost it."""
         seen_s = self._known.get(key)
         if seen_s is None:
             if payload_bytes <= self._store.most_bytes:
                 self.offer(key)
             return
-        # More of these than fit in one question would delay those of clients. A later read asks again.
+        # More than fit in one lookup would delay the lookups of clients. A later read tries again.
         may_ask = (
             self.answers and len(self._questions) < self._store.most_names and key not in self._questions
         )
@@ -172,10 +244,11 @@ class FarPeer:
             self._questions.add(key)
 
     def forget(self, key: bytes, *, shun: bool, delete: bool = False) -> None:
-        """Read this entry there no more, until it is found again; `shun`: until it is written again.
+        """Stop reading this entry from the store until it is found again, or with `shun`, until it is written
+        again.
 
         Args:
-            delete: Delete its record, if it is known to be there.
+            delete: Whether to delete its record, if it is known to be there.
         """
         if delete and (key in self._known or key in self._writing):
             _bounded(self._ended, key, None)
@@ -187,7 +260,8 @@ class FarPeer:
             _bounded(self._shunned, key, None)
 
     def step(self, write: Callable[[bytes], Write | None]) -> None:
-        """Take the results of the threads, and give them more to do. `write` makes the writing of a key."""
+        """Process the results of the threads, and start more work. `write` returns the function that writes a
+        key."""
         self._mover.collect()
         self._asker.collect()
         now_s = time.monotonic()
@@ -209,7 +283,7 @@ class FarPeer:
             if work is None:
                 self._writes["gone"] += 1
                 continue
-            # The new record takes the place of one that is to be deleted, which must not end the new one.
+            # The new record replaces one that is to be deleted. The deletion must not delete the new record.
             ended = key in self._ended
             self._ended.pop(key, None)
             self._writing[key] = _OpenWrite(replaces_ended=ended)
@@ -218,7 +292,7 @@ class FarPeer:
             self._mover.write(timed, functools.partial(self._written, key))
 
     def stat(self) -> FarStat:
-        """A snapshot."""
+        """Return a snapshot."""
         queued = len(self._queue) + len(self._writing)
         return FarStat(
             self.answers, queued, dict(self._asks), dict(self.reads), dict(self._writes),
@@ -226,14 +300,14 @@ class FarPeer:
         )  # fmt: skip
 
     def close(self) -> None:
-        """End; entries that wait are not written."""
+        """Close the store. Waiting entries are not written."""
         self._queue.clear()
         for workers in self.pollable:
             workers.close(within_s=_END_S)
         self._store.close()
 
     def _timed(self, health: CallHealth, work: Callable[[], T], deadline_s: float) -> Callable[[], T]:
-        """`work`, seen by `step` while it is under way."""
+        """Return `work` wrapped so that `step` sees it while it runs."""
 
         def job() -> T:
             call = object()
@@ -253,7 +327,8 @@ class FarPeer:
         self._asker.write(self._timed(self._reading, work, ASK_S), functools.partial(self._asked, keys))
 
     def _delete_some(self) -> None:
-        """On the thread that writes: behind the writing of the same entries, before a new one."""
+        """Delete records on the thread that writes: after queued writes of these entries, and before new
+        ones."""
         keys = taken(self._ended, _DELETED_AT_ONCE)
         self._delete_open = True
         work = functools.partial(self._store.delete, [self._sealer.name(key) for key in keys])
@@ -294,7 +369,7 @@ class FarPeer:
         self._questions.end()
 
     def _fetch(self, key: bytes) -> FarRecord | None:
-        """On a thread."""
+        """Read and open a record. Runs on a worker thread."""
         record = self._store.get(self._sealer.name(key))
         if record is None:
             return None
@@ -341,7 +416,7 @@ class FarPeer:
             self._back_s = time.monotonic()
 
     def _probe(self, now_s: float) -> None:
-        """Ask for a name that it does not have, once the pause is over."""
+        """Look up a random name when the pause is over."""
         if self._asking or self._reading.refuses(now_s):
             return
         self._asking = True

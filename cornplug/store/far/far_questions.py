@@ -1,4 +1,4 @@
-"""Keys that one far store is to be asked for, one question at a time, and the callers that wait for that."""
+"""Keys to look up in one far store, one lookup at a time, and the callers that wait for the results."""
 
 from __future__ import annotations
 
@@ -7,33 +7,35 @@ from collections.abc import Callable
 from typing import Final
 
 MOST_ASKED: Final = 8192
-"""Keys that wait for a question; of more the newest are not asked for."""
+"""Maximum number of keys that wait for a lookup. Beyond it, new keys are dropped."""
 _MOST_TOLD: Final = 8192
-"""Callers that are told; of more the oldest are not, and wait out their time."""
+"""Maximum number of callers that are notified. Beyond it, the oldest are not, and wait until their time
+limit."""
 
 
 class FarQuestions:
-    """Used by the daemon's loop alone. Keys are asked for in the order in which they came."""
+    """Queue of lookups, in the order of arrival. Used only by the daemon's loop."""
 
     def __init__(self) -> None:
         self._wanted: OrderedDict[bytes, None] = OrderedDict()
         self._in_question: set[bytes] = set()
-        """Keys of the question under way."""
+        """Keys of the lookup in progress."""
         self._added = self._taken = self._over = 0
-        """Keys so far: that came, that are in a question, that no answer will come for any more."""
+        """Total numbers of keys: that were added, that were taken for a lookup, and whose lookup is
+        complete."""
         self._callers: deque[tuple[int, Callable[[], None]]] = deque()
-        """Each with the keys that came until its own last one."""
+        """Callers, with the number of keys that were added before them."""
 
     def __len__(self) -> int:
-        """Keys that are in no question yet."""
+        """Return the number of keys that are in no lookup yet."""
         return len(self._wanted)
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether this key waits for a question, or is in the one under way."""
+        """Return whether this key waits for a lookup, or is part of the one in progress."""
         return key in self._wanted or key in self._in_question
 
     def add(self, key: bytes) -> bool:
-        """Whether there is room for this key, which is not here yet."""
+        """Add a new key. Return False if the queue is full."""
         if len(self._wanted) >= MOST_ASKED:
             return False
         self._wanted[key] = None
@@ -41,27 +43,27 @@ class FarQuestions:
         return True
 
     def tell(self, over: Callable[[], None]) -> None:
-        """Call `over` once all keys that came until now are answered or given up; at once where they are."""
+        """Call `over` when all keys added so far are looked up or abandoned, or immediately if they are."""
         self._callers.append((self._added, over))
         if len(self._callers) > _MOST_TOLD:
             self._callers.popleft()
         self._tell_callers()
 
     def take(self, most: int) -> list[bytes]:
-        """The keys of the next question: it is asked once the one before is over."""
+        """Return the keys of the next lookup, which starts when the previous one is complete."""
         keys = taken(self._wanted, most)
         self._taken += len(keys)
         self._in_question.update(keys)
         return keys
 
     def end(self) -> None:
-        """The last question is answered, or has failed."""
+        """Mark the last lookup as complete or failed."""
         self._over = self._taken
         self._in_question.clear()
         self._tell_callers()
 
     def clear(self) -> None:
-        """Give up all keys, those of a question under way too."""
+        """Abandon all keys, including those of a lookup in progress."""
         self._wanted.clear()
         self._in_question.clear()
         self._over = self._taken = self._added
@@ -73,5 +75,5 @@ class FarQuestions:
 
 
 def taken(keys: OrderedDict[bytes, None], most: int) -> list[bytes]:
-    """The first ones, which are then no longer in `keys`."""
+    """Remove and return the first `most` keys."""
     return [keys.popitem(last=False)[0] for _ in range(min(len(keys), most))]

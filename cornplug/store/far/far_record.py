@@ -1,4 +1,4 @@
-"""Names and bytes of far records: nothing in them tells the far store's operator of content, app or tenant.
+"""Names and bytes of far records. They reveal no content, app or tenant to the far store's operator.
 
     name      "cp1/" and HMAC-SHA256(key of names, entry's key) in hex
     record    magic "CPFR" | u16 version | 4-byte id of the sealing secret | 16-byte salt |
@@ -6,9 +6,9 @@
 
 All integers are little-endian. The head is msgpack: app, seconds of recomputation, time of writing (Unix),
 bytes of the payload, the entry's header ("meta"). Each sealed piece is its AES-256-GCM ciphertext and 16
-bytes of tag, with the bytes in front of the head as associated data and its number as nonce, under
-HKDF-SHA256(sealing secret, salt, domain name | entry's key). So a record that was put in another one's
-place, cut or changed does not open; an older record of the same key has the same content, since keys are
+bytes of tag, with the bytes before the head as associated data and its number as nonce, under
+HKDF-SHA256(sealing secret, salt, domain name | entry's key). So a record that was put under another name,
+truncated or changed cannot be opened. An older record of the same key has the same content, since keys are
 digests of it.
 """
 
@@ -23,8 +23,15 @@ from typing import Final
 
 import msgspec
 
-from cornplug.store.disk.record_format import CHUNK_BYTES, SALT_BYTES, TAG_BYTES
-from cornplug.store.disk.record_seal import RecordCipher, RecordDamaged, derive_key, new_salt
+from cornplug.store.disk.record_format import (
+    CHUNK_BYTES,
+    SALT_BYTES,
+    TAG_BYTES,
+    RecordCipher,
+    RecordDamaged,
+    derive_key,
+    new_salt,
+)
 
 _NAME_DOMAIN: Final = b"cornplug far name 1"
 _RECORD_DOMAIN: Final = b"cornplug far record 1"
@@ -36,7 +43,7 @@ _MOST_HEAD_BYTES: Final = 1 << 24
 
 
 class RecordHead(msgspec.Struct, frozen=True, array_like=True):
-    """The sealed description of an entry."""
+    """Sealed description of an entry."""
 
     app: str
     cost_s: float
@@ -52,14 +59,14 @@ _decoder: Final = msgspec.msgpack.Decoder(RecordHead)
 
 @dataclass(frozen=True, slots=True)
 class FarRecord:
-    """A record whose head is open, and whose payload is sealed still."""
+    """Record whose head is opened, and whose payload is still sealed."""
 
     head: RecordHead
     _cipher: RecordCipher
     _chunks: memoryview
 
     def open_into(self, room: memoryview) -> None:
-        """Open the payload into its room. Raises RecordDamaged; the room then has any bytes."""
+        """Open the payload into `room`. Raises RecordDamaged, after which `room` is undefined."""
         if room.nbytes != self.head.payload_bytes:
             raise RecordDamaged("its room has another size")
         for number in range(_chunk_count(room.nbytes)):
@@ -69,11 +76,11 @@ class FarRecord:
 
 
 class FarSealer:
-    """Names, seals and opens records of one sharing domain. Its calls may come from any thread."""
+    """Names, seals and opens records of one sharing domain. Thread-safe."""
 
     def __init__(self, secret: bytes, sealing: Sequence[bytes] = ()) -> None:
-        """`secret` names records. `sealing`: secrets that open them, of which the first one seals new ones;
-        empty: `secret`."""
+        """`secret` names records. `sealing` are secrets that open them, and the first seals new records.
+        Empty: `secret`."""
         self._name_key = derive_key(secret, salt=None, info=_NAME_DOMAIN)
         self._sealing = {
             derive_key(one, salt=None, info=_SECRET_DOMAIN)[:4]: one for one in sealing or (secret,)
@@ -81,15 +88,15 @@ class FarSealer:
         self._newest = next(iter(self._sealing))
 
     def name(self, key: bytes) -> str:
-        """The name of an entry's record."""
+        """Return the name of an entry's record."""
         return "cp1/" + hmac.digest(self._name_key, key, hashlib.sha256).hex()
 
     def sealed_bytes(self, head: RecordHead) -> int:
-        """The size of an entry's record."""
+        """Return the size of an entry's record in bytes."""
         return _PREFIX.size + len(_encoder.encode(head)) + TAG_BYTES + _sealed_bytes(head.payload_bytes)
 
     def seal(self, key: bytes, head: RecordHead, payload: memoryview) -> bytes:
-        """An entry's record."""
+        """Return an entry's record."""
         salt, body = new_salt(), _encoder.encode(head)
         prefix = _PREFIX.pack(_MAGIC, _VERSION, self._newest, salt, len(body) + TAG_BYTES)
         cipher = _cipher(self._sealing[self._newest], key, salt, prefix)
@@ -105,7 +112,7 @@ class FarSealer:
         return bytes(record)
 
     def open(self, key: bytes, record: bytes) -> FarRecord:
-        """The record of this entry. Raises RecordDamaged for any other bytes."""
+        """Open the record of this entry. Raises RecordDamaged for any other bytes."""
         if len(record) < _PREFIX.size:
             raise RecordDamaged("it is too short")
         magic, version, sealed_by, salt, head_bytes = _PREFIX.unpack_from(record)

@@ -1,4 +1,5 @@
-"""A far store: names to records, nothing else. It is not trusted: records are sealed (`far_record.py`)."""
+"""Interface of far stores, which map names to records. Records are sealed (`far_record.py`)
+because far stores are not trusted."""
 
 from __future__ import annotations
 
@@ -7,43 +8,43 @@ from typing import Final, Protocol
 from urllib.parse import urlsplit
 
 ASK_S: Final = 0.25
-"""Deadline of a question whether records exist."""
+"""Deadline of a lookup in seconds."""
 MOVE_S: Final = 2.0
-"""Deadline of one record's way, in either direction."""
+"""Deadline of one record's transfer, in either direction, in seconds."""
 
 
 class FarFailure(OSError):
-    """A far store did not answer in time, or answered with an error."""
+    """A far store did not reply in time, or replied with an error."""
 
 
 class FarStore(Protocol):
-    """One far store. Its calls come from threads that may wait; they raise FarFailure."""
+    """One far store. Calls are made on threads that may wait, and raise FarFailure."""
 
     @property
     def most_bytes(self) -> int:
-        """Size of the largest record that it takes, or that is read from it."""
+        """Size of the largest record that can be written or read."""
 
     @property
     def most_names(self) -> int:
-        """Names of one question."""
+        """Maximum number of names in one lookup."""
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Whether it has these records."""
+        """Return whether each of these records exists."""
 
     def get(self, name: str) -> bytes | None:
-        """A record; None where there is none."""
+        """Return a record, or None if it does not exist."""
 
     def put(self, name: str, record: bytes) -> None:
-        """Keep a record, in the place of an older one."""
+        """Store a record, replacing an older one."""
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove records; of those that it does not have, nothing."""
+        """Delete records. Names without a record are ignored."""
 
     def close(self) -> None:
-        """End its connections."""
+        """Close the connections."""
 
 
 def label_of(url: str) -> str:
-    """The URL without user, password and query, for logs and metrics."""
+    """Return the URL without user, password and query, for logs and metrics."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -1,12 +1,12 @@
-"""The far tier of a store: entries that other hosts wrote are found, shown as entries on disk, and recalled.
+"""Far tier of a store: entries that other hosts wrote are found, shown as entries on disk, and recalled.
 
-    a client recalls an absent key ──> peers are asked, in one question ──> the table shows it as on disk only
-    all peers have answered it, or failed                               ──> the table shows the ticket
-    a client recalls that          ──> fetched, opened into its room    ──> an entry in memory as any other
-    committed                      ──> written to each peer, beside answers
+    a client recalls an absent key ──> looked up in all peers           ──> the table shows it as on disk only
+    all peers have replied, or failed                                   ──> the table shows the ticket
+    a client recalls that          ──> fetched, opened into memory      ──> an entry in memory as any other
+    committed                      ──> written to each peer, in the background
 
-The daemon's loop alone calls it, and waits for nothing in it. Engines see the disk's marks, and no other
-tier: they recall these entries as those on disk.
+Only the daemon's loop calls it, and no call blocks. Engines see only the disk's marks, and recall these
+entries like those on disk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final
 
 from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
-from cornplug.store.disk.record_seal import RecordDamaged
+from cornplug.store.disk.record_format import RecordDamaged
 from cornplug.store.disk.tier_protocols import (
     FAR_OWNER,
     DiskMarks,
@@ -32,25 +32,25 @@ from cornplug.store.far.far_peer import FarPeer, Write
 from cornplug.store.far.far_record import FarRecord, FarSealer, RecordHead
 from cornplug.store.far.far_store import FarStore
 from cornplug.store.far.open_far import OpenedFar
-from cornplug.store.stats.store_stats import FarStat
+from cornplug.store.store_stats import FarStat
 
 MOST_SHOWN: Final = 1 << 15
-"""Marks in the table; of more the oldest go."""
+"""Maximum number of marks in the table. Beyond it, the oldest are removed."""
 MOST_RECALLED: Final = 1024
-"""Entries that wait to be fetched; of more the last ones are not."""
+"""Maximum number of entries that wait to be fetched. Further recalls are refused."""
 _FETCHING: Final = 4
-"""Records that are on their way, or wait for room, at once."""
+"""Maximum number of records that are being fetched or wait for memory."""
 _HIDE_AT_ONCE: Final = 256
-"""Marks of a peer that no longer answers, which one turn of the loop takes away."""
+"""Number of marks that one iteration of the loop removes when no peer responds."""
 
 
 class FarTier:
-    """The tier of one daemon.
+    """Far tier of one daemon.
 
     Args:
-        on_disk: Whether an entry is on this host's disk.
-        show_answers: Tells clients whether it is of use to ask.
-        show_ticket: Tells a client that its question is over.
+        on_disk: Returns whether an entry is on this host's disk.
+        show_answers: Shows clients whether a far store responds.
+        show_ticket: Shows a client that its lookup is complete.
     """
 
     def __init__(
@@ -78,28 +78,28 @@ class FarTier:
 
     @property
     def pollable(self) -> list[DiskWorkers]:
-        """Readable when `step` has something to do."""
+        """Descriptors that are readable when `step` has work."""
         return [workers for peer in self._peers for workers in peer.pollable]
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has more to do at once."""
+        """Whether `step` has more to do immediately."""
         return not self._answers and bool(self._shown)
 
     def added(self, entry: TieredEntry) -> None:
-        """An entry is in memory: each peer gets it, unless it has it."""
+        """Offer an entry in memory to each peer."""
         self._shown.pop(entry.key, None)
         for peer in self._peers:
             peer.offer(entry.key)
 
     def read(self, entries: Iterable[TieredEntry]) -> None:
-        """Have entries in memory, which were just read, written to the peers that lack them."""
+        """Write entries in memory that were just read to the peers that lack them."""
         for entry in entries:
             for peer in self._peers:
                 peer.confirm(entry.key, entry.location.size)
 
     def ended(self, key: bytes, cause: str) -> None:
-        """An entry has left memory."""
+        """Handle an entry that has left memory."""
         if cause != "evicted":
             self.forget(key)
             return
@@ -108,18 +108,18 @@ class FarTier:
             self._show(key, peer)
 
     def forget(self, key: bytes) -> bool:
-        """Read this entry, which was deleted or has expired, from no peer any more, and have those delete it
-        that are known to have it. Whether it was shown."""
+        """Stop reading a deleted or expired entry from the peers, and delete it from those known to have it.
+        Return whether it was shown."""
         for peer in self._peers:
             peer.forget(key, shun=True, delete=True)
         self._waiting.pop(key, None)
         return self._hide(key)
 
     def recall(self, keys: Sequence[bytes], ticket: int = 0) -> None:
-        """Have entries that are shown read into memory, soon; have peers asked for the other ones.
+        """Start to read entries that are shown into memory, and look up the others in the peers.
 
         Args:
-            ticket: Shown once each peer has answered or will not; 0: none.
+            ticket: Shown when each peer has replied or failed. 0: none.
         """
         unknown = []
         for key in keys:
@@ -146,7 +146,7 @@ class FarTier:
                 peer.ask(unknown, over)
 
     def step(self) -> None:
-        """Take the results of the threads, and give them more to do."""
+        """Process the results of the threads, and start more work."""
         for peer in self._peers:
             peer.step(self._writing)
         answers = any(peer.answers for peer in self._peers)
@@ -167,11 +167,11 @@ class FarTier:
                 peer.fetch(key, functools.partial(self._fetched, key))
 
     def stat(self) -> dict[str, FarStat]:
-        """A snapshot of each peer."""
+        """Return a snapshot of each peer's statistics."""
         return {peer.label: peer.stat() for peer in self._peers}
 
     def close(self) -> None:
-        """End; entries that wait are not written."""
+        """Close the peers. Waiting entries are not written."""
         for peer in self._peers:
             peer.close()
 
@@ -211,14 +211,14 @@ class FarTier:
             self._end_unread(key, peer, "error")
 
     def _end_unread(self, key: bytes, peer: FarPeer, outcome: str, *, shun: bool = False) -> None:
-        """A fetch has ended without an entry: nothing waits for it any longer."""
+        """End a fetch without an entry, so that nothing waits for it."""
         self._fetching.pop(key, None)
         peer.reads[outcome] += 1
         peer.forget(key, shun=shun)
         self._hide(key)
 
     def _place_arrived(self) -> None:
-        """Begin to open records, as far as there is room."""
+        """Start to open fetched records, as far as memory is available."""
         while self._arrived:
             key, record = self._arrived[0]
             head = record.head
@@ -234,12 +234,13 @@ class FarTier:
                 work = functools.partial(self._open, record, room)
                 peer.open_into(work, functools.partial(self._opened, key, record, room))
             else:
-                # The mark stays: there may be room for it at another time.
+                # The mark stays, because memory may be available later.
                 del self._fetching[key]
                 peer.reads[room.value] += 1
 
     def _open(self, record: FarRecord, room: Reservation) -> bool:
-        """On a thread. Whether the room was still this entry's before it was filled."""
+        """Open a record into its memory. Return False if the reservation had ended before. Runs on a worker
+        thread."""
         if not self._memory.may_write(room.location):
             return False
         record.open_into(self._memory.view(room.location))
@@ -259,7 +260,7 @@ class FarTier:
             peer.reads["late"] += 1
 
     def _writing(self, key: bytes) -> Write | None:
-        """A function that writes an entry to a peer; None where the entry has left memory."""
+        """Return a function that writes an entry to a peer, or None if the entry has left memory."""
         entry = self._index.find(key)
         if entry is None:
             return None
@@ -271,14 +272,14 @@ class FarTier:
     def _write(
         self, entry: TieredEntry, head: RecordHead, payload: memoryview, store: FarStore, over: bool
     ) -> tuple[str, int]:
-        """On a thread."""
+        """Write an entry to a far store. Runs on a worker thread."""
         if self._sealer.sealed_bytes(head) > store.most_bytes:
             return "too_large", 0
         name = self._sealer.name(entry.key)
         if not over and store.exists([name])[0]:
             return "present", 0
         record = self._sealer.seal(entry.key, head, payload)
-        # Nothing holds the entry meanwhile: its room may be another's by now.
+        # The entry has no lease, so its memory may have been reused.
         if not entry.visible:
             return "gone", 0
         store.put(name, record)

@@ -1,10 +1,10 @@
-"""Messages between two members of a sharing domain, over TCP. Nobody without its secret asks, or is answered.
+"""Messages between two members of a sharing domain, over TCP, authenticated by the domain's secret.
 
     asker ──> listener    16 random bytes, and back 16
     message               u32 length | 16 bytes of HMAC-SHA256(key, direction | number | body) | body
 
-The key is of the secret and of both sides' random bytes, so that no message is of use on another connection,
-in the other direction or a second time. Bodies are not encrypted.
+The key is derived from the secret and both sides' random bytes, so that no message is valid on another
+connection, in the other direction or a second time. Bodies are not encrypted.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _NONCE_BYTES: Final = 16
 _MAC_BYTES: Final = 16
 _DOMAIN: Final = b"cornplug member 1"
 _REST: Final = struct.pack("@ll", 2, 0)
-"""Seconds for the rest of a message that has begun, as `struct timeval`."""
+"""Time limit for the rest of a message that has begun, 2 s as `struct timeval`."""
 
 
 class MemberChannel:
-    """One connection, used by one thread at once. Its calls raise OSError or EOFError; it is of no use then.
+    """Connection used by one thread at a time. Calls raise OSError or EOFError, after which it is unusable.
 
     Args:
-        connected: Of TCP; the channel closes it.
-        key: Derived from the domain's secret.
-        asks: Whether this side has connected to the other one.
+        connected: TCP connection, which the channel closes.
+        key: Key derived from the domain's secret.
+        asks: Whether this side opened the connection.
         within_s: Deadline of the exchange of random bytes, which the constructor waits for.
     """
 
@@ -53,7 +53,7 @@ class MemberChannel:
             raise
         asker, listener = (mine, theirs) if asks else (theirs, mine)
         self._key = hmac.digest(key, _DOMAIN + asker + listener, hashlib.sha256)
-        # A direction of its own: what one side has sent is no message to itself.
+        # Each direction has its own mark, so that a side's own message is not valid for itself.
         self._sends, self._gets = (b">", b"<") if asks else (b"<", b">")
         self._sent, self._got = itertools.count(), itertools.count()
 
@@ -64,10 +64,10 @@ class MemberChannel:
     def receive(
         self, within_s: float | None, meanwhile: Callable[[], object] | None = None, every_s: float = 0.0
     ) -> bytes:
-        """The next message. Calls `meanwhile` again and again, with pauses of `every_s`, until it is there.
+        """Return the next message. Until it arrives, call `meanwhile` repeatedly, with pauses of `every_s`.
 
-        Raises TimeoutError after `within_s`, PermissionError for a message that was not sent to this side,
-        now, by a member.
+        Raises TimeoutError after `within_s`, and PermissionError for a message that a member did not send to
+        this side now.
         """
         message = self._take(within_s, MOST_BYTES + _MAC_BYTES, meanwhile, every_s)
         mac, body = message[:_MAC_BYTES], message[_MAC_BYTES:]
@@ -76,7 +76,7 @@ class MemberChannel:
         return body
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._connection.close()
 
     def _mac(self, direction: bytes, number: int, body: bytes) -> bytes:

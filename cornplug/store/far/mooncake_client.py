@@ -1,7 +1,7 @@
-"""A process with Mooncake's client, that answers its daemon's questions (`client_process.py`).
+"""Process with Mooncake's client, which replies to the daemon's requests (`client_process.py`).
 
-Its setup and its end hold the interpreter's lock: 90 s where the master is dead, measured with release
-0.3.13. In the daemon's own process they would hold up every engine of the host.
+Its setup and shutdown hold the interpreter's lock: 90 s if the master is dead, measured with release 0.3.13.
+In the daemon's own process they would block every engine of the host.
 
 Usage: mooncake_client.py DESCRIPTOR ... < SETTINGS
 """
@@ -22,30 +22,30 @@ from cornplug.store.far.client_process import Answer, Question, client_settings,
 
 MOST_BYTES: Final = 32 << 20
 _BUFFER_BYTES: Final = 4 * MOST_BYTES
-"""Records on their way: two that are read and one that is written, and what lies between them."""
+"""Memory for records in transfer: two reads and one write, and the gaps between them."""
 _LONGEST_S: Final = 10
-"""Of setup, and of the end: the process is killed then."""
+"""Time limit of setup and of shutdown in seconds, after which the process is killed."""
 _ABSENT: Final = -704
 
 
 class ClientSettings(msgspec.Struct, frozen=True):
-    """How a client joins its Mooncake cluster."""
+    """Settings with which a client joins its Mooncake cluster."""
 
     master: str
-    """HOST:PORT."""
+    """Address of the master, as HOST:PORT."""
     metadata: str
     segment_bytes: int
-    """Memory of this host that the cluster gets."""
+    """Memory that this host contributes to the cluster."""
     device: str
-    """RDMA device; empty: TCP."""
+    """RDMA device. Empty: TCP."""
     host: str
-    """Address of this host for the others; empty: the one from which it reaches the master."""
+    """Address of this host for other hosts. Empty: the address from which it reaches the master."""
 
 
 def main(settings: ClientSettings, descriptors: Sequence[int]) -> None:
-    """Answer until the daemon's ends of all sockets are closed."""
+    """Reply until the daemon has closed all sockets."""
     try:
-        # Not above: the daemon, which imports this module too, does without the library.
+        # Imported here because the daemon also imports this module, and does not need the library.
         from mooncake.store import MooncakeDistributedStore
     except ImportError as e:
         sys.exit(f"cornplug: cannot import Mooncake's client: {e}. On Debian, run: apt install libibverbs1")
@@ -59,7 +59,7 @@ def main(settings: ClientSettings, descriptors: Sequence[int]) -> None:
         sys.exit(f"cornplug: Mooncake's client of {settings.master} did not start: error {code}")
     signal.alarm(0)
     serve(functools.partial(_answer, client), descriptors)
-    # The end takes 2 s, and what reads the daemon's log is not to wait for it.
+    # The shutdown takes 2 s, for which readers of the daemon's log should not wait.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     signal.alarm(_LONGEST_S)
     client.close()
@@ -80,14 +80,14 @@ def _answer(client: Any, question: Question) -> Answer:
             codes = client.batch_is_exist(names)
             return _unless_failed(codes, Answer(there=[code == 1 for code in codes]))
         case "get":
-            # Empty for a name that it does not have, and for a master that does not answer.
+            # The result is empty for a name that does not exist, and if the master does not reply.
             record = client.get(names[0])
             return Answer(record=record) if record else _unless_failed([client.get_size(names[0])], Answer())
         case "put":
-            # `put` would leave an older record in its place.
+            # `put` would not replace an older record.
             return _unless_failed([client.upsert(names[0], question.record)], Answer())
         case "delete":
-            # By force: without it a record that was read within 10 s stays.
+            # Forced, because otherwise a record that was read within 10 s stays.
             return _unless_failed(client.batch_remove(names, True), Answer())
 
 

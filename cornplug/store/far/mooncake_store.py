@@ -15,14 +15,14 @@ from cornplug.errors import ConfigError
 from cornplug.store.far.client_process import ProcessFarStore
 from cornplug.store.far.far_store import label_of
 from cornplug.store.far.mooncake_client import MOST_BYTES, ClientSettings
-from cornplug.store.far.url_fields import fields_of
+from cornplug.store.far.open_far import fields_of
 
 _SETTING: Final = "store.far"
 _PORT: Final = 50051
 
 
 class _Options(BaseModel, extra="forbid"):
-    """The query of a URL."""
+    """Query of a URL."""
 
     metadata: str = "P2PHANDSHAKE"
     segment: ByteSize = ByteSize(0)
@@ -31,8 +31,8 @@ class _Options(BaseModel, extra="forbid"):
 
 
 def open_mooncake_url(url: str) -> ProcessFarStore:
-    """The store of mooncake://MASTER[:PORT][?segment=SIZE&device=NAME&host=ADDRESS&metadata=URL]. Its process
-    begins to connect. Raises ConfigError."""
+    """Open mooncake://MASTER[:PORT][?segment=SIZE&device=NAME&host=ADDRESS&metadata=URL]. Its process starts
+    to connect. Raises ConfigError."""
     parts = urlsplit(url)
     try:
         if not parts.hostname or parts.path.strip("/"):

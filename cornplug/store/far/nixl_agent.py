@@ -1,4 +1,4 @@
-"""NIXL's agent of one process: memory that others may write into, and the way into theirs."""
+"""NIXL agent of one process, and the ring of records in its registered memory."""
 
 from __future__ import annotations
 
@@ -8,22 +8,105 @@ import mmap
 import secrets
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
+_WAIT_S: Final = 2.0
+"""Maximum time that a new record waits for the transfer of a record in its location, in seconds."""
 _ROOMS: Final = 2
-"""Records that arrive at once."""
+"""Maximum number of records that arrive at a time."""
 _PAUSE_S: Final = 0.00005
-"""Between two looks at a transfer: other threads answer meanwhile."""
+"""Time between two checks of a transfer in seconds, during which other threads run."""
 _QUARANTINE_S: Final = 10.0
-"""How long a room stays unused after a record that did not come in time: it may come yet."""
+"""Seconds for which a buffer stays unused after a record was late, because it may still arrive."""
+
+
+class RecordRing:
+    """Records of one member. Thread-safe.
+
+    Args:
+        room: Memory for the records, each of which is contiguous.
+    """
+
+    def __init__(self, room: memoryview) -> None:
+        self._room = room
+        self._end = 0
+        """Offset at which the newest record ends."""
+        self._places: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        """(offset, bytes) by name, oldest first."""
+        self._held: list[tuple[int, int]] = []
+        self._putting = threading.Lock()
+        self._changed = threading.Condition()
+
+    def __contains__(self, name: str) -> bool:
+        with self._changed:
+            return name in self._places
+
+    def put(self, name: str, record: bytes) -> None:
+        """Store a record, replacing an older one of its name.
+
+        Raises ValueError if the record is larger than the ring, and TimeoutError if bytes in its location are
+        held for longer than 2 s.
+        """
+        size = len(record)
+        if size > self._room.nbytes:
+            raise ValueError(f"a record of {size} bytes, in a room of {self._room.nbytes}")
+        with self._putting, self._changed:
+            self._places.pop(name, None)
+            width = max(size, 1)  # an empty record also has its own byte, so that its position shows its age
+            start = self._end if self._end + width <= self._room.nbytes else 0
+            while self._places:
+                oldest, place = next(iter(self._places.items()))
+                # If the record starts again at the front, the records after the newest are the oldest.
+                if not (start < self._end <= place[0] or _overlap(place, (start, size))):
+                    break
+                del self._places[oldest]
+            self._end = start + width
+            free = self._changed.wait_for(
+                lambda: not any(_overlap(place, (start, size)) for place in self._held), _WAIT_S
+            )
+            if not free:
+                raise TimeoutError(f"a record has been on its way for {_WAIT_S:g} s")
+            self._room[start : start + size] = record
+            self._places[name] = start, size
+
+    def delete(self, name: str) -> None:
+        """Delete a record, if it exists."""
+        with self._changed:
+            self._places.pop(name, None)
+
+    def get(self, name: str) -> bytes | None:
+        """Return a copy of a record, or None if it does not exist."""
+        with self.held(name) as place:
+            return None if place is None else bytes(self._room[place[0] : place[0] + place[1]])
+
+    @contextlib.contextmanager
+    def held(self, name: str) -> Iterator[tuple[int, int] | None]:
+        """Yield the (offset, bytes) of a record, which is not overwritten during the context, or None if it
+        does not exist."""
+        with self._changed:
+            place = self._places.get(name)
+            if place is not None:
+                self._held.append(place)
+        try:
+            yield place
+        finally:
+            if place is not None:
+                with self._changed:
+                    self._held.remove(place)
+                    self._changed.notify_all()
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < other[0] + max(other[1], 1) and other[0] < one[0] + max(one[1], 1)
 
 
 class Memory:
     """Memory of this process, and its address.
 
-    Pages are taken when they are used.
+    Pages are allocated when they are used.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -33,47 +116,47 @@ class Memory:
 
 
 class NixlAgent:
-    """Thread-safe. Its calls raise ConnectionError where NIXL does not reach the other one.
+    """NIXL agent. Thread-safe. Calls raise ConnectionError if NIXL cannot reach the other agent.
 
     Args:
-        segment_bytes: Memory whose content it sends.
-        room_bytes: The largest record that it takes.
+        segment_bytes: Size of the memory whose content it sends.
+        room_bytes: Maximum size of a record that it receives.
     """
 
     def __init__(self, *, segment_bytes: int, room_bytes: int) -> None:
-        # Not above: the daemon, which imports the module of the process, does without the library.
+        # Imported here because the daemon also imports this module, and does not need the library.
         from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
-        # Its thread that takes what has come would use half of a core; `progress` does while something comes.
+        # NIXL's progress thread would use half of a core. `progress` is called during transfers instead.
         config = nixl_agent_config(
             enable_prog_thread=False, sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
-        # A new name in each process: others keep addresses by it.
+        # Each process has a new name, because other agents cache addresses by name.
         self._nixl: Any = nixl_agent(secrets.token_hex(8), config)
         self.segment = Memory(segment_bytes)
         self._nixl.register_memory([_described(self.segment)], "DRAM")
         rooms = [Memory(room_bytes) for _ in range(_ROOMS)]
         registered = self._nixl.register_memory([_described(room) for room in rooms], "DRAM")
         self.metadata: bytes = self._nixl.get_partial_agent_metadata(registered, True, ["UCX"])
-        """For others: the address of this agent, and the right to write into its rooms alone."""
+        """Address of this agent for others, with the right to write only into its receive buffers."""
         self._rooms: SimpleQueue[Memory] = SimpleQueue()
         for room in rooms:
             self._rooms.put(room)
 
     def join(self, metadata: bytes) -> str:
-        """The name of another agent, for `send`. Its metadata come from who is trusted: NIXL does not check
-        them."""
+        """Add another agent and return its name, for `send`. The metadata must be from a trusted source,
+        because NIXL does not check them."""
         with _as_connection_error():
             name: str | bytes = self._nixl.add_remote_agent(metadata)
         return name.decode() if isinstance(name, bytes) else name
 
     def leave(self, name: str) -> None:
-        """Forget another agent."""
+        """Remove another agent."""
         with contextlib.suppress(ConnectionError), _as_connection_error():
             self._nixl.remove_remote_agent(name)
 
     def send(self, place: tuple[int, int], name: str, address: int, within_s: float) -> None:
-        """Write bytes of the segment, (offset, bytes), to an address in another agent's rooms.
+        """Write bytes of the segment, (offset, bytes), to an address in another agent's receive buffers.
 
         Raises TimeoutError.
         """
@@ -99,12 +182,12 @@ class NixlAgent:
             raise ConnectionError(f"NIXL's transfer ended as {state}")
 
     def progress(self) -> None:
-        """Let NIXL take what has come."""
+        """Let NIXL process incoming data."""
         self._nixl.get_new_notifs()
 
     @contextlib.contextmanager
     def room(self, within_s: float) -> Iterator[Memory]:
-        """Memory for a record of another agent. Raises TimeoutError if none is free."""
+        """Yield memory for a record of another agent. Raises TimeoutError if none is free."""
         try:
             room = self._rooms.get(timeout=within_s)
         except Empty:
@@ -125,7 +208,7 @@ def _described(memory: Memory) -> tuple[int, int, int, str]:
 
 @contextlib.contextmanager
 def _as_connection_error() -> Iterator[None]:
-    """NIXL's errors, which have no class in common but Exception, by one name."""
+    """Convert NIXL's errors, whose only common class is Exception, to ConnectionError."""
     try:
         yield
     except TimeoutError:

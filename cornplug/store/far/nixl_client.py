@@ -1,11 +1,11 @@
-"""A process with a NIXL agent, that answers its daemon's questions (`client_process.py`) and other members'.
+"""Process with a NIXL agent, which replies to its daemon (`client_process.py`) and to other members.
 
-    put            ──> this member's memory, no other's
+    put            ──> only this member's memory
     exists, delete ──> all members, by `MemberChannel`
     get            ──> the member that has it writes it into memory of this one, by NIXL
 
-Only members of the domain learn where NIXL may write, in messages that are authenticated: NIXL's own exchange
-of metadata takes anyone's. Records are sealed: NIXL's way need not be trusted.
+Only members of the domain learn where NIXL may write, in authenticated messages. NIXL's own exchange of
+metadata is not authenticated. Records are sealed, so NIXL's transfers need not be trusted.
 
 Usage: nixl_client.py DESCRIPTOR ... < SETTINGS
 """
@@ -26,14 +26,13 @@ import msgspec
 
 from cornplug.store.far.client_process import Answer, Question, client_settings, serve
 from cornplug.store.far.member_channel import MemberChannel
-from cornplug.store.far.nixl_agent import NixlAgent
-from cornplug.store.far.record_ring import RecordRing
+from cornplug.store.far.nixl_agent import NixlAgent, RecordRing
 
 MOST_BYTES: Final = 32 << 20
 _ANSWER_S: Final = 0.2
-"""Deadline of all members' answers; a far peer's is 0.25 s."""
+"""Deadline of all members' replies in seconds. That of a far peer is 0.25 s."""
 _MOVE_S: Final = 1.5
-"""Deadline of a record's way; a far peer's is 2 s."""
+"""Deadline of a record's transfer in seconds. That of a far peer is 2 s."""
 _PROGRESS_S: Final = 0.0001
 _RETRY_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
 _MOST_CALLERS: Final = 64
@@ -41,64 +40,64 @@ _MOST_FOUND: Final = 1 << 16
 
 
 class MemberSettings(msgspec.Struct, frozen=True):
-    """The members of a domain, and what this one gives."""
+    """Members of a domain, and the memory that this member contributes."""
 
     members: Sequence[tuple[str, int]]
-    """Hosts and ports of all members, this one among them."""
+    """Hosts and ports of all members, including this one."""
     own: int
-    """Number of this one; -1: the first whose address is this host's and whose port is free."""
+    """Index of this member. -1: the first whose address is this host's and whose port is free."""
     segment_bytes: int
     key: bytes
-    """Derived from the domain's secret."""
+    """Key derived from the domain's secret."""
 
 
 class MemberQuestion(msgspec.Struct, array_like=True):
-    """What a member asks another one."""
+    """Request from one member to another."""
 
     call: Literal["join", "exists", "send", "delete"]
     names: Sequence[str] = ()
     metadata: bytes = b""
-    """join: of the asker's agent."""
+    """join: metadata of the sender's agent."""
     member: int = 0
-    """join: number of the asker."""
+    """join: index of the sender."""
     address: int = 0
-    """send: where the asker has room for a record."""
+    """send: address of the sender's memory for a record."""
 
 
 class MemberAnswer(msgspec.Struct, array_like=True):
-    """What it answers."""
+    """Reply to a member."""
 
     there: Sequence[bool] = ()
     size_bytes: int = -1
-    """Of the record that was sent; -1: it has none of this name."""
+    """Size of the record that was sent. -1: there is no record of this name."""
 
 
 class OtherMember:
-    """Another member, as this one, number `own`, asks it. Its thread connects, and again after a failure."""
+    """Connection to another member, as number `own`. Its thread connects, and reconnects after a failure."""
 
     def __init__(self, address: tuple[str, int], key: bytes, agent: NixlAgent, own: int) -> None:
         self._address, self._key, self._agent, self._own = address, key, agent, own
         self.lock = threading.Lock()
-        """Held by a caller from a question to its answer."""
+        """Held by a caller from a request to its reply."""
         self._channel: MemberChannel | None = None
         self._tried, self._broken, self._seen = threading.Event(), threading.Event(), threading.Event()
         threading.Thread(target=self._keep, name="cornplug-member", daemon=True).start()
 
     @property
     def connected(self) -> bool:
-        """Whether it can be asked."""
+        """Whether requests can be sent."""
         return self._channel is not None
 
     def wait_for_attempt(self, within_s: float) -> None:
-        """Return once it has been tried to connect to it, and connected if it is there."""
+        """Wait until the first attempt to connect has ended."""
         self._tried.wait(within_s)
 
     def listens(self) -> None:
-        """It has been heard from: connect to it now."""
+        """Connect now, because the member was heard from."""
         self._seen.set()
 
     def ask(self, question: MemberQuestion) -> bool:
-        """Send a question; whether it is on its way. `lock` is held."""
+        """Send a request. Return whether it was sent. The caller holds `lock`."""
         channel = self._channel
         if channel is None:
             return False
@@ -110,10 +109,11 @@ class OtherMember:
         return True
 
     def answer(self, end_s: float, *, moves: bool = False) -> MemberAnswer | None:
-        """The answer to the last question; None if there is none by then. `lock` is held.
+        """Return the reply to the last request, or None if it does not arrive in time. The caller holds
+        `lock`.
 
         Args:
-            moves: Let NIXL take what comes meanwhile.
+            moves: Whether to let NIXL process incoming data during the wait.
         """
         channel = self._channel
         if channel is None:
@@ -127,7 +127,7 @@ class OtherMember:
             return None
 
     def _failed(self, why: Exception) -> None:
-        """An answer that comes late would be taken for another question's."""
+        """Close the connection, because a late reply would be taken for another request's."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
@@ -157,16 +157,16 @@ class OtherMember:
 
 
 class Member:
-    """This member: it answers its daemon from its own records and the others'."""
+    """This member, which replies to its daemon from its own records and the others'."""
 
     def __init__(self, agent: NixlAgent, others: Mapping[int, OtherMember]) -> None:
         self._agent, self._numbered, self._others = agent, others, list(others.values())
         self._ring = RecordRing(agent.segment.view)
         self._found: OrderedDict[str, OtherMember] = OrderedDict()
-        """Which member had a record."""
+        """Member that had a record, by name."""
 
     def answer(self, question: Question) -> Answer:
-        """The answer to its daemon."""
+        """Return the reply to its daemon."""
         names = list(question.names)
         try:
             match question.call:
@@ -178,7 +178,7 @@ class Member:
                         self._ring.delete(name)
                     answers = self._ask_all(MemberQuestion("delete", names))
                     if len(answers) < len(self._others):
-                        # A member that is cut off may have the records still: the daemon deletes them again.
+                        # A disconnected member may still have the records. The daemon deletes them again.
                         return Answer(failure="not every member has deleted the records")
                     return Answer()
                 case "exists":
@@ -189,7 +189,7 @@ class Member:
             return Answer(failure=str(e))
 
     def answer_member(self, question: MemberQuestion, asker: str) -> MemberAnswer:
-        """The answer to another member, whose agent has the name `asker`."""
+        """Return the reply to another member, whose agent has the name `asker`."""
         match question.call:
             case "join":
                 if question.member in self._numbered:
@@ -219,7 +219,7 @@ class Member:
         return there
 
     def _ask_all(self, question: MemberQuestion) -> list[tuple[OtherMember, MemberAnswer]]:
-        """The answers of the members that are connected, and answer by one deadline."""
+        """Return the replies of the connected members that reply by one deadline."""
         end_s = time.monotonic() + _ANSWER_S
         asked = []
         with contextlib.ExitStack() as locks:
@@ -254,7 +254,7 @@ class Member:
 
 
 class Listener:
-    """Other members' connections, each on a thread."""
+    """Connections from other members, each on a thread."""
 
     def __init__(self, listening: socket.socket, key: bytes, agent: NixlAgent, member: Member) -> None:
         self._listening, self._key, self._agent, self._member = listening, key, agent, member
@@ -267,7 +267,7 @@ class Listener:
             if not self._free.acquire(blocking=False):
                 connected.close()
                 continue
-            # The end of a host that lost its power is noticed, and its thread ends.
+            # Detects a host that lost its power, so that its thread ends.
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             threading.Thread(target=self._serve, args=(connected,), daemon=True).start()
 
@@ -294,7 +294,7 @@ class Listener:
 
 
 def main(settings: MemberSettings, descriptors: Sequence[int]) -> None:
-    """Answer until the daemon's ends of all sockets are closed."""
+    """Reply until the daemon has closed all sockets."""
     number, listening = _listen(settings)
     try:
         agent = NixlAgent(segment_bytes=settings.segment_bytes, room_bytes=MOST_BYTES)
@@ -307,16 +307,16 @@ def main(settings: MemberSettings, descriptors: Sequence[int]) -> None:
     }
     member = Member(agent, others)
     Listener(listening, settings.key, agent, member)
-    # The daemon's first questions wait for the members that are there.
+    # The daemon's first requests wait for the members that are running.
     for other in others.values():
         other.wait_for_attempt(_ANSWER_S)
     serve(member.answer, descriptors)
-    # NIXL's end waits for others, and nothing is left to be saved.
+    # NIXL's shutdown waits for others, and there is nothing to save.
     os._exit(0)
 
 
 def _listen(settings: MemberSettings) -> tuple[int, socket.socket]:
-    """The number of this member, and its socket."""
+    """Return the index of this member, and its socket."""
     problem = ""
     for number, (host, port) in enumerate(settings.members):
         if settings.own not in (-1, number):

@@ -1,4 +1,4 @@
-"""`nixl://`: hosts that give each other memory for records, and move them by NIXL; no other service.
+"""`nixl://`: hosts that hold records for each other in memory, and transfer them with NIXL.
 
 nixl_client.py ──> nixl_client.py of the other hosts
 """
@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ByteSize, Field
 
 from cornplug.errors import ConfigError
-from cornplug.store.disk.record_seal import derive_key
+from cornplug.store.disk.record_format import derive_key
 from cornplug.store.far.client_process import ProcessFarStore
 from cornplug.store.far.far_store import label_of
 from cornplug.store.far.nixl_client import MOST_BYTES, MemberSettings
-from cornplug.store.far.url_fields import fields_of
+from cornplug.store.far.open_far import fields_of
 
 _SETTING: Final = "store.far"
 _PORT: Final = 8760
@@ -27,15 +27,15 @@ _MEMBER: Final = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\[\]:/+\s]+)(?::(?P<
 
 
 class _NixlOptions(BaseModel, extra="forbid"):
-    """The query of a URL."""
+    """Query of a URL."""
 
     segment: ByteSize = Field(default=ByteSize(1 << 30), ge=2 * MOST_BYTES)
     own: str = ""
 
 
 def open_nixl_url(url: str, secret: bytes) -> ProcessFarStore:
-    """The store of nixl://MEMBER+MEMBER...[?segment=SIZE&own=MEMBER], a member being HOST[:PORT]. Its process
-    begins to connect. Raises ConfigError, ImportError."""
+    """Open nixl://MEMBER+MEMBER...[?segment=SIZE&own=MEMBER], where MEMBER is HOST[:PORT]. Its process starts
+    to connect. Raises ConfigError and ImportError."""
     parts = urlsplit(url)
     try:
         if parts.path.strip("/") or not parts.netloc:
@@ -52,7 +52,7 @@ def open_nixl_url(url: str, secret: bytes) -> ProcessFarStore:
             "If cornplug cannot detect which host is this one, add own=10.0.0.5:8760.",
         ) from e  # fmt: skip
     if importlib.util.find_spec("nixl") is None:
-        # Its process imports it; its absence is known before.
+        # Its process imports the package. A missing package is reported here.
         raise ImportError("nixl")
     key = derive_key(secret, salt=None, info=_KEY_DOMAIN)
     settings = MemberSettings(members, own, int(options.segment), key)
@@ -63,7 +63,7 @@ def open_nixl_url(url: str, secret: bytes) -> ProcessFarStore:
 
 
 def _own(text: str, members: Sequence[tuple[str, int]]) -> int:
-    """The number of a member; -1 where none is named."""
+    """Return the index of a member, or -1 if `text` is empty."""
     if not text:
         return -1
     if (member := _member(text)) not in members:

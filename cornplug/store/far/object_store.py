@@ -1,4 +1,4 @@
-"""`file://` and `s3://`: records as objects, by the package obstore."""
+"""`file://` and `s3://`: records as objects, with the package obstore."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _PROXIES: Final = ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY", "al
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _MOST_BYTES: Final = 64 << 20
 _MOST_NAMES: Final = 64
-"""Requests that one question makes side by side."""
+"""Number of requests that one lookup makes in parallel."""
 
 
 class ObjectFarStore:
-    """A folder or a bucket."""
+    """Far store in a folder or a bucket."""
 
     most_bytes = _MOST_BYTES
     most_names = _MOST_NAMES
@@ -41,7 +41,7 @@ class ObjectFarStore:
         self._store = store
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        # A folder answers sooner than an event loop begins.
+        # A folder responds faster than an event loop starts.
         local = isinstance(self._store, LocalStore)
         heads = [self._head(name) for name in names] if local else asyncio.run(self._heads(names))
         return [_is_there(head) for head in heads]
@@ -68,14 +68,14 @@ class ObjectFarStore:
             raise _failure(e) from None
 
     def put(self, name: str, record: bytes) -> None:
-        # In one piece: where it ends half way, the name has its former record or none.
+        # Without multipart, an interrupted write leaves the former record or none.
         try:
             obstore.put(self._store, name, record, use_multipart=False)
         except (BaseError, OSError) as e:
             raise _failure(e) from None
 
     def delete(self, names: Sequence[str]) -> None:
-        # A bucket deletes all by one request; a folder would stop at the first name that it does not have.
+        # A bucket deletes all names in one request. A folder would stop at the first missing name.
         batches = [[name] for name in names] if isinstance(self._store, LocalStore) else [list(names)]
         for batch in batches:
             try:
@@ -86,26 +86,25 @@ class ObjectFarStore:
                 raise _failure(e) from None
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 def open_folder_url(url: str) -> ObjectFarStore:
-    """The store of file:///FOLDER. Raises ConfigError."""
+    """Open file:///FOLDER. Raises ConfigError."""
     parts = urlsplit(url)
     path = Path(unquote(parts.path))
     if parts.netloc or not path.is_absolute():
         raise ConfigError(
             _SETTING, f"{url!r} needs an absolute path", "Write it as file:///mnt/share/cornplug."
         )
-    # It is not made here: of a share that is not mounted a folder of the same name would be.
+    # Not created here, because that would create a local folder if the share is not mounted.
     if not path.is_dir():
         raise ConfigError(_SETTING, f"{path} is not a folder", "Mount the share and create the folder.")
     return ObjectFarStore(LocalStore(str(path)))
 
 
 def open_s3_url(url: str) -> ObjectFarStore:
-    """The store of s3://BUCKET/PREFIX; its keys, region and endpoint are in AWS_* variables. Raises
-    ConfigError."""
+    """Open s3://BUCKET/PREFIX. Its keys, region and endpoint are in AWS_* variables. Raises ConfigError."""
     parts = urlsplit(url)
     if not parts.netloc:
         raise ConfigError(_SETTING, f"{url!r} contains no bucket", "Write it as s3://bucket/prefix.")
@@ -124,16 +123,16 @@ def open_s3_url(url: str) -> ObjectFarStore:
 
 
 def _proxy_options() -> ClientConfig:
-    """Options that keep a proxy of the environment away from an endpoint in a private network.
+    """Return options that exclude an endpoint in a private network from the environment's proxy.
 
-    A public bucket keeps the proxy: it may be out of reach without it.
+    A public bucket keeps the proxy, because it may be unreachable without it.
     """
     proxy = next((os.environ[name] for name in _PROXIES if os.environ.get(name)), "")
     endpoint = next((os.environ[name] for name in _ENDPOINTS if os.environ.get(name)), "")
     host = urlsplit(endpoint).hostname or ""
     if not (proxy and host and _is_private(host)):
         return {}
-    # A proxy of the options takes the place of the environment's.
+    # A proxy in the options replaces the environment's.
     return {"proxy_url": proxy, "proxy_excludes": host}
 
 

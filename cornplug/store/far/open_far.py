@@ -1,4 +1,4 @@
-"""Far stores, as the settings name them. A package is imported only for a URL that needs it."""
+"""Opening of the far stores in the settings. A package is imported only for a URL that needs it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
-from urllib.parse import urlsplit
+from typing import Final, TypeVar
+from urllib.parse import parse_qsl, urlsplit
+
+from pydantic import BaseModel, ValidationError
 
 from cornplug.errors import ConfigError
 from cornplug.private_paths import is_own_secret, read_secret
 from cornplug.store.far.far_store import FarStore, label_of
 
+Fields = TypeVar("Fields", bound=BaseModel)
 _SETTING: Final = "store.far"
 _SEALING: Final = "store.far_secret_files"
 _VALKEY: Final = ("valkey_store", "open_valkey_url", "far-valkey")
@@ -23,29 +26,39 @@ _BACKENDS: Final[Mapping[str, tuple[str, str, str]]] = {
     "nixl": ("nixl_store", "open_nixl_url", "far-nixl"),
     "valkey": _VALKEY, "valkeys": _VALKEY, "redis": _VALKEY, "rediss": _VALKEY,
 }  # fmt: skip
-"""Scheme of a URL -> module, function and the extra that brings its package."""
+"""Module, function and the extra that installs its package, by URL scheme."""
 _OF_MEMBERS: Final = frozenset({"nixl"})
-"""Hosts that prove to each other that they have the domain's secret."""
+"""Schemes whose hosts prove to each other that they have the domain's secret."""
+
+
+def fields_of(url: str, kind: type[Fields]) -> Fields:
+    """Return the query fields of a URL. Raises ValueError, which names the first invalid field."""
+    query = urlsplit(url).query
+    given = dict(parse_qsl(query, strict_parsing=bool(query)))
+    try:
+        return kind.model_validate(given)
+    except ValidationError as e:
+        first = e.errors()[0]
+        raise ValueError(f"{first['loc'][0]!r}: {first['msg']}") from e
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedFar:
-    """Far stores in the order in which they are asked, with their labels, and the domain's secrets."""
+    """Far stores in the order in which they are queried, with their labels, and the domain's secrets."""
 
     stores: Sequence[tuple[str, FarStore]]
     secret: bytes
     sealing: Sequence[bytes] = ()
-    """As `FarSealer`'s."""
+    """Sealing secrets, see `FarSealer`."""
 
 
 def open_far(
     urls: Sequence[str], secret: bytes, *, secret_file: Path, sealing_files: Sequence[Path] = ()
 ) -> OpenedFar:
-    """The far stores at these URLs; no connection is made yet.
+    """Open the far stores at these URLs, without connecting yet.
 
-    Raises ConfigError for a URL that names none, for a package that is missing, for a sealing secret that
-    cannot be read, and for a secret that names no sharing domain: the default file is made on each host by
-    chance.
+    Raises ConfigError for an invalid URL, a missing package, a sealing secret that cannot be read, and for a
+    secret that does not identify a sharing domain, because the default file is random on each host.
     """
     if is_own_secret(secret_file):
         raise ConfigError(

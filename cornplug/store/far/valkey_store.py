@@ -1,4 +1,4 @@
-"""`valkey://` and `redis://`: records as strings of a Valkey or Redis server, by the package valkey."""
+"""`valkey://` and `redis://`: records as strings of a Valkey or Redis server, with the package valkey."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from cornplug.store.far.far_store import ASK_S, MOVE_S, FarFailure, label_of
 
 _SETTING: Final = "store.far"
 _MOST_BYTES: Final = 4 << 20
-"""Larger values hold up the server's one thread."""
+"""Maximum size of a record. Larger values block the server's only thread."""
 _MOST_NAMES: Final = 1024
 _SCHEMES: Final = {"redis": "valkey", "rediss": "valkeys"}
 
 
 class ValkeyFarStore:
-    """One database of a server."""
+    """Far store in one database of a server."""
 
     most_bytes = _MOST_BYTES
     most_names = _MOST_NAMES
@@ -40,7 +40,7 @@ class ValkeyFarStore:
             raise _failure(e) from None
 
     def get(self, name: str) -> bytes | None:
-        # One byte more than a record may have: a longer value is read no further, and does not open.
+        # One byte more than the maximum is read, so a longer value is truncated and cannot be opened.
         try:
             found: Any = self._moving.getrange(name, 0, _MOST_BYTES)
         except (ValkeyError, OSError) as e:
@@ -65,8 +65,8 @@ class ValkeyFarStore:
 
 
 def open_valkey_url(url: str) -> ValkeyFarStore:
-    """The store of valkey://[USER:PASSWORD@]HOST[:PORT][/DATABASE]; valkeys:// has TLS. No connection is
-    made yet. Raises ConfigError."""
+    """Open valkey://[USER:PASSWORD@]HOST[:PORT][/DATABASE], or valkeys:// with TLS. No connection is made
+    yet. Raises ConfigError."""
     parts = urlsplit(url)
     address = urlunsplit(parts._replace(scheme=_SCHEMES.get(parts.scheme, parts.scheme)))
     try:

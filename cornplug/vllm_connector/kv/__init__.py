@@ -1,1 +1,1 @@
-"""KV blocks between vLLM and the store."""
+"""Transfer of KV blocks between vLLM and the store."""

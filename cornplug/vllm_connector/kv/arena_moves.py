@@ -120,7 +120,7 @@ class ArenaMoves:
         self._mover.close()
         self.memory.leave(self._mover.is_idle)
 
-    # -- what is under way ------------------------------------------------------------------------
+    # -- jobs in progress ------------------------------------------------------------------------
 
     def _load(self, load: PageLoad, mark: Any, asked: float) -> PolledJob:
         # The request must be notified of the end of its load in every case.
@@ -204,7 +204,7 @@ class ArenaMoves:
                 self._reports.saves_over(saves)
 
     def _writable(self, pages: Iterator[SavedPage]) -> Iterator[SavedPage]:
-        """The pages whose reservations still exist."""
+        """Yield the pages whose reservations still exist."""
         for page in pages:
             try:
                 self._pages.store.view(page.target.location, writable=True)
@@ -229,7 +229,7 @@ class ArenaMoves:
         return found
 
     def _runs(self, load: PageLoad) -> int:
-        """Segments per head in the pages of a load."""
+        """Return the number of segments per head in the pages of a load."""
         meta = load.pages.metas[0]
         assert meta is not None
         return len(segment_checksums(meta)) // self._pages.page.heads

@@ -55,7 +55,7 @@ def _only_engine(config: VllmConfig, planes: int, quantised: str) -> str:
 
 
 def _first_layers(layers: int, stages: int) -> list[int]:
-    """The first layer of each pipeline stage."""
+    """Return the first layer of each pipeline stage."""
     from vllm.distributed.utils import get_pp_indices
 
     if stages == 1:
@@ -64,7 +64,8 @@ def _first_layers(layers: int, stages: int) -> list[int]:
 
 
 def _layers(config: VllmConfig, cache: KVCacheConfig) -> int:
-    """Number of layers of a page: the model's layers with their own cache, then a draft model's."""
+    """Return the number of layers of a page: the model's layers with their own cache, then a draft
+    model's."""
     total = config.model_config.get_total_num_hidden_layers()
     if config.parallel_config.pipeline_parallel_size > 1:
         # This plan may be for a single stage. Workers detect layers that share caches.
@@ -87,7 +88,8 @@ def steady_drafts(config: VllmConfig) -> SpeculativeConfig | None:
 
 
 def _split(config: VllmConfig, cache: KVCacheConfig) -> tuple[list[str], list[str]]:
-    """Names of the group's layers: the model's layers by number, then its draft's layers in vLLM's order.
+    """Return the names of the group's layers: the model's layers by number, then its draft's layers in vLLM's
+    order.
 
     vLLM loads a draft after its target and appends its layers, with numbers that continue or restart. Raises
     LayoutError if the KV layout of the draft differs from the target's.
@@ -146,7 +148,7 @@ def rank_slice(config: VllmConfig, cache: KVCacheConfig, geometry: PageGeometry)
 def in_page_order(
     config: VllmConfig, cache: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """This rank's caches in the order of a page's layers.
+    """Return this rank's caches in the order of a page's layers.
 
     A layer that uses another layer's cache is left out, because the page already has that cache. With
     pipeline parallelism it is kept, and the worker refuses it, because the page then has a fixed number of

@@ -51,7 +51,7 @@ class LoadCosts:
         """Seconds that movers have spent on loads so far."""
         self._steps = 0
         self._timed: dict[int, tuple[float, int]] = {}
-        """Step -> (time when it was scheduled, number of tokens)."""
+        """Time at which the step was scheduled, and its number of tokens, by step."""
         self._step_ended = 0.0
         self._moved = False
         """Whether something was loaded since the last step ended."""
@@ -84,7 +84,7 @@ class LoadCosts:
         self._recalling.note(pages * self._page.page_bytes, seconds)
 
     def deadline_s(self, tokens: int) -> float:
-        """Maximum seconds of a load before the rest of it is computed."""
+        """Return the maximum seconds of a load before the rest of it is computed."""
         # The lease has used at most a third of its time when the engine accepts the offer.
         leased_s, compute_s = self._config.lease_s * 2 / 3, self.rule.compute_s(tokens)
         if compute_s is None or self._config.load_when == "always":

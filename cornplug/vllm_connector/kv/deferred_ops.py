@@ -18,12 +18,12 @@ from cornplug.store.posted import Answered, Posted
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+    from cornplug.vllm_connector.kv.page_events import PageSpan
     from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
-    from cornplug.vllm_connector.kv_events.page_events import PageSpan
 
 
 class OpenSave(msgspec.Struct, eq=False):
-    """A reserved page that the worker halves are writing."""
+    """Reserved page that the worker halves are writing."""
 
     reservation: Reservation
     name: str
@@ -45,7 +45,7 @@ class OpenSave(msgspec.Struct, eq=False):
 
 
 class DeferredStoreOps:
-    """Collects operations during a step. `run` sends them to the store in at most three messages.
+    """Operations collected during a step. `run` sends them to the store in at most three messages.
 
     They run on the engine's own thread, which does not wait for replies to commits: the next step reads them.
     Another thread would wait for the interpreter's lock, which vLLM's busy loop holds.

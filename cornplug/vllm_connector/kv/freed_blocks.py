@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BlockReader(Protocol):
-    """A page whose data is in blocks."""
+    """Page whose data is in blocks."""
 
     blocks: Sequence[KVCacheBlock]
     given_up: bool
@@ -31,7 +31,7 @@ class FreedBlocks(Generic[_Reader]):
 
     def __init__(self) -> None:
         self._readers: dict[int, list[_Reader]] = {}
-        """Block id -> pages that are copied from the block."""
+        """Pages that are copied from a block, by block id."""
         self._lost: list[_Reader] = []
 
     def release(self, pool: BlockPool, reader: _Reader) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from cornplug.vllm_connector.kv_events.page_events import PageEvents, PageSpan
+    from cornplug.vllm_connector.kv.page_events import PageEvents, PageSpan
 
 _SETTLE_S: Final = 0.05
 """Time without a scheduled token before the first copy, because a pause between two requests is not
@@ -43,7 +43,7 @@ _BATCH_BYTES: Final = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """A page to be copied."""
+    """Page to be copied."""
 
     key: bytes
     index: int
@@ -54,7 +54,7 @@ class _Page:
     """Span for KV events, or None without events."""
 
     def cached(self) -> bool:
-        """Whether its blocks have held it without interruption.
+        """Return whether its blocks have held it without interruption.
 
         vLLM removes the hash from a block that it reuses, and creates a new hash object when it caches a
         block, even for the same tokens. Such a block may have been computed again with an adapter that was
@@ -93,7 +93,7 @@ class IdleSaves:
         self._pages = 0
         """Number of pages in `_finished`."""
         self._growing: list[_Page] = []
-        """Pages for which the store is making room."""
+        """Pages for which the store is allocating memory."""
         self._open: dict[int, OpenSave] = {}
         self._idle_since: float | None = None
         self._woken = False
@@ -179,8 +179,8 @@ class IdleSaves:
         self._pages = 0
 
     def _free_pages(self) -> int:
-        """Number of pages that fit into the store without an eviction. If there are none, idle saves end
-        until the next pause.
+        """Return the number of pages that fit into the store without an eviction. If there are none, idle
+        saves end until the next pause.
 
         A store that does not reply is no reason to keep an engine awake. The next pause tries again.
         """

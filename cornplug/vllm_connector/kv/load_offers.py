@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from cornplug.engine_common.page_envelope import whole_pages
+from cornplug.engine_common.rank_pages import whole_pages
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, miss
 from cornplug.kv_page import PageGeometry, pages_between
 from cornplug.metrics import Tally
-from cornplug.store.leases import NO_LEASES, Leases
-from cornplug.store.recall import MOST_SOUGHT
+from cornplug.store.base import NO_LEASES, Leases
+from cornplug.store.payload import MOST_SOUGHT
 from cornplug.vllm_connector.kv.costs import LoadCosts
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
 from cornplug.vllm_connector.kv.metadata import PageLoad
@@ -24,7 +24,7 @@ from cornplug.vllm_connector.kv.resets import StoredBefore
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 if TYPE_CHECKING:
-    from cornplug.vllm_connector.kv_events.page_events import PageEvents
+    from cornplug.vllm_connector.kv.page_events import PageEvents
 
 _FIRST_PAGES: Final = 32
 """Number of pages in the first query of a lookup. Computing that many keys takes about as long as the
@@ -196,7 +196,7 @@ class LoadOffers:
                 self._store_ops.delete(keys[whole])
 
     def _stored(self, tracked: TrackedRequest, keys: PageKeys, pages: range) -> list[bytes]:
-        """Keys of the leading `pages` that the store has.
+        """Return the keys of the leading `pages` that the store has.
 
         Queries grow in size: few keys are computed beyond the first absent page, and a complete hit needs few
         calls.

@@ -11,12 +11,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from cornplug.store.base import PayloadLocation
-from cornplug.store.leases import Leases
+from cornplug.store.base import Leases, PayloadLocation
 
 
 class PageWrite(msgspec.Struct, frozen=True):
-    """A reserved page, identified by its reservation's token."""
+    """Reserved page, identified by its reservation's token."""
 
     index: int
     token: int
@@ -25,8 +24,8 @@ class PageWrite(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PageLoad:
-    """Load tokens [start, end) of a request from pages. `blocks` are all of the request's blocks, in
-    order."""
+    """Request to load tokens [start, end) of a request from pages. `blocks` are all of the request's blocks,
+    in order."""
 
     request_id: str
     start: int
@@ -42,12 +41,12 @@ class PageLoad:
     """Cache group of these blocks. A request's load has one message per group."""
 
     def blocks_from(self, first_token: int, block_size: int) -> set[int]:
-        """Blocks that hold tokens [first_token, end)."""
+        """Return the blocks that hold tokens [first_token, end)."""
         return set(self.blocks[first_token // block_size : -(-self.end // block_size)])
 
 
 class PageSave(msgspec.Struct, frozen=True):
-    """Copy whole pages of a request to the store after this step's forward pass has computed them."""
+    """Request to copy whole pages to the store after this step's forward pass has computed them."""
 
     name: str
     """Unique name. A request id is not sufficient, because a later request may reuse it."""
@@ -81,11 +80,11 @@ class CornplugKVWorkerMetadata(KVConnectorWorkerMetadata):
     """Message from the worker halves to the scheduler half."""
 
     written: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Reservation token -> segment -> checksum. Complete when every rank has added its segments."""
+    """Checksums by segment, by reservation token. Complete when every rank has added its segments."""
     failed_writes: dict[int, int] = field(default_factory=dict)
-    """Reservation token -> number of missing segments. Each rank adds its own."""
+    """Number of missing segments, by reservation token. Each rank adds its own."""
     failed_loads: dict[str, str] = field(default_factory=dict)
-    """Request -> reason."""
+    """Reason, by request."""
     loaded_bytes: int = 0
     loading_s: float = 0.0
     """Seconds that the mover spent on them, without the time in its queue."""

@@ -15,7 +15,7 @@ from cornplug.vllm_connector.kv_copies.cache_blocks import Table, kernel_table
 
 @dataclass(eq=False, slots=True)
 class OngoingSave:
-    """A save in progress."""
+    """Save in progress."""
 
     save: PageSave
     left: set[int]
@@ -25,7 +25,7 @@ class OngoingSave:
 
 @dataclass(frozen=True, slots=True)
 class SavedPage:
-    """A page of a step's saves."""
+    """Page of a step's saves."""
 
     ongoing: OngoingSave
     target: PageWrite
@@ -34,8 +34,8 @@ class SavedPage:
 
 
 def pages_of(saves: Iterable[OngoingSave], rows: int, block_size: int, slots: int) -> Iterator[SavedPage]:
-    """Pages of saves, each with only the blocks that hold it, because a request may have thousands of
-    blocks."""
+    """Yield the pages of saves, each with only the blocks that hold it, because a request may have thousands
+    of blocks."""
     for ongoing in saves:
         save = ongoing.save
         # A page and a block both begin at multiples of this.
@@ -56,11 +56,11 @@ class MoveReports:
         self._lock = threading.Lock()
         self._acks = CornplugKVWorkerMetadata()
         self._unsent: dict[int, str] = {}
-        """Reservation token -> name of its save, for pages in `_acks.written`."""
+        """Name of the save, by reservation token, for pages in `_acks.written`."""
         self._loaded: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._saving: dict[str, OngoingSave] = {}
-        """Save name -> save in progress."""
+        """Saves in progress, by name."""
 
     # -- the engine's thread ----------------------------------------------------------------------
 
@@ -101,19 +101,19 @@ class MoveReports:
                 self._acks.failed_writes[token] = self._pages.segments
 
     def finished(self) -> set[str]:
-        """Ids of requests whose load ended since the last call."""
+        """Return the ids of requests whose load ended since the last call."""
         with self._lock:
             received, self._loaded = self._loaded, set()
         return received
 
     def bad_blocks(self) -> set[int]:
-        """Blocks whose load failed. They are returned before `finished` returns the request."""
+        """Return the blocks whose load failed, before `finished` returns the request."""
         with self._lock:
             bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def acks(self) -> CornplugKVWorkerMetadata | None:
-        """Acknowledgements since the last call, or None if there are none."""
+        """Return acknowledgements since the last call, or None if there are none."""
         with self._lock:
             if self._acks.is_empty():
                 return None

@@ -1,14 +1,29 @@
-"""Page keys of one request, computed as its tokens become known."""
+"""Page keys of one request, computed as its tokens become known.
+
+Keys of long prompts are computed when their requests arrive. vLLM hashes a request's blocks at the same
+place: in the thread that receives requests, in parallel to steps of other requests.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final, Protocol
+from weakref import ref
 
 from cornplug.identity import LINK_TOKENS, chain, medium_lineage, page_keys, placeholder_tokens
-from cornplug.vllm_connector.ec.mm_identifiers import key_of
+from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.media.mm_identifiers import key_of
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+_ATTRIBUTE: Final = "cornplug_page_keys"
+_LONG_TOKENS: Final = 4096
+"""Minimum length. Keys of shorter prompts take less than a tenth of a step, and are computed when they are
+needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +47,7 @@ class _Placeholder:
 
 
 class PageKeys:
-    """Keys of a request's whole pages. It extends the keys and never recomputes them.
+    """Keys of a request's whole pages, which are extended and never recomputed.
 
     Tokens are chained up to the last requested page, and only the keys of requested pages are computed. A
     lookup whose first pages are absent is therefore cheap, even for a long prompt.
@@ -106,3 +121,51 @@ class PageKeys:
         links = chain(self._links[-1] if first else b"", tokens)
         per_page = self._page_tokens // LINK_TOKENS
         self._links += links[per_page - 1 :: per_page]
+
+
+class KeyMaker(Protocol):
+    """Source of keys of requests: the tracker of an engine core."""
+
+    def keys_of(self, request: Request) -> PageKeys | None:
+        """Return the request's keys, unless something excludes it. Thread-safe."""
+
+
+_maker: ref[KeyMaker] | None = None
+
+
+def make_by(maker: KeyMaker) -> None:
+    """Compute the keys of arriving requests with this tracker, while it exists."""
+    global _maker
+    _maker = ref(maker)
+
+
+def received(request: Request) -> None:
+    """Compute the keys of a request that has arrived."""
+    maker = _maker() if _maker is not None else None
+    if maker is None or request.num_tokens < _LONG_TOKENS:
+        return
+    try:
+        keys = maker.keys_of(request)
+        if keys is not None:
+            keys.upto(request.all_token_ids, request.num_tokens)
+            setattr(request, _ATTRIBUTE, keys)
+    except Exception as e:  # noqa: BLE001 - whatever nobody foresaw
+        # An error here would end the thread and the engine. The lookup sees the same error later, and counts
+        # it.
+        compat.logger.debug("cornplug: cannot compute keys in advance: %r", e)
+
+
+def made_for(request: Request) -> PageKeys | None:
+    """Return the keys that were computed when the request arrived, or None."""
+    return getattr(request, _ATTRIBUTE, None)
+
+
+def _from_engine_core_request(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    request = original(*args, **kwargs)
+    received(request)
+    return request
+
+
+WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    ("vllm.v1.request", "Request.from_engine_core_request", _from_engine_core_request),
+)

@@ -28,7 +28,7 @@ _WAITED_S: Final = 0.05
 
 @dataclass(slots=True)
 class PageRecall:
-    """The single recall of a request."""
+    """Only recall of a request."""
 
     keys: Sequence[bytes]
     """Keys of pages on disk."""
@@ -46,7 +46,7 @@ class PageRecall:
 
 @dataclass(slots=True)
 class FarQuestion:
-    """The single query of a request to far stores, for its absent pages."""
+    """Only query of a request to far stores, for its absent pages."""
 
     ticket: int
     end_s: float

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from cornplug.vllm_connector.kv_events.page_events import PageEvents
+    from cornplug.vllm_connector.kv.page_events import PageEvents
 
 
 class AskedPage(msgspec.Struct, eq=False):
-    """A page whose reservation is pending."""
+    """Page whose reservation is pending."""
 
     tracked: TrackedRequest
     index: int
@@ -342,7 +342,8 @@ class PageSaves:
         return saves
 
     def _span(self, first: int, last: int) -> tuple[int, int]:
-        """Indices of the blocks that hold these pages of a request. The first block begins with a page."""
+        """Return the indices of the blocks that hold these pages of a request. The first block begins with a
+        page."""
         size = self._page.page_tokens
         # A page and a block both begin at multiples of this.
         unit = math.lcm(size, self._block_size)

@@ -1,4 +1,4 @@
-"""Distinguishes computed KV from KV that another connector loaded (vLLM's MultiConnector).
+"""Distinction between computed KV and KV that another connector loaded (vLLM's MultiConnector).
 
 KV from NIXL, LMCache or an offloading connector has no page keys: its weights and tokens are unknown, and so
 are those of all later KV, which depends on it. A page is saved only if this engine computed every token up to
@@ -34,7 +34,7 @@ _LOADS_ARE_SEEN: Final = frozenset({"LMCacheMPConnector", "NixlConnector", "Offl
 
 
 class OtherLoads:
-    """Tracks whether the engine's own prefix cache may contain KV that another connector loaded."""
+    """Flag whether the engine's own prefix cache may contain KV that another connector loaded."""
 
     def __init__(self) -> None:
         self.possible = not getattr(_here, "loads_are_seen", False)

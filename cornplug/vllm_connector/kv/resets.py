@@ -17,8 +17,7 @@ import numpy as np
 
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CornplugError
-from cornplug.store.base import KEY_BYTES, PROMOTED, PayloadLocation, Reservation
-from cornplug.store.leases import Leases
+from cornplug.store.base import KEY_BYTES, PROMOTED, Leases, PayloadLocation, Reservation
 
 _here: Final = threading.local()
 
@@ -66,7 +65,8 @@ class StoredBefore:
         return self._due or self._last is not None
 
     def leading_since(self, leases: Leases) -> int:
-        """Number of leading leases whose pages were stored since the reset and were not on disk since."""
+        """Return the number of leading leases whose pages were stored since the reset and were not on disk
+        since."""
         if self._last is None:
             return len(leases)
         generations = leases.generations

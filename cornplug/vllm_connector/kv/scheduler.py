@@ -15,9 +15,9 @@ from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
 from cornplug.vllm_connector.kv.idle_saves import IdleSaves
 from cornplug.vllm_connector.kv.load_offers import LoadOffers
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata, PageLoad
+from cornplug.vllm_connector.kv.page_events import page_events
 from cornplug.vllm_connector.kv.page_saves import PageSaves
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
-from cornplug.vllm_connector.kv_events.page_events import page_events
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,7 +49,7 @@ class SchedulerHalf:
         self._requests = TrackedRequests(config, runtime, page, tally)
         self._epoch_word = engine_state.current().epoch_word
         self.events = page_events(config, runtime, self._requests)
-        """None if the engine publishes no KV events."""
+        """Events of the store's pages, or None if the engine publishes no KV events."""
         self._offers: LoadOffers
         self._all_saves: list[PageSaves]
         self._detached: dict[str, TrackedRequest] = {}
@@ -109,11 +109,11 @@ class SchedulerHalf:
         self._requests.other_loads.seen()
 
     def waits(self) -> bool:
-        """Whether page copies or disk reads are in flight."""
+        """Return whether page copies or disk reads are in flight."""
         return self._costs.loads_open or self._offers.recall_open or self.saves_open()
 
     def saves_open(self) -> bool:
-        """Whether the engine must keep stepping, for acknowledgements or to save in idle steps."""
+        """Return whether the engine must keep stepping, for acknowledgements or to save in idle steps."""
         raise NotImplementedError
 
     def acknowledged(self, acks: CornplugKVWorkerMetadata) -> None:
@@ -269,7 +269,7 @@ class KVScheduler(SchedulerHalf):
             self._forget(tracked)
 
     def saves_open(self) -> bool:
-        """Whether the engine must keep stepping, for acknowledgements or to save in idle steps."""
+        """Return whether the engine must keep stepping, for acknowledgements or to save in idle steps."""
         gathering = self._requests.gathering
         if self._saves or gathering or self._store_ops or self._idle:
             return True

@@ -15,7 +15,7 @@ from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv import keys_ahead, provenance
+from cornplug.vllm_connector.kv import page_keys, provenance
 from cornplug.vllm_connector.kv.page_keys import PageKeys
 from cornplug.vllm_connector.kv.page_recalls import FarQuestion, PageRecall
 from cornplug.vllm_connector.kv.provenance import OtherLoads, OwnTokens
@@ -39,11 +39,11 @@ step."""
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """A request of the engine, from its first lookup until it has finished and loads nothing."""
+    """Request of the engine, from its first lookup until it has finished and loads nothing."""
 
     request: Request
     keys: PageKeys | None = None
-    """None if nothing of this request is shared."""
+    """Page keys, or None if nothing of this request is shared."""
     identifying: bool = False
     """Whether its keys cannot be computed yet, because the checkpoint or the adapter is still being read."""
     done_pages: int = 0
@@ -54,7 +54,7 @@ class TrackedRequest:
     unseen: set[int] = field(default_factory=set)
     """Pages that no other request had used when this request offered them. They are offered only once."""
     unsaved: dict[int, bytes] = field(default_factory=dict)
-    """Page -> key of pages in its blocks that were not reserved. An idle engine may save them after the
+    """Keys of pages in its blocks that were not reserved, by page. An idle engine may save them after the
     request."""
     offer: LeasedPages | None = None
     loading: LeasedPages | None = None
@@ -83,7 +83,7 @@ class TrackedRequest:
         self.done_pages = min(self.done_pages, page)
 
     def computed_after(self, scheduled: int) -> int:
-        """Number of known tokens whose KV exists after `scheduled` more tokens are computed."""
+        """Return the number of known tokens whose KV exists after `scheduled` more tokens are computed."""
         request = self.request
         computed = request.num_computed_tokens
         # Draft tokens and async placeholders are beyond the known tokens and are not saved.
@@ -91,8 +91,9 @@ class TrackedRequest:
         return end if self.own is None else self.own.extend(computed, end)
 
     def tokens_to_page(self, end: int, scheduled: int, page_tokens: int) -> int:
-        """Number of tokens that must be scheduled before the request can complete a page, after a step that
-        leaves it with `end` computed tokens. 0 if it must be checked in its next step in any case."""
+        """Return the number of tokens that must be scheduled before the request can complete a page, after a
+        step that leaves it with `end` computed tokens. 0 if it must be checked in its next step in any
+        case."""
         if self.own is not None or self.refused:
             return 0
         left = (end // page_tokens + 1) * page_tokens - (self.request.num_computed_tokens + scheduled)
@@ -125,7 +126,7 @@ class TrackedRequests:
         self._clock = 0
         """Maximum number of tokens that a request which decoded in every step has received."""
         self._due: dict[int, list[str]] = {}
-        """Time on that clock -> requests that may complete a page then. Some of them may have finished or
+        """Requests that may complete a page, by the time on that clock. Some of them may have finished or
         been checked before, which does no harm."""
         self._gathered: set[str] = set()
         """Requests that may have completed a page since the last check, according to that clock."""
@@ -152,7 +153,7 @@ class TrackedRequests:
         self._current[1].first_wait()
         if runtime.config.engine.save != "never":
             # All keys of a prompt are needed in this case, whether or not the store has its pages.
-            keys_ahead.make_by(self)
+            page_keys.make_by(self)
         self.unusable = ""
         """Reason why a rank cannot copy KV."""
 
@@ -175,11 +176,11 @@ class TrackedRequests:
         return bool(self._gathered)
 
     def unfinished(self) -> bool:
-        """Whether a tracked request has not finished."""
+        """Return whether a tracked request has not finished."""
         return not all(tracked.request.is_finished() for tracked in self._tracked.values())
 
     def all(self) -> list[TrackedRequest]:
-        """All tracked requests."""
+        """Return all tracked requests."""
         return list(self._tracked.values())
 
     def before_update(self) -> list[TrackedRequest]:
@@ -327,7 +328,7 @@ class TrackedRequests:
         request, reason = tracked.request, self._why_not(tracked.request)
         if not reason:
             try:
-                ahead = keys_ahead.made_for(request)
+                ahead = page_keys.made_for(request)
                 current = ahead is not None and ahead.epoch == self._current[0]
                 tracked.keys = ahead if current else self._keys(request)
             except CornplugError as e:
@@ -350,7 +351,7 @@ class TrackedRequests:
         return PageKeys(self._run.secret, root, self._page.page_tokens, request.mm_features, epoch)
 
     def _why_not(self, request: Request) -> str:
-        """Reason why this request shares no KV, or "" if it does."""
+        """Return the reason why this request shares no KV, or "" if it does."""
         if self.off:
             return self.off
         if weights_guard.replaced():
@@ -373,7 +374,7 @@ class TrackedRequests:
         return self._root(request, page)[1]
 
     def _root(self, request: Request, page: PageGeometry) -> tuple[int, bytes]:
-        """(epoch of the weights, root)"""
+        """Return (epoch of the weights, root)."""
         epoch, identified = self._current
         lora = request.lora_request
         adapter = self._adapters.digest(lora.lora_path, lora.lora_int_id) if lora is not None else None

@@ -34,9 +34,10 @@ _SLAB_BYTES = 32 << 20
 """Size of the buffer for each direction, small compared to the memory that vLLM leaves free."""
 
 Run = tuple[int, int, int]
-"""(offset in the slab, address in the store's memory, bytes)"""
+"""Byte range: (offset in the slab, address in the store's memory, bytes)."""
 CopyBatch = Callable[..., None]
-"""vLLM's `swap_blocks_batch`: (source addresses, target addresses, sizes, is_src_access_order_any=...)."""
+"""Signature of vLLM's `swap_blocks_batch`: (source addresses, target addresses, sizes,
+is_src_access_order_any=...)."""
 
 
 class ArenaSlab:
@@ -49,7 +50,7 @@ class ArenaSlab:
         self.segments = self.segment_bytes = 0
 
     def sums(self, segments: int, segment_bytes: int) -> torch.Tensor:
-        """Host memory for the checksum words of `segments` segments of `segment_bytes` bytes."""
+        """Return host memory for the checksum words of `segments` segments of `segment_bytes` bytes."""
         self.segments, self.segment_bytes = segments, segment_bytes
         return self._sums[:segments]
 
@@ -66,8 +67,8 @@ class ArenaSlab:
             self._side.wait(end)
 
     def checksums(self) -> list[int]:
-        """Checksums of all segments, page by page, of the data on the GPU. Call it after the copies have
-        completed."""
+        """Return the checksums of all segments, page by page, of the data on the GPU. Call it after the
+        copies have completed."""
         return folded(self._sums[: self.segments], self.segment_bytes)
 
 
@@ -165,8 +166,8 @@ class ArenaCopies:
         return whole and found == [xxhash.xxh3_64_intdigest(row) for row in rows]
 
     def _slab(self) -> torch.Tensor:
-        """The buffer on the device. It is created within `CopySide.after`, so that the allocator knows its
-        stream."""
+        """Return the buffer on the device. It is created within `CopySide.after`, so that the allocator knows
+        its stream."""
         if self._there is None:
             shape = (self.slab_pages, *self._blocks.shape)
             self._there = torch.empty(shape, dtype=self._blocks.dtype, device=self._blocks.device)
@@ -178,7 +179,7 @@ class ArenaCopies:
 
     @contextmanager
     def _begun(self, mark: Any) -> Iterator[ArenaSlab]:
-        """Context for a slab whose copies are started inside, including those before an exception."""
+        """Enter a context for a slab whose copies are started inside, including those before an exception."""
         slab = self._free.pop() if self._free else self._new()
         whole = False
         try:
@@ -198,7 +199,7 @@ class ArenaCopies:
 
 
 def _columns(runs: Sequence[Run], slab: int) -> list[torch.Tensor]:
-    """(addresses in a slab that begins at `slab`, addresses in the store's memory, sizes)"""
+    """Return (addresses in a slab that begins at `slab`, addresses in the store's memory, sizes)."""
     columns = np.array(runs, np.int64).reshape(-1, 3).T.copy()
     columns[0] += slab
     return [torch.from_numpy(column) for column in columns]

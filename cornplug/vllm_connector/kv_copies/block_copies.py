@@ -48,7 +48,8 @@ class _Staging:
         return self._side.host(self._shape, self._dtype)
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """The slab on the device. It is created within `after`, so that the allocator knows its stream."""
+        """Return the slab on the device. It is created within `after`, so that the allocator knows its
+        stream."""
         if self._there is None:
             self._there = torch.empty(tuple(self._shape), dtype=self._dtype, device=device)
         return self._there
@@ -178,7 +179,7 @@ class BlockCopies:
 
     @contextmanager
     def _begun(self, slab: Slab, mark: Any) -> Iterator[None]:
-        """Context whose copies belong to the slab, including those before an exception."""
+        """Enter a context whose copies belong to the slab, including those before an exception."""
         try:
             with self.side.after(mark):
                 yield

@@ -98,7 +98,7 @@ class CacheBlocks:
     def _runs(
         self, table: Table, start: int, host: torch.Tensor
     ) -> Iterator[tuple[_Part, int, slice, torch.Tensor]]:
-        """(part, block, slots in it, their range in `host`) of each affected block."""
+        """Yield (part, block, slots in it, their range in `host`) of each affected block."""
         places = TokenPlaces(table, start, start + host.shape[3], self._slots)
         for one in self.parts:
             assert isinstance(one, _Part)
@@ -107,7 +107,8 @@ class CacheBlocks:
                 yield one, block, slots, values[:, :, :, tokens]
 
     def where_pages(self, pages: Sequence[tuple[Table, int]]) -> tuple[Table, Table]:
-        """(block, slot) of each token of these pages. Adjacent pages of a request are looked up together."""
+        """Return (block, slot) of each token of these pages. Adjacent pages of a request are looked up
+        together."""
         size, found = self.shape[3], []
         for _, group in itertools.groupby(pages, lambda page: id(page[0])):
             of_request = list(group)
@@ -117,7 +118,7 @@ class CacheBlocks:
         return np.concatenate(blocks), np.concatenate(slots)
 
     def where(self, table: Table, tokens: NDArray[np.int64]) -> tuple[Table, Table]:
-        """(block, slot) of each token of a request, both of shape (n,)."""
+        """Return (block, slot) of each token of a request, both of shape (n,)."""
         return table[tokens // self._slots], tokens % self._slots
 
 
@@ -161,7 +162,8 @@ def _parts(caches: Sequence[torch.Tensor], layouts: Sequence[BlockLayout]) -> li
 
 
 def _plane_step(planes: Sequence[BlockPlane]) -> int | None:
-    """Elements from one plane to the next, 0 for a single plane, or None if their layouts differ."""
+    """Return the elements from one plane to the next, 0 for a single plane, or None if their layouts
+    differ."""
     first, last = planes[0], planes[-1]
     if first.strides is None or first.strides != last.strides:
         return None
@@ -170,7 +172,7 @@ def _plane_step(planes: Sequence[BlockPlane]) -> int | None:
 
 
 def _strided(cache: torch.Tensor, first: BlockPlane, planes: int, plane_step: int) -> torch.Tensor:
-    """View of `planes` planes, shape (1, blocks, heads, planes, slots, dim)."""
+    """Return a view of `planes` planes, shape (1, blocks, heads, planes, slots, dim)."""
     assert first.strides is not None
     heads, tokens, dim = first.offsets.shape
     head, token, channel = first.strides

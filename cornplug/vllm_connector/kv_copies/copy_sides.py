@@ -1,20 +1,59 @@
 """Execution of KV copies: synchronously on the CPU, or on a separate GPU stream.
 
+On a CPU, a helper thread runs on other cores than the engine's compute threads, and without worker threads.
+vLLM pins its compute threads, and a thread that the pinned main thread starts inherits the main thread's
+core. PyTorch would also split each larger copy over all compute cores. Both would delay the forward pass.
+
 Needs torch, but not vLLM.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cornplug.vllm_connector.kv_copies.helper_thread import leave_compute_cores
+
+def leave_compute_cores() -> None:
+    """Move the calling thread to cores of the same NUMA node to which no thread of this process is pinned,
+    and run its PyTorch operations only in this thread."""
+    _run_alone()
+    with suppress(OSError):
+        allowed, pinned = os.sched_getaffinity(os.getppid()), _pinned_cores()
+        free, nodes = allowed - pinned, {_node(core) for core in pinned}
+        os.sched_setaffinity(0, {core for core in free if _node(core) in nodes} or free or allowed)
+
+
+def _pinned_cores() -> set[int]:
+    """Return the cores to which threads of this process are pinned, one core each."""
+    pinned: set[int] = set()
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):
+            cores = os.sched_getaffinity(int(thread.name))
+            if len(cores) == 1:
+                pinned |= cores
+    return pinned
+
+
+def _node(core: int) -> str:
+    """Return the name of the NUMA node of a core, or "" if the kernel does not report it."""
+    return next((node.name for node in Path(f"/sys/devices/system/cpu/cpu{core}").glob("node[0-9]*")), "")
+
+
+def _run_alone() -> None:
+    # torch.set_num_threads would also change the main thread's number, and vLLM replaces it. PyTorch sets a
+    # thread's number once, at its first use, so that has to happen first.
+    torch.get_num_threads()
+    with suppress(AttributeError):
+        ctypes.CDLL(None).omp_set_num_threads(1)
 
 
 class CopySide(Protocol):
@@ -27,7 +66,7 @@ class CopySide(Protocol):
         """Return a mark for the current point of the engine's work."""
 
     def after(self, mark: Any) -> AbstractContextManager[None]:
-        """Context whose copies begin after the engine's work has reached `mark`."""
+        """Return a context whose copies begin after the engine's work has reached `mark`."""
 
     def begun(self) -> Any:
         """Return an event for the end of everything started within `after` so far."""

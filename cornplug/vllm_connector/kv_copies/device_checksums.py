@@ -123,7 +123,7 @@ def folded(state: torch.Tensor, segment_bytes: int) -> list[int]:
 
 
 def _multiplied(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Low word xor high word of each 128-bit product."""
+    """Return low word xor high word of each 128-bit product."""
     half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
     a0, a1, b0, b1 = a & low, a >> half, b & low, b >> half
     lowest, cross, other = a0 * b0, a0 * b1, a1 * b0
@@ -137,8 +137,8 @@ def _secret_words(offsets: Sequence[int]) -> list[int]:
 
 
 def _key_table() -> NDArray[np.int64]:
-    """Keys of the 16 stripes of a block, keys of a segment's last block, initial values of the accumulators,
-    and two words per lane for the step to the next block."""
+    """Return the keys of the 16 stripes of a block, keys of a segment's last block, initial values of the
+    accumulators, and two words per lane for the step to the next block."""
     stripes = [_secret_words([8 * (n + lane) for lane in range(_LANES)]) for n in range(_STRIPES)]
     last = [*stripes[:-1], _secret_words([121 + 8 * lane for lane in range(_LANES)])]
     p32, p64 = _PRIMES_32, _PRIMES_64

@@ -116,7 +116,7 @@ def verified_layouts(
     block_size: int,
     scales: Mapping[str, tuple[float, float]],
 ) -> list[BlockLayout]:
-    """Layouts of the caches of a rank with these heads, by layer name. Raises LayoutError.
+    """Return the layouts of the caches of a rank with these heads, by layer name. Raises LayoutError.
 
     `block_size` is the engine's. A block of the caches may be a part of it. `scales` as for `derive`.
     """
@@ -287,7 +287,8 @@ def derive(
 
 
 def whole_rows(dim: int) -> BlockLayout:
-    """Layout of blocks that are one row of `dim` values, as in a cache of shape (blocks, 1, 1, dim)."""
+    """Return the layout of blocks that are one row of `dim` values, as in a cache of shape (blocks, 1, 1,
+    dim)."""
     return BlockLayout((_plane(torch.arange(dim)[None, None]),), 1)
 
 

@@ -1,5 +1,6 @@
 """Scheduling of KV copies, a slab at a time: on a thread if a CPU copies, or polled by the engine if a GPU
-copies."""
+copies.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from typing import Final, Protocol
 from cornplug.vllm_connector import compat
 
 Job = Generator[None, None, None]
-"""Copies a slab between two `yield`s. Its `finally` reports the end in every case."""
+"""Generator that copies a slab between two `yield`s. Its `finally` reports the end in every case."""
 
 BURST_S: Final = 0.5
-"""An engine that has been busy for less than this is expected to be idle soon, so copies wait."""
+"""Seconds of continuous work up to which an engine is expected to be idle soon, so that copies wait."""
 STEP_S: Final = 0.010
 """Seconds of copying during each further step that computes tokens."""
 STEP_SHARE: Final = 0.05
@@ -68,7 +69,7 @@ class KVMover:
 
     A job that is not urgent pauses at its next `yield` if an urgent job is queued, and when it has used the
     time budget of a step. The thread is a daemon thread, because a program's last copies run when it ends
-    (`kv/in_process.py`), after the threads of the standard library's pools have ended.
+    (`kv/copies_in_flight.py`), after the threads of the standard library's pools have ended.
     """
 
     def __init__(self, enter_thread: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -173,8 +174,8 @@ class Crossing(Protocol):
 
 
 PolledJob = Generator[Crossing, None, None]
-"""Starts copies and yields those that must complete before it continues. Its `finally` reports the end in
-every case."""
+"""Generator that starts copies and yields those that must complete before it continues. Its `finally` reports
+the end in every case."""
 
 
 class PolledMover:
@@ -209,7 +210,7 @@ class PolledMover:
                 self._jobs.append((job, crossing))
 
     def is_idle(self) -> bool:
-        """Whether no job is in progress."""
+        """Return whether no job is in progress."""
         return not self._jobs
 
     def wait(self) -> None:

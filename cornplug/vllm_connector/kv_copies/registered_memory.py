@@ -92,7 +92,8 @@ class RegisteredMemory:
         return False
 
     def runs(self, arena_id: bytes, offset: int, size: int) -> list[tuple[int, int]]:
-        """(address, bytes) of the registered ranges that contain these bytes. No copy may cross two ranges.
+        """Return (address, bytes) of the registered ranges that contain these bytes. No copy may cross two
+        ranges.
 
         Raises StoreUnavailable for bytes for which `reaches` is false, or no longer true.
         """
@@ -147,7 +148,7 @@ class RegisteredMemory:
             region.busy = False
 
     def _next_end(self, region: _Region) -> int:
-        """End of the next range to register, or 0 if it is too early for one."""
+        """Return the end of the next range to register, or 0 if it is too early for one."""
         start, wanted = region.ends[-1], region.wanted // mmap.PAGESIZE * mmap.PAGESIZE
         return min(wanted, start + self._most_bytes) if wanted - start >= self._least_bytes else 0
 

@@ -1,16 +1,64 @@
-"""Worker half of the KV connector for a model with several cache groups."""
+"""Worker half of the KV connector for a model with several cache groups, also of recurrent states."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from cornplug.engine_common.rank_pages import RankPages
 from cornplug.errors import LayoutError
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata, PageLoad, PageSave
 from cornplug.vllm_connector.kv.worker import KVWorker
+from cornplug.vllm_connector.kv_copies.layout import BlockLayout, whole_rows
 
 if TYPE_CHECKING:
     import torch
+
+
+class StateWorker(KVWorker):
+    """Worker half of one rank and cache group of states. A block is one row of bytes per layer. It counts
+    blocks, and `KVWorker` counts tokens."""
+
+    def __init__(
+        self, pages: RankPages, background_timeout_s: float, *, beside: KVWorker | None, share: float
+    ) -> None:
+        super().__init__(pages, 1, background_timeout_s, beside=beside, share=share)
+
+    def start_loads(self, loads: Sequence[PageLoad]) -> None:
+        """Start loads. Their requests run after `finished` returns them."""
+        size = self._page.page_tokens
+        super().start_loads([replace(load, start=load.start // size, end=load.end // size) for load in loads])
+
+    def _layouts(
+        self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]
+    ) -> Sequence[BlockLayout]:
+        """Return a layout of one row of bytes, if the layer's own views of its states fill each block from
+        its start."""
+        for name, cache in caches.items():
+            if tuple(cache.shape[1:]) != (1, 1, self._page.dim) or cache.dtype != torch.int8:
+                raise LayoutError(
+                    f"{name} has states of {cache.dtype} {tuple(cache.shape)}, expected blocks of "
+                    f"{self._page.dim} bytes",
+                    reason="layout",
+                )
+            _require_packed(name, cache, layers[name].kv_cache)
+        return [whole_rows(self._page.dim)] * len(caches)
+
+
+def _require_packed(name: str, cache: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+    """Raise LayoutError unless a layer's states are stored contiguously in each block of its cache."""
+    at, step = cache.data_ptr(), cache.stride(0)
+    for state in states:
+        size = state[0].numel() * state.element_size()
+        where = state.data_ptr(), state.stride(0) * state.element_size(), len(state)
+        if where != (at, step, len(cache)) or not state[0].is_contiguous():
+            raise LayoutError(f"{name} keeps a state outside the blocks of its cache", reason="layout")
+        at += size
+    if at - cache.data_ptr() != cache.shape[-1] or cache.stride(-1) != 1:
+        raise LayoutError(f"the states of {name} do not fill its blocks", reason="layout")
 
 
 class GroupsWorker:
@@ -23,7 +71,7 @@ class GroupsWorker:
         self._workers, self._layer_names = workers, layer_names
         self._acks = CornplugKVWorkerMetadata()
         self._loading: dict[str, int] = {}
-        """Request -> number of groups that have not ended its load."""
+        """Number of groups that have not ended the load, by request."""
         self._failed: set[str] = set()
         self._failed_now: set[str] = set()
 
@@ -74,7 +122,7 @@ class GroupsWorker:
             worker.drain()
 
     def finished(self) -> set[str]:
-        """Ids of requests whose load ended since the last call."""
+        """Return the ids of requests whose load ended since the last call."""
         received: set[str] = set()
         for worker in self._workers:
             received |= _over(self._loading, worker.finished())
@@ -94,7 +142,7 @@ class GroupsWorker:
         self._acks.loading_s = seconds
 
     def failed(self) -> set[str]:
-        """Requests of the last result of `finished` whose load failed."""
+        """Return the requests of the last result of `finished` whose load failed."""
         return self._failed_now
 
     def bad_blocks(self) -> set[int]:
@@ -102,7 +150,8 @@ class GroupsWorker:
         return set()
 
     def acks(self) -> CornplugKVWorkerMetadata | None:
-        """Acknowledgements since the last call, or None if there are none. Call it after `finished`."""
+        """Return acknowledgements since the last call, or None if there are none. Call it after
+        `finished`."""
         acks, self._acks = self._acks, CornplugKVWorkerMetadata()
         return None if acks.is_empty() else acks
 
@@ -122,7 +171,7 @@ def _reads(
 
 
 def _over(open_groups: dict[str, int], ended: set[str]) -> set[str]:
-    """Requests whose load has ended in all groups."""
+    """Return the requests whose load has ended in all groups."""
     over = set()
     for request_id in ended:
         open_groups[request_id] -= 1

@@ -1,30 +1,150 @@
 """Page kinds of a model, one for each of vLLM's cache groups.
 
 With recurrent states, a page has as many tokens as a block, because a hit ends where vLLM keeps a state.
+
+vLLM caches a recurrent state (Mamba, gated delta nets) in the block with the state's last token (mamba cache
+mode "align"). A page contains that block: the states of the group's layers after the page's last token. Pages
+are treated as bytes, so every kind of state that vLLM describes by MambaSpec can be shared.
+
+vLLM loads a draft (an EAGLE head or a draft model) after its target and adds its layers to the groups by
+their KV cache specs. For example, the layers of GPT-OSS's EAGLE-3 head are added to the group of full
+attention if it has the same heads. Page keys of an engine with a draft contain the draft's identity, so pages
+of such a group contain the draft's layers after the model's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.errors import LayoutError
+from cornplug.identity import LINK_TOKENS
 from cornplug.kv_page import PageGeometry, PageSize, WholePage, tensor_parallel_heads
-from cornplug.vllm_connector.kv.cache_geometry import page_geometry
-from cornplug.vllm_connector.kv_groups.draft_layers import draft_layers
-from cornplug.vllm_connector.kv_groups.state_pages import state_page
+from cornplug.vllm_connector.kv.cache_geometry import page_geometry, steady_drafts
 from cornplug.vllm_connector.model.cache_specs import (
     layer_number,
     page_dtype,
     require_plain,
     require_whole_contexts,
+    unlisted_field,
 )
 from cornplug.vllm_connector.model.model_config import drafts_with_kv
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+
+_METHODS: Final = frozenset({"eagle3"})
+"""vLLM's names of draft methods that are tested with several cache groups."""
+DRAFT_PREFIX: Final = "draft_model"
+"""Prefix of a draft's layer names, whose numbers restart. Numbers of an EAGLE head continue after the
+target's."""
+OF_STATES: Final[Mapping[str, str]] = {
+    "shapes": "in the page",
+    "dtypes": "in the page",
+    "mamba_type": "in the page",
+    "block_size": "the page's tokens",
+    "mamba_cache_mode": "compared with align",
+    "num_speculative_blocks": "compared with 0",
+    "num_prefill_checkpoint_blocks": "only blocks that vLLM caches under the hash of their tokens are saved",
+    "prefill_checkpoint_alignment": "only blocks that vLLM caches under the hash of their tokens are saved",
+    "page_size_padded": "the worker reads the strides of the cache itself",
+    "block_stride_alignment": "the worker reads the strides of the cache itself",
+    "dcp_sharded": "context parallelism is refused",
+}
+"""Fields of vLLM's MambaSpec that may have any value, with the reason. All other fields must have their
+defaults."""
+
+
+def draft_layers(config: VllmConfig, cache: KVCacheConfig) -> Mapping[str, int]:
+    """Return the number of each draft layer with KV, after the model's layers, by name. Empty without a
+    draft.
+
+    Raises LayoutError with the reason why its KV is not shared.
+    """
+    speculative = steady_drafts(config)
+    if speculative is None:
+        return {}
+    several = f"{len(cache.kv_cache_groups)} KV cache groups (a hybrid model)"
+    if speculative.method not in _METHODS:
+        raise LayoutError(
+            f"{several} with --speculative-config method {speculative.method} (not tested; "
+            f"{', '.join(sorted(_METHODS))} and ngram can be shared)",
+            reason="speculative",
+        )
+    model, draft = config.model_config, speculative.draft_model_config
+    heads = draft.get_total_num_kv_heads(), speculative.draft_parallel_config.tensor_parallel_size
+    if heads != (model.get_total_num_kv_heads(), config.parallel_config.tensor_parallel_size):
+        raise LayoutError(
+            f"{several}, and the draft model has a different number of KV heads", reason="speculative"
+        )
+    if len({group.kv_cache_spec.block_size for group in cache.kv_cache_groups}) > 1:
+        # vLLM does this to equalize layers with different head sizes.
+        raise LayoutError(f"{several} with different block sizes, and a draft model", reason="speculative")
+    total = model.get_total_num_hidden_layers()
+    groups = [
+        [
+            name
+            for name in group.layer_names
+            if name.startswith(f"{DRAFT_PREFIX}.") or layer_number(name) >= total
+        ]
+        for group in cache.kv_cache_groups
+    ]
+    found = [names for names in groups if names]
+    if len(found) != 1:
+        raise LayoutError(
+            f"{several}, and the draft model has layers in {len(found)} of them", reason="speculative"
+        )
+    names = sorted(found[0], key=layer_number)
+    if len(set(map(layer_number, names))) < len(names):
+        raise LayoutError(
+            f"{several}, and the draft model has two caches per layer: {names}", reason="speculative"
+        )
+    return {name: total + place for place, name in enumerate(names)}
+
+
+def state_page(config: VllmConfig, spec: Any, layers: Sequence[int], page_tokens: int) -> PageGeometry:
+    """Return the page geometry of a group with these layers' states, with `page_tokens` tokens per page.
+    Raises LayoutError if the group cannot be shared."""
+    from vllm.platforms import current_platform
+
+    cache = config.cache_config
+    if spec.mamba_cache_mode != "align":
+        raise LayoutError(
+            "vLLM keeps states only of running requests; set --enable-prefix-caching to keep more",
+            reason="hybrid",
+        )
+    if spec.num_speculative_blocks:
+        raise LayoutError("state layers with speculative decoding", reason="speculative")
+    if cache.prefix_match_unit not in (None, spec.block_size):
+        raise LayoutError("state checkpoints inside blocks (--prefix-match-unit)", reason="hybrid")
+    if spec.block_size != page_tokens or page_tokens % LINK_TOKENS:
+        raise LayoutError(
+            f"states at the ends of blocks of {spec.block_size} tokens do not fit pages of {page_tokens} "
+            "tokens",
+            reason="layout",
+        )
+    if field := unlisted_field(spec, OF_STATES):
+        raise LayoutError(f"state layers with {field} are not supported", reason="hybrid")
+    shapes = " ".join(
+        f"{dtype_name(of)}{list(shape)}" for shape, of in zip(spec.shapes, spec.dtypes, strict=True)
+    )
+    return PageGeometry(
+        page_tokens=page_tokens,
+        # Each rank holds its heads' part, in an order that only its kernels know.
+        heads=config.parallel_config.tensor_parallel_size,
+        layers=len(layers),
+        dim=spec.state_content_size_bytes,
+        dtype="uint8",
+        planes=1,
+        engine="vllm",
+        group=tuple(layers),
+        # Kernels of another platform may order a state's values differently.
+        state=f"{spec.mamba_type.name} {current_platform.device_type} {shapes}",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +279,7 @@ def _kind(
 
 
 def whole_page(kinds: Sequence[PageKind]) -> PageSize:
-    """Size of a page of all layers of the model: the sum of one page of each kind."""
+    """Return the size of a page of all layers of the model: the sum of one page of each kind."""
     if len(kinds) == 1:
         return kinds[0].geometry
     return WholePage(kinds[0].geometry.page_tokens, sum(kind.geometry.page_bytes for kind in kinds))

@@ -3,19 +3,77 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from cornplug.errors import CornplugError
 from cornplug.store.base import Reservation
 from cornplug.vllm_connector.kv.deferred_ops import OpenSave
 from cornplug.vllm_connector.kv.metadata import PageSave, PageWrite
 from cornplug.vllm_connector.kv.page_saves import AskedPage, PageSaves, save_name
-from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
+from cornplug.vllm_connector.kv_groups.page_kinds import PageKind
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
+
 
 Blocks = Sequence["KVCacheBlock"]
+
+
+class GroupRequests:
+    """Tracked requests as used by one cache group's saves. Groups differ in which pages are saved."""
+
+    def __init__(self, requests: TrackedRequests, kind: PageKind) -> None:
+        self._requests, self._kind = requests, kind
+        self._tracked: dict[str, TrackedRequest] = {}
+        self._ends: Sequence[tuple[TrackedRequest, int]] = ()
+
+    @property
+    def sharing(self) -> bool:
+        """Whether KV of this engine's weights may be shared now."""
+        return self._requests.sharing
+
+    def unfinished(self) -> bool:
+        """Return whether a tracked request has not finished."""
+        return self._requests.unfinished()
+
+    def get(self, request: Request) -> TrackedRequest | None:
+        """Return a request's pages of this group, or None if this group has none."""
+        found = self._tracked.get(request.request_id)
+        return found if found is not None and found.request is request else None
+
+    def of(self, tracked: TrackedRequest) -> TrackedRequest:
+        """Return a request's pages of this group."""
+        request = tracked.request
+        found = self.get(request)
+        if found is None:
+            found = self._tracked[request.request_id] = TrackedRequest(request, own=tracked.own)
+        if found.keys is None and tracked.keys is not None:
+            # If the adapter changed in between, nothing of this group is saved.
+            with suppress(CornplugError):
+                found.keys = tracked.keys.under(self._requests.root_of(request, self._kind.geometry))
+        return found
+
+    def completed(self, ends: Sequence[tuple[TrackedRequest, int]]) -> None:
+        """Set the result of `TrackedRequests.completing` for this step."""
+        self._ends = ends
+
+    def completing(self, scheduled_tokens: Mapping[str, int], total: int) -> list[tuple[TrackedRequest, int]]:
+        """Return the requests that may complete a page in this step, each with its computed tokens after the
+        step."""
+        return [(self.of(tracked), end) for tracked, end in self._ends]
+
+    def look_at(self, tracked: TrackedRequest) -> None:
+        """Check the request in the next step that computes its tokens, because it may complete a page."""
+        self._requests.look_at(tracked)
+
+    def forget(self, request: Request) -> None:
+        """Forget a request's pages of this group."""
+        if self.get(request) is not None:
+            del self._tracked[request.request_id]
 
 
 class WindowSaves(PageSaves):
@@ -38,7 +96,8 @@ class WindowSaves(PageSaves):
         return bool(self._pins)
 
     def blocks_of(self, tracked: TrackedRequest, index: int, table: Blocks) -> Blocks | None:
-        """Blocks that hold a page of a request with these blocks, or None if one of them was reused."""
+        """Return the blocks that hold a page of a request with these blocks, or None if one of them was
+        reused."""
         size, found = self._page.page_tokens, []
         for i in range(index * size // self._block_size, -(-(index + 1) * size // self._block_size)):
             block = table[i] if i < len(table) and not table[i].is_null else self._cached(tracked, i)
@@ -48,7 +107,7 @@ class WindowSaves(PageSaves):
         return found
 
     def _cached(self, tracked: TrackedRequest, index: int) -> KVCacheBlock | None:
-        """A block of a request that vLLM's prefix cache still has."""
+        """Return a block of a request that vLLM's prefix cache still has, or None."""
         hashes, pool = tracked.request.block_hashes, self._pool
         # A cached block may contain KV that another connector loaded, or another prompt's KV after a hash
         # collision.
@@ -58,8 +117,8 @@ class WindowSaves(PageSaves):
         return cached[0] if cached else None
 
     def kept(self, tracked: TrackedRequest, block_ids: Sequence[int]) -> list[int]:
-        """A request's blocks. For unsaved pages, includes blocks that it has released and that vLLM still
-        caches."""
+        """Return a request's blocks. For unsaved pages, include blocks that it has released and that vLLM
+        still caches."""
         table, found = [self._pool.blocks[block] for block in block_ids], list(block_ids)
         for index in tracked.unsaved:
             first = index * self._page.page_tokens // self._block_size
@@ -101,7 +160,7 @@ class WindowSaves(PageSaves):
     def _saves_of_blocks(self, pages: list[tuple[AskedPage, Reservation]]) -> list[PageSave]:
         if not self._open[pages[0][1].token].pinned:
             return super()._saves_of_blocks(pages)
-        # Of a page and a block, the longer begins at a multiple of the shorter.
+        # The longer of a page and a block begins at a multiple of the shorter.
         per_unit = max(1, self._block_size // self._page.page_tokens)
         writes, blocks = [], []
         name = save_name(pages[0][0].tracked.request.request_id, pages[0][1])

@@ -13,7 +13,7 @@ from cornplug.engine_common import engine_state, resolved_config
 from cornplug.engine_common.model_identity import EngineModel, StartedModel, TowerIdentity
 from cornplug.errors import CheckpointError
 from cornplug.vllm_connector.compat import EPOCHS, validated_families
-from cornplug.vllm_connector.model import code_in_use
+from cornplug.vllm_connector.model import setting_verdicts
 from cornplug.vllm_connector.model.setting_verdicts import of_embeddings, of_everything, of_kv
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _engine_model(
         model.model, model.revision, cache_dir=getattr(config.load_config, "download_dir", None)
     )
     trusts = bool(getattr(model, "trust_remote_code", False))
-    if other := code_in_use.transformers_backend(model):
+    if other := setting_verdicts.transformers_backend(model):
         # Other code runs than the classes that were compared with the encoder service.
         overrides = {"ModelConfig.model_impl": other, **overrides}
     if trusts and (code := resolved_config.remote_code(checkpoint.path)):

@@ -239,7 +239,7 @@ EC_MANAGER: Final = FieldTables(
     refused={"encoder_cache_manager_cls": "code outside vLLM manages embeddings"},
     same_as_default={
         "encoder_cache_manager_cls": frozenset(
-            {"cornplug.vllm_connector.ec.early_prefill.InFlightEncoderCacheManager"}
+            {"cornplug.vllm_connector.media.early_prefill.InFlightEncoderCacheManager"}
         )
     },
 )

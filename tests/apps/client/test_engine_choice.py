@@ -6,9 +6,13 @@ from collections import Counter
 
 import pytest
 
-from cornplug.apps.client.engine_choice import EngineChooser, MissPrice
-from cornplug.apps.client.engine_load import EngineLoad
-from cornplug.apps.client.prompt_prefix import PromptPrefix, prompt_prefix
+from cornplug.apps.client.engine_choice import (
+    EngineChooser,
+    EngineLoad,
+    MissPrice,
+    PromptPrefix,
+    prompt_prefix,
+)
 from cornplug.errors import ConfigError
 
 A, B = "http://one:8000", "http://two:8000"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from cornplug.apps.client.engine_load import EngineLoad, LoadPoller, parse
+from cornplug.apps.client.engine_choice import EngineLoad, LoadPoller, parse_load
 
 from .fake_engine import engines
 
@@ -29,7 +29,7 @@ SGLANG = 'sglang:num_running_reqs{model_name="m"} 4.0\nsglang:num_queue_reqs{mod
     [(VLLM, EngineLoad(7.0, 4.0)), (SGLANG, EngineLoad(9.0, 4.0)), ("python_info 1.0\n", None), ("", None)],
 )
 def test_engine_load_page_of_each_engine_is_parsed(page: str, load: EngineLoad | None) -> None:
-    assert parse(page) == load
+    assert parse_load(page) == load
 
 
 def test_load_poller_dead_and_strange_engines_are_left_out() -> None:

@@ -9,9 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from cornplug.apps.client.class_routes import ClassRoute
 from cornplug.apps.client.engine_choice import EngineChooser
-from cornplug.apps.client.routed_call import CallRouter, RoutedCall
+from cornplug.apps.client.routed_call import CallRouter, ClassRoute, RoutedCall
 from cornplug.encoder_service.client.retry import RetryPause
 
 A, B = "http://one:8000", "http://two:8000/behind"

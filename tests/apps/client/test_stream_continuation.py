@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
-from cornplug.apps.client.harmless_fields import CHAT, COMPLETIONS
 from cornplug.apps.client.stream_continuation import (
+    CHAT,
+    COMPLETIONS,
+    DONE,
     EngineFailedInStream,
     StreamContinuation,
     StreamDiverged,
+    data_of,
+    event_of,
 )
-from cornplug.apps.client.stream_events import DONE, data_of, event_of
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
 LIMITED = ASK | {"max_tokens": 10}

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cornplug.config import Config
-from cornplug.encoder_service.client.multipart import MultipartReader
+from cornplug.encoder_service.client.http_transport import MultipartReader
 from cornplug.encoder_service.client.sync_client import AsyncEncoderClient, EmbeddingRef, EncoderClient
 from cornplug.encoder_service.http.app import create_app
 from cornplug.errors import EncoderRefused, EncoderUnavailable

@@ -15,9 +15,9 @@ import pytest
 from time_limits import TimeLimits
 
 from cornplug.config import Config, load
+from cornplug.encoder_service.client.endpoints import ranking
 from cornplug.encoder_service.client.engine_encoder import engine_encoder
 from cornplug.encoder_service.client.remote_client import RemoteEncoder
-from cornplug.encoder_service.client.rendezvous import ranking
 from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.http.app import create_app

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.encoder_service.client.rendezvous import ranking, services
+from cornplug.encoder_service.client.endpoints import ranking, services
 from cornplug.encoder_service.client.retry import (
     BASE_S,
     CAP_S,

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from cornplug.encoder_service.client.retry_after import retry_after_s
+from cornplug.encoder_service.client.retry import retry_after_s
 
 NOW_S = datetime(2026, 11, 28, 12, 0, 0, tzinfo=UTC).timestamp()
 

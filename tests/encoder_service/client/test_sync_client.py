@@ -18,8 +18,8 @@ import torch
 from time_limits import TimeLimits
 
 from cornplug.config import Config, load
-from cornplug.encoder_service.client import rendezvous
-from cornplug.encoder_service.client.media_payload import MediaPayload
+from cornplug.encoder_service.client import endpoints
+from cornplug.encoder_service.client.encode_many import MediaPayload
 from cornplug.encoder_service.client.sync_client import AsyncEncoderClient, EmbeddingRef, EncoderClient
 from cornplug.encoder_service.http.app import create_app
 from cornplug.errors import EncoderRefused, EncoderUnavailable, MediaError
@@ -222,7 +222,7 @@ def test_encoder_client_faulty_service_fails_in_time_or_over(
         content = MediaPayload.of(sample_image(1)).content
         # Weighted so that the bad one is first.
         urls = {bad.url: 1e6, good.url: 1.0}
-        assert rendezvous.ranking(content, urls)[0] == bad.url
+        assert endpoints.ranking(content, urls)[0] == bad.url
         with EncoderClient(urls, deadline_s=10 if reason == "encoder_timeout" else 30) as client:
             assert client.encode(sample_image(1), model=llava).shape == (16, 64)
             assert client.encode(sample_image(1), model=llava).origin == "cached"
@@ -298,7 +298,7 @@ def test_encoder_client_repeats_go_to_cached_service(served: list[Served], llava
     urls = [service.url for service in served]
     seeds = range(100, 112)
     firsts = Counter(
-        rendezvous.ranking(MediaPayload.of(sample_image(seed)).content, rendezvous.services(urls))[0]
+        endpoints.ranking(MediaPayload.of(sample_image(seed)).content, endpoints.services(urls))[0]
         for seed in seeds
     )
     assert set(firsts) == set(urls)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from cornplug.codec import PayloadKind
-from cornplug.encoder_service.execution.result_cache import ResultCache
-from cornplug.encoder_service.execution.store_quota import StoreQuota
+from cornplug.encoder_service.execution.result_cache import ResultCache, StoreQuota
 from cornplug.qos import ONE_CLASS, QosCaller
 from cornplug.store.base import Store
 from cornplug.store.memory import MemoryStore

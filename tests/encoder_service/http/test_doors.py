@@ -17,8 +17,7 @@ from starlette.requests import HTTPConnection
 
 from cornplug import identity
 from cornplug.config import Config, QosConfig, load
-from cornplug.encoder_service.access.audit import AuditLog
-from cornplug.encoder_service.access.policy import check_exposure
+from cornplug.encoder_service.access import AuditLog, check_exposure
 from cornplug.encoder_service.http import requests
 from cornplug.encoder_service.media import image
 from cornplug.errors import ConfigError

@@ -17,7 +17,7 @@ import uvicorn
 
 from cornplug.config import Config
 from cornplug.encoder_service import server
-from cornplug.encoder_service.http.head_timeout import HeadTimeoutProtocol
+from cornplug.encoder_service.server import HeadTimeoutProtocol
 from cornplug.encoder_service.towers.tiles import TileTower
 
 from ..conftest import MakeEncoder, eventually, png, sample_image

@@ -7,8 +7,8 @@ import tracemalloc
 
 import pytest
 
-from cornplug.encoder_service.preprocess import file_memo
-from cornplug.encoder_service.preprocess.file_memo import DecodedFile, FileMemo, file_name
+from cornplug.encoder_service.preprocess import preparer
+from cornplug.encoder_service.preprocess.preparer import DecodedFile, FileMemo, file_name
 
 RULE = {"modality": "image", "max_pixels": 10}
 
@@ -41,7 +41,7 @@ def test_file_memo_number_of_tenants_is_bounded() -> None:
     memo = FileMemo(10_000)
     for number in range(3000):
         memo.remember(str(number), b"f", entry(1))
-    assert len(memo) == file_memo._MAX_TENANTS
+    assert len(memo) == preparer._MAX_TENANTS
     assert memo.recall("2999", b"f") == entry(1)
     assert memo.recall("0", b"f") is None
 
@@ -55,7 +55,7 @@ def test_file_memo_default_is_bounded_in_bytes_for_any_salts() -> None:
             name = hashlib.sha256(number.to_bytes(4, "big"))
             shape = (1000 + number, 2000 + number)
             memo.remember(
-                f"{number % 512:0100000}", name.digest(), file_memo.DecodedFile(name.digest(), shape)
+                f"{number % 512:0100000}", name.digest(), preparer.DecodedFile(name.digest(), shape)
             )
         held = tracemalloc.get_traced_memory()[0]
     finally:
@@ -93,10 +93,10 @@ def test_file_name_depends_on_rule_bytes_and_boundaries(monkeypatch: pytest.Monk
         file_name({**RULE, "max_pixels": 11}, [b"ab"]),
         file_name({**RULE, "rule": "sglang-0.5.23"}, [b"ab"]),
     ]
-    monkeypatch.setattr(file_memo, "pillow_version", "0.0")
-    file_memo._versions.cache_clear()
+    monkeypatch.setattr(preparer, "pillow_version", "0.0")
+    preparer._versions.cache_clear()
     names.append(file_name(RULE, [b"ab"]))
     monkeypatch.undo()
-    file_memo._versions.cache_clear()
+    preparer._versions.cache_clear()
     assert len(set(names)) == len(names)
     assert names[0] == file_name(dict(reversed(RULE.items())), [b"ab"])

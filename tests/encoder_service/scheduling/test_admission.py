@@ -8,7 +8,7 @@ import pytest
 
 from cornplug.encoder_service.scheduling.admission import EncodeAdmission
 from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
-from cornplug.encoder_service.scheduling.queue_limit import QueueLimit
+from cornplug.encoder_service.scheduling.fair_queue import QueueLimit
 from cornplug.encoder_service.wire.messages import EncodeRequest
 from cornplug.qos import ONE_CLASS, ServiceClass
 

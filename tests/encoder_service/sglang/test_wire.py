@@ -103,7 +103,7 @@ def test_wire_receiver_without_port_is_refused(url: str) -> None:
 
 
 def test_wire_header_equals_golden() -> None:
-    """The bytes that `tests/sglang_hooks/mm/test_epd.py` has SGLang itself read."""
+    """The bytes that `tests/sglang_hooks/media/test_epd.py` has SGLang itself read."""
     assert header().hex() == GOLDEN.read_text().strip()
 
 

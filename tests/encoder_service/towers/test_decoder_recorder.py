@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cornplug.encoder_service.towers.decoder_recorder import (
+from cornplug.encoder_service.towers.decoderless import (
     LEVELS,
     DecoderReached,
     DecoderRecorder,

@@ -77,7 +77,9 @@ def test_plan_that_no_replica_can_keep_says_times_of_idle_replica() -> None:
     tables = planned({"ttft_slowdown": 1.5, "idle": {"gpu": "H100"}}).model_dump()
     (slow,) = tables["components"][0]["profiles"]
     tables["components"][0]["profiles"].append(slow | faster)
-    with pytest.raises(Exception, match=r"llm/PD may take 1.5 times the idle replica's for TTFT \(p95\)"):
+    with pytest.raises(
+        Exception, match=r"llm/PD may take at most 1.5 times the idle replica's latency for TTFT \(p95\)"
+    ):
         decide(PlanInput.model_validate(tables), digest="")
 
 

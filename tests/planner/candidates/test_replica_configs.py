@@ -101,7 +101,7 @@ def test_replica_configs_prefill_context_parallel_multiplies_gpus_inside_a_node(
     ("changes", "reason"),
     [
         ({"tasks": "P"}, "for vLLM engines that both prefill and decode text"),
-        ({"engines": ["sglang", "vllm"], "shape": MIXTURE}, "of models with latent attention (MLA)"),
+        ({"engines": ["sglang", "vllm"], "shape": MIXTURE}, "only for models with latent attention (MLA)"),
         ({"speculative": "mtp", "acceptance": 0.7}, "with speculative decoding"),
         ({"pp": [2]}, "with pp, dp or dcp"),
         ({"dp": [2]}, "with pp, dp or dcp"),
@@ -123,8 +123,8 @@ def test_replica_configs_prefill_context_parallel_names_reason_against(
         ({"engines": ["sglang", "vllm"], "tp": [1]}, "for vLLM engines"),
         ({"speculative": "mtp", "acceptance": 0.7}, "with speculative decoding"),
         ({"tp": [1]}, "1 GPUs cannot be divided into 2 parts"),
-        ({"tp": [4], "shape": MIXTURE}, "tp = 4 repeats the KV of 4 heads less than 2 times"),
-        ({"shape": {**MIXTURE, "heads": 8, "kv_heads": 8}}, "tp = 8 repeats the KV of 8 heads less"),
+        ({"tp": [4], "shape": MIXTURE}, "tp = 4 repeats the KV of 4 heads fewer than 2 times"),
+        ({"shape": {**MIXTURE, "heads": 8, "kv_heads": 8}}, "tp = 8 repeats the KV of 8 heads fewer"),
     ],
 )
 def test_replica_configs_context_parallel_names_reason_against(changes: dict[str, Any], reason: str) -> None:

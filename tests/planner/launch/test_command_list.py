@@ -53,7 +53,7 @@ def test_command_list_is_valid_bash_with_one_line_a_process() -> None:
 def test_command_list_of_two_hosts_groups_servers_by_host_and_routers_last() -> None:
     listed = text(plan(Case("P+D", "sglang", hosts=2)))
     first, second = listed.index("# Host HOST_1"), listed.index("# Host HOST_2")
-    routers = listed.index("# Routers, once all hosts serve")
+    routers = listed.index("# Routers, to be started when all hosts are ready")
     assert listed.count("#   HOST_1: a host's address") == 1
     assert "--disaggregation-mode prefill" in listed[first:second]
     assert "--disaggregation-mode decode" in listed[second:routers]

@@ -56,7 +56,7 @@ def test_supervisor_ended_process_starts_again_after_its_wait() -> None:
     supervisor, process, clock, told = watched(RestartPolicy(first_s=1))
     process.dead, process.ready = True, False
     supervisor.tick()
-    assert told == ["ended with status 3; it starts again in 1 s"]
+    assert told == ["ended with status 3; restarting in 1 s"]
     assert process.calls == ["kill"], "its descendants hold the port"
     clock.now = 0.9
     supervisor.tick()
@@ -82,7 +82,7 @@ def test_supervisor_waits_grow_until_the_limit_gives_up() -> None:
             clock.now += 10
             supervisor.tick()
     assert waits == ["1 s", "2 s", "3 s"]
-    assert told[-1] == "ended with status 3, and is not started again; its log x ends with:\nboom"
+    assert told[-1] == "ended with status 3, and will not be restarted; its log x ends with:\nboom"
     supervisor.tick()
     assert process.calls.count("spawn") == 3
 

@@ -95,7 +95,7 @@ def test_infeasibility_missing_cells_or_variants_are_named() -> None:
     )
     assert "no structure fits its requests" in told(replace(POOL, variants=()))
     deaf = (replace(POOL.cells[0], capacity={}),)
-    assert "no configuration of s keeps its SLO" in told(replace(POOL, cells=deaf))
+    assert "no configuration of s meets its SLO" in told(replace(POOL, cells=deaf))
 
 
 def test_infeasibility_demands_with_one_reason_are_named_together() -> None:
@@ -107,14 +107,14 @@ def test_infeasibility_demands_with_one_reason_are_named_together() -> None:
     assert message.count("no configuration of s") == 1
     assert "demand[u, v]: " in message
     model = build(replace(POOL, demands=two, variants=variants, cells=deaf))
-    assert unserved_in_short(model) == "nothing serves u and 1 more: no configuration of s keeps its SLO"
+    assert unserved_in_short(model) == "nothing serves u and 1 more: no configuration of s meets its SLO"
     assert unserved_in_short(build(POOL)) == ""
 
 
 def test_solve_time_limit_raises_plan_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:
     """No machine is slow enough for HiGHS to find nothing here: a solver that never does stands in."""
     monkeypatch.setattr(incumbent, "run_solver", lambda *_, **__: SolverRun("none", 0.1))
-    with pytest.raises(PlanUnfinished, match="it was not proven impossible"):
+    with pytest.raises(PlanUnfinished, match="infeasibility was not proven"):
         solve(POOL, EXACT.model_copy(update={"time_limit_s": 0.5}))
 
 

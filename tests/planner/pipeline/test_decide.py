@@ -91,7 +91,8 @@ def test_decide_impossible_bound_is_named_with_the_best() -> None:
     given = two_apps(simulate=False)
     slo = {"ttft_s": 0.02, "tpot_s": 0.05}
     apps = [a.model_dump() | ({"slo": slo} if a.name == "chat" else {}) for a in given.applications]
-    with pytest.raises(PlanInfeasible, match=r"chat/text.*qwen/PD may take 0\.02 s for TTFT.*takes 0\.05"):
+    best = r"chat/text.*qwen/PD may take at most 0\.02 s for TTFT \(p95\).*takes 0\.05"
+    with pytest.raises(PlanInfeasible, match=best):
         decided(PlanInput.model_validate(given.model_dump() | {"applications": apps}))
 
 
@@ -160,7 +161,7 @@ def test_plan_is_read_back_as_it_was_written(shared: PlanDecision, tmp_path: Pat
 def test_plan_edited_into_a_wrong_one_is_refused(shared: PlanDecision, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(shared.plan.model_dump_json().replace('"replicas":', '"copies":', 1))
-    with pytest.raises(ConfigError, match=r"groups\.0\.\w+: .*Write a new one with `cornplug plan`"):
+    with pytest.raises(ConfigError, match=r"groups\.0\.\w+: .*Create a new plan with `cornplug plan`"):
         Plan.load(path)
 
 

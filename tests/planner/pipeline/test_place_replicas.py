@@ -58,7 +58,7 @@ def test_place_groups_of_one_service_count_together() -> None:
 
 
 def test_place_too_few_nodes_are_refused() -> None:
-    with pytest.raises(ValueError, match="b: no room for 1 GPUs on 1 nodes of 2"):
+    with pytest.raises(ValueError, match="b: 1 GPUs do not fit into the free GPUs of 1 nodes of 2"):
         place({"a": (1, 2), "b": (1, 1)}, 2, 1)
 
 

@@ -177,4 +177,7 @@ def test_decide_again_starts_and_stops_no_extra_replica(
     plan_of_box.model_copy(update={"groups": [group.model_copy(update=update)]}).save(tmp_path / "plan.json")
     again = planned(**newcomer(), change={"plan": tmp_path / "plan.json"})
     assert [(g.replicas, g.extra_replicas) for g in again.groups] == [(replicas, extra)]
-    assert (plan_of_box.proof.unit, again.proof.unit) == ("$/h", "$ in 24 h, with the change's cost")
+    assert (plan_of_box.proof.unit, again.proof.unit) == (
+        "$/h",
+        "$ in 24 h, including the cost of the change",
+    )

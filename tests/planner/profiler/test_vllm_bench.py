@@ -38,7 +38,9 @@ def test_timed_failed_request_names_reason():
 
 
 def test_timed_short_answer_is_refused():
-    with pytest.raises(CornplugError, match=r"request 1 should be .*output_tokens=8.* was .*output_tokens=3"):
+    with pytest.raises(
+        CornplugError, match=r"request 1 should have been .*output_tokens=8.* but was .*output_tokens=3"
+    ):
         timed(ASKS, result(output_lens=[1, 3, 8]))
 
 

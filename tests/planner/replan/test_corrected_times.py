@@ -43,7 +43,7 @@ stock = 8
 n_plus_one = false
 """
 WINDOW_S = 60
-AS_PLANNED = "The load is what the running plan was made for."
+AS_PLANNED = "The load is the one that the running plan was made for."
 
 
 class TimedSite:
@@ -87,7 +87,7 @@ def test_corrected_times_slower_engine_is_corrected_by_second_window(site: Timed
     """And the plan that is made with it expects the times that the engine has."""
     assert "Corrected" not in site.replan(times=1.7)[1]
     said = site.replan(times=1.7)[1]
-    assert "Corrected by its metrics: llm7/PD (vllm TP1) on A100-80 takes 1." in said
+    assert "Corrected from metrics: llm7/PD (vllm TP1) on A100-80 takes 1." in said
     status, said = site.replan("--json", "-o", str(site.folder / "plan"), times=1.7)
     told = json.loads(said)
     (correction,) = told["corrections"]
@@ -130,7 +130,7 @@ def test_corrected_times_load_that_comes_every_day_is_planned_for_ahead(site: Ti
     path.write_text(state.model_copy(update={"history": history}).model_dump_json())
     assert SLOT_S == 900
     assert site.replan("--ahead", "0") == (0, f"{AS_PLANNED}\n")
-    assert site.replan()[1].startswith("This window asks for a change")
+    assert site.replan()[1].startswith("This window calls for a change")
     status, said = site.replan("-o", str(site.folder / "plan"))
     assert status == CHANGE
     assert "chat/short: rate soon 7.5 → 4" in said

@@ -57,7 +57,8 @@ def test_decision_doubled_load_starts_replicas(tmp_path: Path) -> None:
     running(tmp_path, sample_input.given(rate=7.5))
     found, _ = replanned(tmp_path, sample_input.given(rate=15))
     assert found.act
-    assert found.reason.endswith("would be filled to 150 %; 95 % is allowed")
+    assert found.reason.startswith("the utilisation of ")
+    assert found.reason.endswith(" would be 150 %, but at most 95 % is allowed")
     starts = [s for s in found.steps if s.kind == "start"]
     assert starts
     assert all("A100" in s.text or "A10G" in s.text for s in starts)
@@ -68,7 +69,7 @@ def test_decision_doubled_load_starts_replicas(tmp_path: Path) -> None:
 def test_decision_growth_within_reserve_changes_nothing(tmp_path: Path) -> None:
     running(tmp_path, sample_input.given(rate=8.0))
     found, _ = replanned(tmp_path, sample_input.given(rate=9.0))
-    assert (found.act, found.reason) == (False, "nothing worth changing: the running plan carries the load")
+    assert (found.act, found.reason) == (False, "no change pays off: the running plan can serve the load")
 
 
 def test_decision_lower_load_stops_replicas_for_free(tmp_path: Path) -> None:
@@ -93,7 +94,8 @@ def test_decision_gain_below_switching_cost_is_declined(tmp_path: Path) -> None:
     close, _ = replanned(tmp_path, sample_input.given(rate=3.2), horizon_hours=1.0, start_s=2600)
     assert not close.act
     assert close.reason == (
-        "nothing worth changing: it would save $1.65 in 1 h, under 1.2 × the $1.46 that the change costs"
+        "no change pays off: the new plan would save $1.65 in 1 h, "
+        "which is not more than 1.2 × the cost of the change ($1.46)"
     )
 
 

@@ -102,8 +102,8 @@ def test_read_prometheus_answer_equals_engine_metrics(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("<html>not found</html>", "not Prometheus"),
-        ('{"status": "error"}', "not Prometheus"),
+        ("<html>not found</html>", "is neither Prometheus text nor JSON"),
+        ('{"status": "error"}', "is neither Prometheus text nor JSON"),
         ("# TYPE up gauge\nup 1\n", "has no metric of vLLM"),
     ],
 )
@@ -117,7 +117,7 @@ def test_read_bad_metrics_are_refused(tmp_path: Path, body: str, says: str) -> N
 def test_read_absent_source_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         observed_load.read(str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match="Is the engine up"):
+    with pytest.raises(ConfigError, match="Check that the engine is running"):
         observed_load.read("http://127.0.0.1:9/metrics")
     with pytest.raises(ConfigError, match="older than the first"):
         observed_load.between(MetricsSnapshot(2, {}), MetricsSnapshot(1, {}))

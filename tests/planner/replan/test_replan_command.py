@@ -65,7 +65,7 @@ def test_replan_planned_load_prints_one_line(site: Site) -> None:
     for _ in range(3):
         assert site.replan(requests=AS_PLANNED) == (
             0,
-            "The load is what the running plan was made for.\n",
+            "The load is the one that the running plan was made for.\n",
         )
 
 
@@ -84,11 +84,12 @@ def expect_ttft(site: Site, mean_s: float) -> None:
 def test_replan_engines_slower_than_planned_are_named(site: Site) -> None:
     """At the planned load no other plan helps: its times are wrong."""
     expect_ttft(site, 0.2)
-    assert "First tokens" not in site.replan(requests=AS_PLANNED, ttft_s=0.25)[1]
+    assert "The mean TTFT" not in site.replan(requests=AS_PLANNED, ttft_s=0.25)[1]
     status, said = site.replan(requests=AS_PLANNED, ttft_s=0.6)
     first, second = said.splitlines()
-    assert (status, first) == (0, "The load is what the running plan was made for.")
-    assert second.startswith("First tokens of the plan's engines take 600 ms in the mean, planned ")
+    assert (status, first) == (0, "The load is the one that the running plan was made for.")
+    assert second.startswith("The mean TTFT of the plan's engines is 600 ms, but ")
+    assert " was planned, and the load does not exceed the plan's. " in second
     assert second.endswith("Measure them with `cornplug profile` and plan again.")
     _, said = site.replan("--json", requests=AS_PLANNED, ttft_s=0.6)
     assert json.loads(said)["slow"] == [second]
@@ -98,13 +99,13 @@ def test_replan_few_or_many_slow_requests_blame_no_times(site: Site) -> None:
     """Few may be a cold start; many are the load's."""
     expect_ttft(site, 0.2)
     for requests in (AS_PLANNED // 5, 2 * AS_PLANNED):
-        assert "First tokens" not in site.replan(requests=requests, ttft_s=0.6)[1]
+        assert "The mean TTFT" not in site.replan(requests=requests, ttft_s=0.6)[1]
 
 
 def test_replan_load_within_reserve_prints_one_line(site: Site) -> None:
     assert site.replan(requests=AS_PLANNED * 9 // 8) == (
         0,
-        "Nothing worth changing: the running plan carries the load.\n",
+        "No change pays off: the running plan can serve the load.\n",
     )
 
 
@@ -119,15 +120,15 @@ def test_replan_plan_for_observed_load_is_kept_at_it(site: Site) -> None:
     site.replan()  # the first snapshot under the new plan
     for _ in range(2):
         said = site.replan(requests=2 * AS_PLANNED)
-        assert said == (0, "The load is what the running plan was made for.\n")
-    assert "asks for a change (saves " in site.replan(requests=AS_PLANNED)[1]
+        assert said == (0, "The load is the one that the running plan was made for.\n")
+    assert "calls for a change (saves " in site.replan(requests=AS_PLANNED)[1]
 
 
 def test_replan_doubled_load_in_two_windows_acts(site: Site) -> None:
     status, said = site.replan(requests=2 * AS_PLANNED)
     assert status == 0
-    assert said.startswith("This window asks for a change")
-    assert said.endswith("Waiting for the next one to agree.\n")
+    assert said.startswith("This window calls for a change")
+    assert said.endswith("Waiting for the next window to confirm it.\n")
     status, said = site.replan("-o", str(site.folder / "next"), requests=2 * AS_PLANNED)
     assert status == CHANGE
     assert said == GOLDEN
@@ -137,9 +138,9 @@ def test_replan_doubled_load_in_two_windows_acts(site: Site) -> None:
 
 
 GOLDEN = """\
-Change: llm7-PD-a100-sglang-tp1-online would be filled to 150 %; 95 % is allowed.
+Change: the utilisation of llm7-PD-a100-sglang-tp1-online would be 150 %, but at most 95 % is allowed.
   chat/short: rate 7.5 → 15
-1. take 1 × a100
+1. add 1 × a100
 2. start 1 × llm7/PD (sglang TP1) on A100-80 (a100)
 Cost: $3.67/h → $7.34/h
 """
@@ -223,7 +224,7 @@ def test_replan_state_of_other_plan_is_dropped(site: Site) -> None:
     Plan.load(path).model_copy(update={"name": "other"}).save(path)
     assert site.replan(requests=2 * AS_PLANNED) == (
         0,
-        "Saved the first snapshot. Run again when the metrics files are newer.\n",
+        "Saved the first snapshot. Run again when there are newer metrics.\n",
     )
 
 
@@ -245,7 +246,7 @@ def test_replan_bad_arguments_name_remedy(site: Site, capsys: pytest.CaptureFixt
     assert "no such group or class" in capsys.readouterr().err
     (site.folder / "state").write_text("{")
     assert cli.main([*base, "--metrics", str(site.file), "--state", str(site.folder / "state")]) == 2
-    assert "Remove it, or name another" in capsys.readouterr().err
+    assert "Remove it, or use another file" in capsys.readouterr().err
 
 
 def test_aged_kept_replicas_keep_since() -> None:

@@ -176,7 +176,9 @@ def test_simulate_no_jobs_is_empty_outcome() -> None:
 
 
 def test_simulate_request_over_kv_tokens_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"llm/D\.kv_tokens: 100 tokens of KV cannot hold a request of 120"):
+    with pytest.raises(
+        ConfigError, match=r"llm/D\.kv_tokens: a request needs 120 tokens of KV, but the replica has 100"
+    ):
         run(Station("llm/D", 1, "D", steps=STEPS, kv_tokens=100), (0.0, draw(100, output=20)))
 
 
@@ -186,7 +188,10 @@ def test_simulate_request_over_kv_tokens_is_named() -> None:
         ({"tasks": "PD"}, r'x\.steps: missing for tasks "PD"'),
         ({"tasks": "EP", "steps": STEPS}, r"x\.encode: missing"),
         ({"tasks": "G"}, r"x\.generate: missing"),
-        ({"tasks": "DP", "steps": STEPS}, r'x\.tasks: "DP"\. Write some of "EPDG", in this order'),
+        (
+            {"tasks": "DP", "steps": STEPS},
+            r'x\.tasks: "DP"\. Write one or more letters of "EPDG", in this order',
+        ),
         ({"tasks": "P", "steps": STEPS, "replicas": 0}, r"x\.replicas: 0\. Write 1 or more"),
     ],
 )

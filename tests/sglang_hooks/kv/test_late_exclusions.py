@@ -13,9 +13,9 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.speculative.base_spec_worker import HiCacheDraftMode
 
 from cornplug.sglang_hooks import activation, compat
-from cornplug.sglang_hooks.drafts import draft_pages
 from cornplug.sglang_hooks.kv import late_exclusions
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
+from cornplug.sglang_hooks.kv_pages import draft_pages
 
 from ..kv_rig import device_pool, latent_pool, windowed_pool
 

@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
 from cornplug.identity import page_key
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.kv_pages.page_hash_index import PageHashIndex
-from cornplug.sglang_hooks.mm import placeholder_tokens
+from cornplug.sglang_hooks.media import placeholder_tokens
 
 from ..kv_rig import PLAIN, hashes_of
 from ..media_rig import item

@@ -20,9 +20,8 @@ from cornplug.errors import LayoutError
 from cornplug.sglang_hooks.kv import page_hash_hooks
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 from cornplug.sglang_hooks.kv.window_pool import WindowPool, layer_groups, window_pools
-from cornplug.sglang_hooks.kv_pages.layout import host_pages
+from cornplug.sglang_hooks.kv_pages.layout import RankPlace, host_pages
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
-from cornplug.sglang_hooks.kv_pages.rank_place import RankPlace
 from cornplug.store.base import Tier
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from cornplug.engine_common.page_envelope import page_header
-from cornplug.engine_common.rank_pages import RankPages
+from cornplug.engine_common.rank_pages import RankPages, page_header
 from cornplug.errors import CodecError, StoreUnavailable
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.sglang_hooks.kv_pages import page_copies

@@ -21,11 +21,10 @@ from cornplug.errors import CheckpointError
 from cornplug.identity import LINK_TOKENS, chain, kv_root, page_key, placeholder_tokens
 from cornplug.kv_page import PageGeometry
 from cornplug.sglang_hooks.kv import early_lookup, page_hash_hooks
-from cornplug.sglang_hooks.kv_pages import page_hash_index
+from cornplug.sglang_hooks.kv_pages import namespace_roots, page_hash_index
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
-from cornplug.sglang_hooks.mm import placeholder_tokens as tokens_module
-from cornplug.sglang_hooks.model import lora_adapters
+from cornplug.sglang_hooks.media import placeholder_tokens as tokens_module
 
 from ..kv_rig import PLAIN, SECRET, hashes_of
 
@@ -196,11 +195,11 @@ def test_namespace_roots_failed_identity_keeps_reason() -> None:
 
 @pytest.fixture
 def adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora_adapters, "_paths", {})
-    monkeypatch.setattr(lora_adapters, "_disputed", set())
-    monkeypatch.setattr(lora_adapters, "_files", LaterAdapters())
+    monkeypatch.setattr(namespace_roots, "_paths", {})
+    monkeypatch.setattr(namespace_roots, "_disputed", set())
+    monkeypatch.setattr(namespace_roots, "_files", LaterAdapters())
     monkeypatch.setattr(lora_digests, "_CHECK_S", 10)  # a busy machine
-    monkeypatch.setattr(lora_adapters.activation, "is_on", lambda: True)
+    monkeypatch.setattr(namespace_roots.activation, "is_on", lambda: True)
 
 
 class _Loras(dict[str, Any]):
@@ -223,7 +222,7 @@ def adapter(folder: Path, weights: bytes) -> str:
 
 
 def load(name: str, path: str | None) -> None:
-    lora_adapters._adapter_loads(SGLANG_LORA, SimpleNamespace(lora_id=name, lora_path=path, lora_name=name))
+    namespace_roots._adapter_loads(SGLANG_LORA, SimpleNamespace(lora_id=name, lora_path=path, lora_name=name))
 
 
 def test_namespace_roots_follow_lora_content(adapters: None, tmp_path: Path) -> None:
@@ -254,7 +253,7 @@ def test_namespace_roots_of_unknown_lora_are_refused(adapters: None, tmp_path: P
     load("id-gone", str(tmp_path / "nowhere"))
     load("id-changed", path)
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"other")
-    lora_adapters._adapter_comes_as_tensors(None, SimpleNamespace(lora_id="id-tensors"))
+    namespace_roots._adapter_comes_as_tensors(None, SimpleNamespace(lora_id="id-tensors"))
     for name, reason in (
         ("id-gone", "lora"),
         ("id-changed", "lora_changed"),
@@ -269,7 +268,7 @@ def test_namespace_roots_of_unknown_lora_are_refused(adapters: None, tmp_path: P
 def test_namespace_roots_of_disputed_lora_are_refused(adapters: None, tmp_path: Path) -> None:
     load("id-one", adapter(tmp_path / "a", b"w"))
     roots().root(CacheNamespace("id-one", None))
-    lora_adapters._request_made(None, SimpleNamespace(lora_id=None, extra_key="id-one"))
+    namespace_roots._request_made(None, SimpleNamespace(lora_id=None, extra_key="id-one"))
     with pytest.raises(CheckpointError):
         roots().root(CacheNamespace("id-one", None))
 

@@ -13,18 +13,18 @@ import pytest
 
 from cornplug.engine_common import lora_digests
 from cornplug.engine_common.lora_digests import LaterAdapters
+from cornplug.sglang_hooks.kv_pages import namespace_roots
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
-from cornplug.sglang_hooks.model import lora_adapters
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, empty in (("_paths", {}), ("_managers", {}), ("_left_out", {}), ("_disputed", set())):
-        monkeypatch.setattr(lora_adapters, name, empty)
-    monkeypatch.setattr(lora_adapters, "_files", LaterAdapters())
+        monkeypatch.setattr(namespace_roots, name, empty)
+    monkeypatch.setattr(namespace_roots, "_files", LaterAdapters())
     monkeypatch.setattr(lora_digests, "_CHECK_S", 10)  # a busy machine
-    monkeypatch.setattr(lora_adapters.activation, "is_on", lambda: True)
+    monkeypatch.setattr(namespace_roots.activation, "is_on", lambda: True)
 
 
 @pytest.mark.parametrize("name", vectors.CASES)
@@ -34,7 +34,7 @@ def test_namespace_roots_equal_golden_vectors(name: str, tmp_path: Path) -> None
     # SGLang's LoRAManager, which applies all of the adapter, as vLLM does.
     applied = SimpleNamespace(layers=[SimpleNamespace(weights={"q_proj": None})], embedding_layers={})
     manager = SimpleNamespace(loras={"an-id": applied}, target_modules={"q_proj"})
-    lora_adapters._adapter_loads(manager, SimpleNamespace(lora_id="an-id", lora_path=path, lora_name="a"))
+    namespace_roots._adapter_loads(manager, SimpleNamespace(lora_id="an-id", lora_path=path, lora_name="a"))
     made = NamespaceRoots(vectors.SECRET, vectors.PAGE, lambda: vectors.IDENTITY)
     assert made.wait(60)
     # SGLang appends the adapter's id to the user's extra_key, of which there is none.

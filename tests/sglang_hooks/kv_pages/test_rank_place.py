@@ -11,7 +11,7 @@ from sglang.srt import runtime_context
 from sglang.srt.layers import dp_attention
 
 from cornplug.errors import LayoutError
-from cornplug.sglang_hooks.kv_pages.rank_place import agreed, layers_of_stages, rank_place, require_stage
+from cornplug.sglang_hooks.kv_pages.layout import agreed, layers_of_stages, rank_place, require_stage
 
 from ..kv_rig import storage_config
 

@@ -21,8 +21,8 @@ from sglang.srt.server_args import ServerArgs
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.engine_common import engine_state, weights_guard
 from cornplug.errors import CheckpointError
-from cornplug.sglang_hooks import activation, flags
-from cornplug.sglang_hooks.model import loaded_weights, model_config
+from cornplug.sglang_hooks import activation, disk_updates, flags
+from cornplug.sglang_hooks.model import model_config
 from devkit import checkpoints
 
 _CHILD = """
@@ -145,14 +145,14 @@ def runner(folder: Path, **fields: Any) -> Any:
 def test_loaded_weights_of_rewritten_file_end_sharing(
     folder: Path, part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loaded_weights, "engine_model", lambda: described(folder))
+    monkeypatch.setattr(disk_updates, "engine_model", lambda: described(folder))
     rank = runner(folder)
     with caplog.at_level("WARNING", logger="sglang.cornplug"):
-        loaded_weights._loaded(None, rank)
+        disk_updates._loaded(None, rank)
         assert not weights_guard.replaced()
         assert not caplog.records
         rewrite(folder, part)
-        loaded_weights._loaded(None, rank)
+        disk_updates._loaded(None, rank)
     assert weights_guard.replaced()
     assert in_child()[1]
     [record] = caplog.records
@@ -160,12 +160,12 @@ def test_loaded_weights_of_rewritten_file_end_sharing(
 
 
 def test_weights_loaded_late_are_compared_after_fetch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loaded_weights, "engine_model", lambda: described(folder))
+    monkeypatch.setattr(disk_updates, "engine_model", lambda: described(folder))
     rank = runner(folder, startup_weight_load=object())
     rewrite(folder, "model.layers")
-    loaded_weights._loaded(None, rank)
+    disk_updates._loaded(None, rank)
     assert not weights_guard.replaced()
-    loaded_weights._fetched(None, rank)
+    disk_updates._fetched(None, rank)
     assert weights_guard.replaced()
 
 
@@ -178,12 +178,12 @@ def test_loaded_weights_without_sharing_are_not_compared(
             raise CheckpointError("a loader of its own", reason="load_format")
         return described(folder)
 
-    monkeypatch.setattr(loaded_weights, "engine_model", identified)
+    monkeypatch.setattr(disk_updates, "engine_model", identified)
     if why == "off":
         activation.turn_off()
     rank = runner(folder, is_draft_worker=why == "draft")
     rewrite(folder, "model.layers")
-    loaded_weights._loaded(None, rank)
+    disk_updates._loaded(None, rank)
     assert not weights_guard.replaced()
 
 

@@ -18,9 +18,9 @@ from cornplug.engine_common import lora_digests
 from cornplug.engine_common.lora_digests import LaterAdapters, LoraDigests
 from cornplug.errors import CheckpointError
 from cornplug.kv_page import PageGeometry
+from cornplug.sglang_hooks.kv_pages import namespace_roots
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots, RootsOfCall
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
-from cornplug.sglang_hooks.model import lora_adapters
 
 WEIGHTS = ("q_proj", "k_proj", "o_proj", "down_proj")
 
@@ -28,10 +28,10 @@ WEIGHTS = ("q_proj", "k_proj", "o_proj", "down_proj")
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, empty in (("_paths", {}), ("_managers", {}), ("_left_out", {}), ("_disputed", set())):
-        monkeypatch.setattr(lora_adapters, name, empty)
-    monkeypatch.setattr(lora_adapters, "_files", LaterAdapters())
+        monkeypatch.setattr(namespace_roots, name, empty)
+    monkeypatch.setattr(namespace_roots, "_files", LaterAdapters())
     monkeypatch.setattr(lora_digests, "_CHECK_S", 10)  # a busy machine
-    monkeypatch.setattr(lora_adapters.activation, "is_on", lambda: True)
+    monkeypatch.setattr(namespace_roots.activation, "is_on", lambda: True)
 
 
 def folder(path: Path, *, target_modules: Any = "all-linear") -> Path:
@@ -57,9 +57,9 @@ def manager(*targets: str, embeddings: tuple[str, ...] = ()) -> Any:
 
 def root(of: Any, path: Path) -> bytes:
     """Of a process that has loaded this one adapter."""
-    for table in (lora_adapters._paths, lora_adapters._managers, lora_adapters._left_out):
+    for table in (namespace_roots._paths, namespace_roots._managers, namespace_roots._left_out):
         table.clear()
-    lora_adapters._adapter_loads(of, SimpleNamespace(lora_id="id-1", lora_path=str(path), lora_name="one"))
+    namespace_roots._adapter_loads(of, SimpleNamespace(lora_id="id-1", lora_path=str(path), lora_name="one"))
     return roots().root(CacheNamespace("id-1", None))
 
 
@@ -76,9 +76,9 @@ def test_lora_adapters_fewer_target_modules_change_root(tmp_path: Path) -> None:
     query = root(manager("q_proj"), path)
     assert len({whole, attention, query}) == 3
     # What vLLM has for it, which applies all of an adapter or refuses it.
-    assert lora_adapters.taken_apart("id-1")[1] != LoraDigests().digest(str(path))
+    assert namespace_roots.taken_apart("id-1")[1] != LoraDigests().digest(str(path))
     assert root(manager(*WEIGHTS), path) == whole
-    assert lora_adapters.taken_apart("id-1")[1] == LoraDigests().digest(str(path))
+    assert namespace_roots.taken_apart("id-1")[1] == LoraDigests().digest(str(path))
 
 
 def test_lora_adapters_left_out_embeddings_change_root(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_sglang_finds_target_module_of_weight() -> None:
 def test_lora_adapters_unloaded_before_lookup_are_refused(tmp_path: Path) -> None:
     of = manager(*WEIGHTS)
     root(of, folder(tmp_path / "a"))
-    lora_adapters._left_out.clear()
+    namespace_roots._left_out.clear()
     of.loras.clear()
     with pytest.raises(CheckpointError):
         roots().root(CacheNamespace("id-1", None))
@@ -118,7 +118,7 @@ def test_roots_of_call_stat_files_once_for_many_pages(tmp_path: Path, monkeypatc
     path = folder(tmp_path / "a")
     root(manager(*WEIGHTS), path)
     for number in range(500):
-        lora_adapters._paths[f"id-other-{number}"] = str(path)
+        namespace_roots._paths[f"id-other-{number}"] = str(path)
     stats = 0
     stat = Path.stat
 
@@ -149,12 +149,12 @@ def test_lora_adapters_changed_during_load_are_refused(tmp_path: Path) -> None:
     path = folder(tmp_path / "a")
     file = path / "adapter_model.safetensors"
     of, ref = manager(*WEIGHTS), SimpleNamespace(lora_id="id-1", lora_path=str(path), lora_name="one")
-    lora_adapters._adapter_loads(of, ref)
-    known, times = lora_adapters.taken_apart("id-1")[1], file.stat()
+    namespace_roots._adapter_loads(of, ref)
+    known, times = namespace_roots.taken_apart("id-1")[1], file.stat()
     time.sleep(0.05)  # beyond the tick of the files' clock
     file.write_bytes(file.read_bytes())
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert known is not None
     with pytest.raises(CheckpointError) as refused:
-        lora_adapters.taken_apart("id-1")
+        namespace_roots.taken_apart("id-1")
     assert refused.value.reason == "lora_changed"

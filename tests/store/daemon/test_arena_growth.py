@@ -20,13 +20,12 @@ from time_limits import TimeLimits
 from cornplug.codec import PayloadKind
 from cornplug.config import StoreConfig
 from cornplug.errors import ConfigError, StoreUnavailable
-from cornplug.store import arena, reserve_retry
-from cornplug.store.arena import SharedArena, fitting_size
+from cornplug.store import arena, payload
+from cornplug.store.arena import MemoryBound, SharedArena, fitting_size, host_memory
 from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon import arena_growth
 from cornplug.store.daemon.server import StoreServer
-from cornplug.store.host_memory import MemoryBound, host_memory
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import put_payload
 from cornplug.testing.store import fill, key, lease, reserve
@@ -234,7 +233,7 @@ def test_store_long_prompt_in_empty_store_finds_room_for_all_pages(
     refused = {answer for answer in first if isinstance(answer, ReserveRefusal)}
     assert refused <= {ReserveRefusal.GROWING}
     left = [pair for pair, answer in zip(entries, first, strict=True) if isinstance(answer, ReserveRefusal)]
-    again = reserve_retry.reserve(store, left, app="a", deadline_s=60)
+    again = payload.reserve(store, left, app="a", deadline_s=60)
     assert all(isinstance(answer, Reservation) for answer in again)
     assert store.stat(deadline_s=5).evictions == 0
 
@@ -258,7 +257,7 @@ def test_daemon_request_during_growth_is_answered(
         assert store.contains_by_message([key("a")], deadline_s=8) == b"\1"
     finally:
         slow.set()
-    (room,) = reserve_retry.reserve(store, [(key("large"), 200 * MIB)], app="a", deadline_s=30)
+    (room,) = payload.reserve(store, [(key("large"), 200 * MIB)], app="a", deadline_s=30)
     assert isinstance(room, Reservation)
 
 
@@ -301,7 +300,7 @@ def test_put_payload_during_growth_is_stored() -> None:
 def test_put_payload_without_memory_ends_at_deadline(within: TimeLimits) -> None:
     store = _Growing(10**6)
     with within(10):
-        found = reserve_retry.reserve(store, [(key("a"), 4)], app="a", deadline_s=0.05)  # type: ignore[arg-type]
+        found = payload.reserve(store, [(key("a"), 4)], app="a", deadline_s=0.05)  # type: ignore[arg-type]
     assert found == [ReserveRefusal.GROWING]
 
 
@@ -344,7 +343,7 @@ def test_store_in_small_cgroup_fills_up_and_survives(
         capacity_bytes = store.stat(deadline_s=5).capacity_bytes
         assert 40 * MIB < capacity_bytes < 256 * MIB
         for number in range(300):
-            (room,) = reserve_retry.reserve(store, [(key(number), MIB)], app="a", deadline_s=5)
+            (room,) = payload.reserve(store, [(key(number), MIB)], app="a", deadline_s=5)
             assert isinstance(room, Reservation), room
             store.view(room.location, writable=True)[:] = b"x" * MIB
             assert store.commit([(room, b"meta")], deadline_s=5) == [True]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from cornplug.config import StoreConfig
-from cornplug.store.daemon import bounded_log
-from cornplug.store.daemon.bounded_log import MOST_LINES, BoundedLog
+from cornplug.store.daemon import main
+from cornplug.store.daemon.main import MOST_LINES, BoundedLog
 
 GARBAGE = b"GET / HTTP/1.1\r\nHost: store\r\n\r\n"
 
@@ -47,7 +47,7 @@ def test_bounded_log_counts_the_lines_that_it_left_out(
         for number in range(MOST_LINES + 3):
             log.warning("client %d ends", number)
         log.warning("another kind")
-        monkeypatch.setattr(bounded_log, "PERIOD_S", 0.0)
+        monkeypatch.setattr(main, "PERIOD_S", 0.0)
         log.warning("client %d ends", 99)
     lines = (tmp_path / "log").read_text().splitlines()
     assert lines[:MOST_LINES] == [f"client {number} ends" for number in range(MOST_LINES)]

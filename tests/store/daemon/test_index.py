@@ -14,11 +14,10 @@ from time_limits import TimeLimits
 
 from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.daemon.allocator import ALIGN, ArenaAllocator, align_up
+from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.index import StoreIndex
-from cornplug.store.table.entry_table import PRESENT, UNLISTED, MappedEntryTable
-from cornplug.store.table.entry_table_layout import TableShape
-from cornplug.store.table.entry_table_writer import EntryTableWriter
+from cornplug.store.entry_table import PRESENT, UNLISTED, MappedEntryTable, TableShape
 from cornplug.testing.store import key
 
 CAPACITY = 4096

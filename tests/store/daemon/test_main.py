@@ -21,13 +21,13 @@ from time_limits import TimeLimits
 from cornplug.config import StoreConfig
 from cornplug.private_paths import read_secret
 from cornplug.store import autostart, messages
+from cornplug.store.arena import host_memory
 from cornplug.store.base import WriterPart
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon import main as daemon
 from cornplug.store.daemon import server
 from cornplug.store.daemon.main import EXIT_TAKEN
 from cornplug.store.daemon.server import StoreServer
-from cornplug.store.host_memory import host_memory
 from cornplug.testing.store import fill, present
 
 from ..conftest import answers, eventually
@@ -229,7 +229,7 @@ def test_server_client_of_another_user_is_refused(
     serve_in_thread()
     uid = os.getuid()
     with monkeypatch.context() as patch:
-        patch.setattr("cornplug.store.daemon.session.os.getuid", lambda: uid + 1)
+        patch.setattr("cornplug.store.daemon.server.os.getuid", lambda: uid + 1)
         with _raw(store_config, hello=False) as raw:
             assert raw.recv(1) == b""
 

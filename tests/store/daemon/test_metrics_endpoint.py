@@ -18,7 +18,7 @@ from cornplug.codec import PayloadKind
 from cornplug.config import load
 from cornplug.errors import ConfigError
 from cornplug.metrics import STORE_METRICS
-from cornplug.settings.store_settings import NamespaceConfig
+from cornplug.settings import NamespaceConfig
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.metrics_endpoint import MetricsEndpoint, open_endpoint
 from cornplug.store.daemon.server import StoreServer
@@ -80,7 +80,7 @@ def test_metrics_endpoint_serves_what_clients_did(
     assert store.delete([key("b")], deadline_s=DEADLINE_S) == 1
     eventually(
         lambda: (
-            scrape(endpoint.port).get(("cornplug_store_removals_total", "deleted", "default", "memory")) == 1
+            scrape(endpoint.port).get(("cornplug_store_removals_total", "default", "deleted", "memory")) == 1
         )
     )
     found = scrape(endpoint.port)
@@ -93,9 +93,9 @@ def test_metrics_endpoint_serves_what_clients_did(
     assert found["cornplug_store_misses_total",] == 2
     assert found["cornplug_store_lookups_total", "found"] == 2
     assert found["cornplug_store_lookups_total", "absent"] == 1
-    assert found["cornplug_store_reservations_total", "too_large", "default"] == 1
-    assert found["cornplug_store_reservations_total", "given", "chat"] == 1
-    assert found["cornplug_store_answer_seconds_count", "lease"] == 1
+    assert found["cornplug_store_reservations_total", "default", "too_large"] == 1
+    assert found["cornplug_store_reservations_total", "chat", "given"] == 1
+    assert found["cornplug_store_request_seconds_count", "lease"] == 1
     assert found["cornplug_store_clients",] == 1
     assert held[0] is not None
 
@@ -111,7 +111,7 @@ def test_metrics_endpoint_evicted_entries_have_an_age(
     ages = ("cornplug_store_eviction_age_seconds_count", "default", "memory")
     eventually(lambda: scrape(endpoint.port).get(ages) == 2)
     found = scrape(endpoint.port)
-    assert found["cornplug_store_removals_total", "evicted", "default", "memory"] == 2
+    assert found["cornplug_store_removals_total", "default", "evicted", "memory"] == 2
     assert 0 <= found["cornplug_store_eviction_age_seconds_sum", "default", "memory"] < 120
 
 
@@ -127,7 +127,7 @@ def test_metrics_endpoint_names_and_labels_are_the_tables(
     write(store, "a", 8, "app")
     store.delete([key("a")], deadline_s=DEADLINE_S)
     write(store, "a", 8, "app")
-    eventually(lambda: 'cause="deleted"' in text_at(endpoint.port))
+    eventually(lambda: 'reason="deleted"' in text_at(endpoint.port))
     found = {}
     for family in text_string_to_metric_families(text_at(endpoint.port)):
         name = f"{family.name}_total" if family.type == "counter" else family.name

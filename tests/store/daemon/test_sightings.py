@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cornplug.store.base import WriterPart
-from cornplug.store.daemon.sightings import Sightings
+from cornplug.store.daemon.reservations import Sightings
 from cornplug.testing.store import key
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cornplug.settings.store_settings import NamespaceConfig
+from cornplug.settings import NamespaceConfig
 from cornplug.store.base import Reservation
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.store_counters import TimeHistogram
-from cornplug.store.table.use_notes import NotedReads
+from cornplug.store.use_notes import NotedReads
 from cornplug.testing.store import key
 
 

@@ -10,7 +10,7 @@ from cornplug.errors import StoreUnavailable
 from cornplug.store.client import PoolStore
 from cornplug.store.disk.segment_files import FoundRecord, SegmentFiles
 from cornplug.store.payload import get_payload, put_payload
-from cornplug.store.stats.store_stats import DiskStat
+from cornplug.store.store_stats import DiskStat
 from cornplug.testing.store import DEADLINE_S, key
 
 from ..conftest import eventually

@@ -12,12 +12,12 @@ import pytest
 
 from cornplug.config import StoreConfig
 from cornplug.private_paths import read_secret
-from cornplug.settings.store_settings import NamespaceConfig
+from cornplug.settings import NamespaceConfig
 from cornplug.store.base import PurgeRule, Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
 from cornplug.store.disk.open_disk import OpenedDisk, open_disk
-from cornplug.store.table.entry_table import MappedEntryTable
+from cornplug.store.entry_table import MappedEntryTable
 from cornplug.testing import StoreContract
 from cornplug.testing.store import StoreStage, key, present
 

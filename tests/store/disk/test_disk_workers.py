@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
-from cornplug.store.disk.record_seal import RecordDamaged
+from cornplug.store.disk.record_format import RecordDamaged
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from cornplug.store.base import PROMOTED, Reservation, ReserveRefusal, Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
 from cornplug.store.disk.open_disk import OpenedDisk
-from cornplug.store.recall import recalled
+from cornplug.store.payload import recalled
 from cornplug.testing.store import fill, key, lease, reserve
 
 from ..conftest import eventually

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.store.disk.record_format import ALIGN_BYTES, CHUNK_BYTES, RecordHeader
-from cornplug.store.disk.record_seal import RecordDamaged
+from cornplug.store.disk.record_format import ALIGN_BYTES, CHUNK_BYTES, RecordDamaged, RecordHeader
 from cornplug.store.disk.segment_files import FoundRecord, SegmentFiles
 from cornplug.testing.store import key
 

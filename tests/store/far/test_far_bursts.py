@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from cornplug.config import StoreConfig
-from cornplug.store import recall
+from cornplug.store import payload
 from cornplug.store.base import Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
@@ -54,7 +54,7 @@ def second_host(
 def test_far_burst_of_readers_all_get_the_entry(
     far: MemoryFarStore, second_host: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recall, "FAR_WAIT_S", 30.0)
+    monkeypatch.setattr(payload, "FAR_WAIT_S", 30.0)
     store, asked, hits = second_host(), threading.Semaphore(0), list[bytes | None]()
     eventually(lambda: answering(store))
     far.gate.clear()

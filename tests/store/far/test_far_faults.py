@@ -14,7 +14,7 @@ import pytest
 from time_limits import TimeLimits
 
 from cornplug.store.base import Tier
-from cornplug.store.recall import recalled
+from cornplug.store.payload import recalled
 from cornplug.testing.store import DEADLINE_S, key
 from devkit.far_servers import RedisServer
 

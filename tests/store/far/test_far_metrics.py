@@ -34,7 +34,7 @@ def test_metrics_of_far_store_count_by_outcome(
         ]
         return found
 
-    eventually(lambda: value("cornplug_store_far_writes", put="written") == 1)
+    eventually(lambda: value("cornplug_store_far_writes", outcome="written") == 1)
     assert value("cornplug_store_far_up") == 1
-    assert value("cornplug_store_far_lookups", found="found") == 0
-    assert value("cornplug_store_far_bytes", way="written") > 20 << 10
+    assert value("cornplug_store_far_lookups", outcome="found") == 0
+    assert value("cornplug_store_far_bytes", direction="write") > 20 << 10

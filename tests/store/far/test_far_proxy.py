@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from cornplug.store.base import Tier
-from cornplug.store.recall import recalled
+from cornplug.store.payload import recalled
 from cornplug.testing.store import DEADLINE_S, key
 from devkit.far_servers import RedisServer
 

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 from time_limits import TimeLimits
 
-from cornplug.store import messages, recall
+from cornplug.store import messages, payload
 from cornplug.store.base import Tier
+from cornplug.store.daemon.entry_table_writer import EntryTableWriter
+from cornplug.store.entry_table import TICKETS, MappedEntryTable, TableShape
 from cornplug.store.far import far_questions
 from cornplug.store.far.far_questions import FarQuestions
-from cornplug.store.recall import recalled
-from cornplug.store.table.entry_table import MappedEntryTable
-from cornplug.store.table.entry_table_layout import TICKETS, TableShape
-from cornplug.store.table.entry_table_writer import EntryTableWriter
+from cornplug.store.payload import recalled
 from cornplug.testing.store import DEADLINE_S, key
 from devkit.far_servers import RedisServer
 
@@ -79,7 +78,7 @@ def test_recalled_absent_entry_is_waited_for_no_longer_than_its_answer(
     host: Hosts, url: str, monkeypatch: pytest.MonkeyPatch, within: TimeLimits
 ) -> None:
     one = host(url)
-    monkeypatch.setattr(recall, "FAR_WAIT_S", 30.0)
+    monkeypatch.setattr(payload, "FAR_WAIT_S", 30.0)
     with within(10):
         found = recalled(one.store, [key("none")], within_s=60, deadline_s=DEADLINE_S)
     assert found == bytes([Tier.ABSENT])

@@ -15,7 +15,7 @@ from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
 from cornplug.store.far.far_record import FarSealer
 from cornplug.store.far.open_far import open_far
-from cornplug.store.recall import recalled
+from cornplug.store.payload import recalled
 from cornplug.testing import StoreContract
 from cornplug.testing.store import DEADLINE_S, StoreStage, key
 from devkit.far_servers import RedisServer

@@ -19,7 +19,7 @@ from time_limits import TimeLimits
 
 from cornplug.errors import ConfigError
 from cornplug.store.base import Tier
-from cornplug.store.disk.record_seal import derive_key
+from cornplug.store.disk.record_format import derive_key
 from cornplug.store.far.far_store import FarFailure, FarStore
 from cornplug.store.far.member_channel import MemberChannel
 from cornplug.store.far.open_far import open_far

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cornplug.store.far import record_ring
-from cornplug.store.far.record_ring import RecordRing
+from cornplug.store.far import nixl_agent
+from cornplug.store.far.nixl_agent import RecordRing
 
 ROOM = 64
 Step = tuple[str, int]
@@ -80,7 +80,7 @@ def test_record_ring_held_bytes_are_not_written_over(deleted: bool) -> None:
 
 
 def test_record_ring_put_gives_up_on_bytes_that_stay_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_ring, "_WAIT_S", 0.05)
+    monkeypatch.setattr(nixl_agent, "_WAIT_S", 0.05)
     room = memoryview(bytearray(ROOM))
     ring = RecordRing(room)
     ring.put("a", b"x" * ROOM)

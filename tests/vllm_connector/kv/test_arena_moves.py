@@ -13,8 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from cornplug.store.base import PayloadLocation
-from cornplug.store.leases import place
+from cornplug.store.base import PayloadLocation, place
 from cornplug.store.memory import MemoryStore
 from cornplug.vllm_connector.kv import arena_moves
 from cornplug.vllm_connector.kv.arena_moves import open_arena

@@ -11,7 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from cornplug.store.memory import MemoryStore
-from cornplug.vllm_connector.kv import in_process, repeated_ids
+from cornplug.vllm_connector.kv import copies_in_flight
 
 from ..conftest import open_in
 from ..rig import Engine
@@ -28,9 +28,11 @@ SAVES = [
 
 @pytest.fixture
 def repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's scheduler with the wrap of `repeated_ids`."""
+    """vLLM's scheduler with the wrap of `copies_in_flight`."""
     original = Scheduler.add_request
-    monkeypatch.setattr(Scheduler, "add_request", lambda *args: repeated_ids._add_request(original, *args))
+    monkeypatch.setattr(
+        Scheduler, "add_request", lambda *args: copies_in_flight._add_request(original, *args)
+    )
 
 
 def other(number: int) -> list[int]:
@@ -167,7 +169,7 @@ def test_program_that_ends_after_its_last_request_leaves_its_pages(core: Make, s
     one.answer(PROMPT)
     assert one.saved() == 0
     program = SimpleNamespace(scheduler=one.scheduler, step_fn=one.step)
-    in_process._shutdown(ended.append, program)
+    copies_in_flight._shutdown(ended.append, program)
     assert ended == [program]
     asleep(one, store)
     assert one.saved() == 4
@@ -178,7 +180,7 @@ def test_program_that_ends_in_the_middle_of_a_request_computes_no_more_of_it(cor
     request = one.add(PROMPT, max_tokens=40)
     one.step()
     program = SimpleNamespace(scheduler=one.scheduler, step_fn=one.step)
-    in_process._shutdown(ended.append, program)
+    copies_in_flight._shutdown(ended.append, program)
     assert ended == [program]
     assert request.num_output_tokens == 1
 
@@ -190,5 +192,5 @@ def test_program_whose_engine_has_failed_ends_as_in_stock(core: Make) -> None:
     one, ended = core(save="always"), list[Any]()
     one.answer(PROMPT)
     program = SimpleNamespace(scheduler=one.scheduler, step_fn=fail)
-    in_process._shutdown(ended.append, program)
+    copies_in_flight._shutdown(ended.append, program)
     assert ended == [program]

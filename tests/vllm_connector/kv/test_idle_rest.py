@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from cornplug.store.memory import MemoryStore
-from cornplug.vllm_connector.engine_alarm import EngineAlarm
-from cornplug.vllm_connector.kv.idle_rest import REST_S, IdleRest
+from cornplug.vllm_connector.engine_alarm import REST_S, EngineAlarm, IdleRest
 
 from ...store.shelved_store import ShelvedStore
 from ..rig import Engine

@@ -13,7 +13,7 @@ from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 
 from cornplug.vllm_connector import plugin
-from cornplug.vllm_connector.kv import idle_steps
+from cornplug.vllm_connector.kv import cpu_use
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def conditions() -> Iterator[tuple[SpinCondition, SpinCondition]]:
     writer = SpinCondition(False, context, address)
     reader = SpinCondition(True, context, address)
     yield writer, reader
-    idle_steps.began(computes=True)
+    cpu_use.began(computes=True)
     context.destroy(linger=0)
 
 
@@ -36,10 +36,10 @@ def waited_s(reader: SpinCondition, timeout_ms: int | None = None) -> float:
 
 def test_worker_sleeps_after_step_without_tokens(conditions: tuple[SpinCondition, SpinCondition]) -> None:
     _, reader = conditions
-    idle_steps.began(computes=True)
+    cpu_use.began(computes=True)
     reader.busy_loop_s = 0.01
     time.sleep(0.02)
-    idle_steps.began(computes=False)
+    cpu_use.began(computes=False)
     reader.record_read()
     assert waited_s(reader) >= 0.04
     assert waited_s(reader, 10) >= 0.008
@@ -51,8 +51,8 @@ def test_worker_spins_a_second_after_step_with_tokens(
 ) -> None:
     _, reader = conditions
     reader.busy_loop_s = 60
-    idle_steps.began(computes=True)
-    idle_steps.began(computes=last)
+    cpu_use.began(computes=True)
+    cpu_use.began(computes=last)
     reader.record_read()
     with within(25, "asleep: 50 s"):
         for _ in range(1000):
@@ -64,7 +64,7 @@ def test_sleeping_worker_wakes_at_message(
 ) -> None:
     writer, reader = conditions
     reader.busy_loop_s = 0
-    idle_steps.began(computes=False)
+    cpu_use.began(computes=False)
     stop = threading.Event()
 
     def notify() -> None:

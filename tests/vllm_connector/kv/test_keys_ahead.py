@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 from cornplug.errors import CheckpointError
 from cornplug.store.memory import MemoryStore
 from cornplug.vllm_connector import plugin
-from cornplug.vllm_connector.kv import keys_ahead, page_keys
+from cornplug.vllm_connector.kv import page_keys
 
 LONG = 8192
 
@@ -43,7 +43,7 @@ def test_keys_ahead_of_long_prompt_leave_none_to_its_lookup(
 ) -> None:
     plugin.register()
     request = Request.from_engine_core_request(arriving(LONG), None)
-    ahead = keys_ahead.made_for(request)
+    ahead = page_keys.made_for(request)
     assert ahead is not None
     whole = page_keys.PageKeys(hot_path.SECRET, ahead._root, hot_path.PAGE.page_tokens, ())
     assert ahead.upto(request.all_token_ids, LONG) == whole.upto(request.all_token_ids, LONG)
@@ -56,8 +56,8 @@ def test_keys_ahead_of_long_prompt_leave_none_to_its_lookup(
 
 def test_keys_ahead_of_short_prompt_are_not_made(half: hot_path.Half) -> None:
     request = half.request(hot_path.prompt(1024, 1))
-    keys_ahead.received(request)
-    assert keys_ahead.made_for(request) is None
+    page_keys.received(request)
+    assert page_keys.made_for(request) is None
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_keys_ahead_of_request_that_needs_a_look_are_not_made(
     request = half.request(hot_path.prompt(LONG, 1))
     for name, value in fields.items():
         setattr(request, name, value)
-    keys_ahead.received(request)
-    assert keys_ahead.made_for(request) is None
+    page_keys.received(request)
+    assert page_keys.made_for(request) is None
 
 
 def test_keys_ahead_that_cannot_be_made_are_left_to_the_lookup(
@@ -85,13 +85,13 @@ def test_keys_ahead_that_cannot_be_made_are_left_to_the_lookup(
 
     monkeypatch.setattr(half.scheduler._requests, "keys_of", fails)
     request = half.request(hot_path.prompt(LONG, 1))
-    keys_ahead.received(request)
-    assert keys_ahead.made_for(request) is None
+    page_keys.received(request)
+    assert page_keys.made_for(request) is None
 
 
 def test_keys_ahead_without_an_engine_are_not_made(half: hot_path.Half) -> None:
     request = half.request(hot_path.prompt(LONG, 1))
     del half.scheduler
     gc.collect()
-    keys_ahead.received(request)
-    assert keys_ahead.made_for(request) is None
+    page_keys.received(request)
+    assert page_keys.made_for(request) is None

@@ -15,8 +15,8 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from cornplug import identity
 from cornplug.identity import medium_lineage, placeholder_tokens
 from cornplug.kv_page import PageGeometry
-from cornplug.vllm_connector.ec.mm_identifiers import key_of
 from cornplug.vllm_connector.kv.page_keys import PageKeys
+from cornplug.vllm_connector.media.mm_identifiers import key_of
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "page_keys.json"
 SECRET = bytes(range(32))

@@ -9,8 +9,7 @@ from typing import Any
 
 from vllm.v1.engine.core import EngineCore
 
-from cornplug.store.base import PROMOTED
-from cornplug.store.leases import PLACE
+from cornplug.store.base import PLACE, PROMOTED
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 from cornplug.testing.store import fill, key

@@ -95,7 +95,8 @@ def test_layout_of_vllm_cpu_operation_round_trips(
     cache = torch.zeros(3, heads, size, 2 * dim, dtype=dtype)
     layout = derive(cache, heads, size, dim, write)
     keys, values = layout.planes
-    assert keys.strides != values.strides, "the CPU keeps K transposed"
+    # The CPU keeps K transposed; with AMX, K and V are in tiles that no strides describe.
+    assert keys.strides != values.strides or keys.strides is None
     check(cache, layout, write, heads, size, dim)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cornplug.engine_common.runtime import OffStore
 from cornplug.errors import StoreUnavailable
-from cornplug.store.disabled import OffStore
 from cornplug.store.memory import MemoryStore
 from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory
 

@@ -14,7 +14,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import registry
 
-from cornplug.vllm_connector.kv_events import page_events
+from cornplug.vllm_connector.kv import page_events
 from devkit import checkpoints
 
 from ..kv.core_rig import BLOCKS, Clock, Core

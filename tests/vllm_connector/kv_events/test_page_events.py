@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -17,16 +16,14 @@ from cornplug.engine_common import engine_state
 from cornplug.store.base import Tier
 from cornplug.store.memory import MemoryConnection, MemoryStore
 from cornplug.testing import FaultyStore
-from cornplug.vllm_connector import kv_events
-from cornplug.vllm_connector.kv import idle_saves
-from cornplug.vllm_connector.kv_events import page_events
-from cornplug.vllm_connector.kv_events.block_spans import BlockSpans
+from cornplug.vllm_connector.kv import idle_saves, page_events
+from cornplug.vllm_connector.kv.page_events import BlockSpans
 
 from ..kv.core_rig import Clock
 from .conftest import Announcing
 
 PROMPT = [(7 * i) % 251 for i in range(150)]  # 4 whole pages of 32, and 22 tokens
-EVENTS = str(Path(kv_events.__file__).parent)
+EVENTS = page_events.__file__
 
 Make = Callable[..., Announcing]
 

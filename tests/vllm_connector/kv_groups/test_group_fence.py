@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cornplug.store.memory import MemoryStore
-from cornplug.vllm_connector.kv.disabled_worker import DisabledKVWorker
+from cornplug.vllm_connector.kv.worker import DisabledKVWorker
 
 from ..kv.test_fence import HOOKS, fail_in
 from .group_rig import GroupCore

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cornplug.vllm_connector.kv_groups.group_offers import GroupOffers
+from cornplug.vllm_connector.kv_groups.groups_scheduler import GroupOffers
 
 SIZE, BLOCK = 32, 16
 

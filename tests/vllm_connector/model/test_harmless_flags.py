@@ -21,8 +21,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from cornplug.engine_common.allow_lists import defaults_of
 from cornplug.identity import canonical
 from cornplug.vllm_connector.model import model_config
-from cornplug.vllm_connector.model.engine_fields import HARMLESS_VARIABLES
 from cornplug.vllm_connector.model.model_config import kv_identity, tower_identity
+from cornplug.vllm_connector.model.model_fields import HARMLESS_VARIABLES
 from devkit import checkpoints
 from devkit.engines import _DEFAULTS
 

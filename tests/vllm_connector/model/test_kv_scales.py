@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cornplug.errors import LayoutError
-from cornplug.vllm_connector.model.kv_scales import checkpoint_scales, of_layers
+from cornplug.vllm_connector.model.cache_specs import checkpoint_scales, scales_of_layers
 from devkit import checkpoints
 
 LAYER = "model.layers.1.self_attn"
@@ -43,13 +43,13 @@ def test_kv_scales_are_in_the_dtype_that_vllm_keeps(folder: Path, names: tuple[s
     config = with_scales(folder, **dict(zip(names, (torch.tensor(0.1), torch.tensor([2.0])), strict=True)))
     scales = checkpoint_scales(config)
     assert scales == {1: (torch.tensor(0.1).bfloat16().item(), 2.0)}
-    layers = of_layers(scales, ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"])
+    layers = scales_of_layers(scales, ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"])
     assert list(layers.values()) == [(1.0, 1.0), scales[1]]
 
 
 def test_kv_scales_of_a_checkpoint_without_are_one(folder: Path) -> None:
     assert checkpoint_scales(with_scales(folder)) == {}
-    assert of_layers({}, ["draft"]) == {"draft": (1.0, 1.0)}
+    assert scales_of_layers({}, ["draft"]) == {"draft": (1.0, 1.0)}
 
 
 ONE = torch.tensor(1.0)

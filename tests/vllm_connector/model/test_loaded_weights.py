@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.weight_comparison import differing
-from cornplug.vllm_connector.model import loaded_weights, setting_verdicts
+from cornplug.vllm_connector.model import reloads, setting_verdicts
 from devkit import checkpoints
 
 
@@ -85,8 +85,8 @@ def test_load_model_of_rewritten_file_ends_sharing(
     model = Loaded(folder, torch.float32)
     runner = SimpleNamespace(get_model=lambda: model)
     worker = SimpleNamespace(vllm_config=config(folder, kv), model_runner=runner)
-    loaded_weights._load_model(lambda worker, **_: None, worker)
+    reloads._load_model(lambda worker, **_: None, worker)
     assert not weights_guard.replaced()
     rewrite(folder, "language_model")
-    loaded_weights._load_model(lambda worker, **_: None, worker, load_dummy_weights=dummy)
+    reloads._load_model(lambda worker, **_: None, worker, load_dummy_weights=dummy)
     assert weights_guard.replaced() is ends

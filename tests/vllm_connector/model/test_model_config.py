@@ -25,17 +25,17 @@ from cornplug.checkpoints.numeric_class import PRECISION_VARIABLES
 from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables, misplaced
 from cornplug.errors import CheckpointError
 from cornplug.identity import canonical
-from cornplug.vllm_connector.ec import early_prefill
-from cornplug.vllm_connector.model import engine_fields, model_fields, runtime_fields, setting_verdicts
+from cornplug.vllm_connector.media import early_prefill
 from cornplug.vllm_connector.model import model_config as model
-from cornplug.vllm_connector.model.code_in_use import transformers_backend
+from cornplug.vllm_connector.model import model_fields, runtime_fields, setting_verdicts
 from cornplug.vllm_connector.model.model_config import kv_identity, tower_identity
+from cornplug.vllm_connector.model.setting_verdicts import transformers_backend
 from devkit import checkpoints
 from devkit.quantised import quantised
 
 TABLES: dict[str, FieldTables] = {
     tables.of: tables
-    for module in (model_fields, engine_fields, runtime_fields)
+    for module in (model_fields, model_fields, runtime_fields)
     for tables in vars(module).values()
     if isinstance(tables, FieldTables)
 }
@@ -638,8 +638,8 @@ def test_vllm_variables_are_all_reviewed() -> None:
 
 def test_engine_fields_variables_exist_and_fit_their_table() -> None:
     known = {name for name in envs.environment_variables if name.startswith("VLLM_")}
-    assert known.issuperset(engine_fields.REFUSED_VARIABLES)
-    harmless = {name for name in known if engine_fields.HARMLESS_VARIABLES.fullmatch(name)}
+    assert known.issuperset(model_fields.REFUSED_VARIABLES)
+    harmless = {name for name in known if model_fields.HARMLESS_VARIABLES.fullmatch(name)}
     words = (
         "QUANT",
         "FP8",

@@ -17,11 +17,11 @@ from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.model_identity import StartedModel
 from cornplug.errors import CheckpointError
-from cornplug.vllm_connector.model import loaded_weights, model_config, reloads, weight_updates
+from cornplug.vllm_connector.model import model_config, reloads, weight_updates
 from cornplug.vllm_connector.model.model_config import kv_identity
 from devkit import checkpoints
 
-from ..ec.test_mm_identifiers import config as described
+from ..media.test_mm_identifiers import config as described
 
 
 class Model(torch.nn.Module):
@@ -60,7 +60,7 @@ class Rank:
                 worker.vllm_config.model_config.model = weights_path
             worker.model.load_weights(read(Path(worker.vllm_config.model_config.model)))
 
-        loaded_weights._reload_weights(original, self, weights_path)
+        reloads._reload_weights(original, self, weights_path)
         self.then()
 
 

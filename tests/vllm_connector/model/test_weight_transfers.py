@@ -14,7 +14,7 @@ from vllm.v1.engine.core import EngineCore
 
 from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.model_identity import StartedModel
-from cornplug.vllm_connector.model import model_config, weight_transfers, weight_updates
+from cornplug.vllm_connector.model import model_config, weight_updates
 from cornplug.vllm_connector.model.model_config import kv_identity, tower_identity
 from devkit import checkpoints
 
@@ -81,7 +81,7 @@ class TransferCore(Core):
 
     def name(self, version: str) -> None:
         """`/update_weight_version`"""
-        weight_transfers._set_weight_version(EngineCore.set_weight_version, self, version)
+        weight_updates._set_weight_version(EngineCore.set_weight_version, self, version)
 
     def finish(self, version: str | None) -> None:
         """As vLLM's `finish_weight_update`."""
@@ -238,7 +238,7 @@ def test_weight_transfer_that_cannot_be_followed_ends_sharing(what: str, core: T
 @pytest.mark.parametrize(("active", "draft"), [(True, False), (False, True)])
 def test_rank_is_done_not_within_a_transfer_nor_after_a_draft_s(active: bool, draft: bool) -> None:
     rank = SimpleNamespace(_weight_update_active=active, _weight_update_is_draft=draft)
-    assert not weight_transfers.rank_is_done(SimpleNamespace(worker=rank))
+    assert not weight_updates.rank_is_done(SimpleNamespace(worker=rank))
 
 
 def test_weight_transfer_whose_ranks_do_not_answer_ends_sharing(
@@ -247,7 +247,7 @@ def test_weight_transfer_whose_ranks_do_not_answer_ends_sharing(
     def dead(_: Any) -> bool:
         raise TimeoutError
 
-    monkeypatch.setattr(weight_transfers, "rank_is_done", dead)
+    monkeypatch.setattr(weight_updates, "rank_is_done", dead)
     core.update("7")
     assert engine_state.current().unknown()
 
@@ -269,7 +269,7 @@ def test_weight_transfer_of_an_engine_that_shares_embeddings_alone_is_named(core
 
 def test_weight_transfer_without_cornplug_is_vllm_s_own(core: TransferCore) -> None:
     core.vllm_config.kv_transfer_config = core.vllm_config.ec_transfer_config = None
-    assert not weight_transfers.names("update_weights", core.vllm_config)
+    assert not weight_updates.is_transfer("update_weights", core.vllm_config)
 
 
 NAMES = st.sampled_from([None, "1", "2", "3", "default"])

@@ -13,12 +13,12 @@ from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, Video
 from cornplug.encoder_service.wire.decodings import DEFAULT, Decoding
 
 _RGB_BYTES: Final = 3 + 4
-"""A pixel as it comes from the decoder, and as Pillow has it."""
+"""Bytes per pixel: in the decoder's output, and in Pillow."""
 _FRAME_BYTES: Final = 3
 _SAMPLE_BYTES: Final = 4 + 4
-"""A sample at its own rate, and at the model's."""
+"""Bytes per sample: at its original rate, and at the model's."""
 _SAMPLE_WORK: Final = 1.0
-"""A sample costs about as much as a pixel: both are some bytes through a codec."""
+"""Work per sample. Like a pixel, it is a few bytes through a codec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class MediumHeader:
     held_bytes: int
     """Bytes of the wanted pixels or samples."""
     work: float
-    """Pixels (of every frame up to the last wanted one) or samples that a decoder has to make."""
+    """Number of pixels (of every frame up to the last wanted frame) or samples that must be decoded."""
     pixels: int = 0
     """Pixels of all wanted frames."""
     seconds: float = 0.0
@@ -52,11 +52,11 @@ class MediumHeader:
 
 
 OnHeader = Callable[[MediumHeader], None]
-"""Called with a header before anything is decoded; an error that it raises ends the decoding."""
+"""Called with the header before anything is decoded. An error that it raises ends the decoding."""
 
 
 class MediumDecoder(Protocol):
-    """Decodes one medium. Raises MediaError as `media.image`, `audio` and `video` do, and errors of
+    """Decoder of one medium. Raises MediaError as `media.image`, `audio` and `video` do, and errors of
     `on_header`."""
 
     def image(
@@ -68,7 +68,7 @@ class MediumDecoder(Protocol):
         *,
         decoding: Decoding = DEFAULT,
     ) -> RgbPixels:
-        """The pixels by one of the rules of `media.image`."""
+        """Return the pixels, decoded by one of the rules of `media.image`."""
 
     def audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples: ...
 
@@ -89,11 +89,11 @@ class MediumDecoder(Protocol):
         *,
         decoding: Decoding = DEFAULT,
     ) -> VideoFrames:
-        """A video given as its images."""
+        """Return a video that is given as images."""
 
 
 class InProcessDecoder:
-    """Decodes in this process: for trusted media."""
+    """Decoder in this process, for trusted media."""
 
     def image(
         self,
@@ -143,9 +143,9 @@ def choose_frames(
     limits: VideoLimits,
     on_header: OnHeader,
 ) -> tuple[int, ...]:
-    """The wanted frames, rising, once `on_header` has accepted them.
+    """Return the wanted frames in ascending order, once `on_header` has accepted them.
 
-    Raises MediaError("unprocessable", "too_many_frames", "too_many_pixels"), and as `choose` and `on_header`.
+    Raises MediaError("unprocessable", "too_many_frames", "too_many_pixels"), and errors of both functions.
     """
     indices = video.sampled(source, choose(source), limits)
     on_header(MediumHeader.of_video(source, indices))
@@ -157,4 +157,4 @@ def _image_header(on_header: OnHeader) -> image.Before:
 
 
 def accept_any(header: MediumHeader) -> None:
-    """Accepts every header."""
+    """Accept every header."""

@@ -57,41 +57,41 @@ class FramesJob(msgspec.Struct, frozen=True, tag="frames"):
 
 
 class DecodeGo(msgspec.Struct, frozen=True, tag="go"):
-    """Decode it; of a video file, these frames."""
+    """Request to decode the medium, or these frames of a video file."""
 
     indices: tuple[int, ...] = ()
 
 
 class DecodeStop(msgspec.Struct, frozen=True, tag="stop"):
-    """Do not decode it."""
+    """Request not to decode the medium."""
 
 
 class DecoderReady(msgspec.Struct, frozen=True, tag="ready"):
-    """The process has started, behind these bars (`jail`)."""
+    """Report that the process has started, with its restrictions (`jail`)."""
 
     bars: tuple[str, ...]
 
 
 class MediumOpened(msgspec.Struct, frozen=True, tag="opened"):
-    """The header's fields; 0 where this kind of medium has none."""
+    """Header fields, 0 if not applicable."""
 
     width: int = 0
     height: int = 0
     total: int = 0
-    """Frames."""
+    """Number of frames."""
     fps: float = 0.0
     seconds: float = 0.0
     rate: int = 0
 
 
 class MediumDecoded(msgspec.Struct, frozen=True, tag="decoded"):
-    """The result's shape: (height, width, 3), (frames, height, width, 3) or (samples,)."""
+    """Shape of the result: (height, width, 3), (frames, height, width, 3) or (samples,)."""
 
     shape: tuple[int, ...]
 
 
 class DecodeFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """A MediaError's reason and message."""
+    """Reason and message of a MediaError."""
 
     reason: str
     message: str
@@ -103,15 +103,15 @@ FromDecoder = DecoderReady | MediumOpened | MediumDecoded | DecodeFailed
 
 
 def send(sock: socket.socket, message: ToDecoder | FromDecoder, fd: int | None = None) -> None:
-    """Send a message. OSError when the other side has gone."""
+    """Send a message. Raises OSError if the other side has disconnected."""
     body = msgspec.msgpack.encode(message)
     socket.send_fds(sock, [body], [] if fd is None else [fd])
 
 
 def receive(sock: socket.socket, kind: Any) -> tuple[Any, int | None]:
-    """The next message, and the descriptor that came with it, which the caller closes.
+    """Return the next message and its descriptor, which the caller closes.
 
-    ConnectionResetError when the other side has gone, TimeoutError by the socket.
+    Raises ConnectionResetError if the other side has disconnected, and TimeoutError as the socket does.
     """
     body, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE, 1)
     fd = fds[0] if fds else None
@@ -126,7 +126,7 @@ def receive(sock: socket.socket, kind: Any) -> tuple[Any, int | None]:
 
 
 def memory(parts: Iterable[bytes | memoryview]) -> int:
-    """The descriptor of a memfd that holds `parts`; the caller closes it."""
+    """Return the descriptor of a memfd that contains `parts`. The caller closes it."""
     fd = os.memfd_create("cornplug-decode", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         for part in parts:
@@ -140,15 +140,15 @@ def memory(parts: Iterable[bytes | memoryview]) -> int:
 
 
 def sealed(fd: int, size: int) -> mmap.mmap:
-    """The bytes of a memfd, made immutable. Takes the descriptor over.
+    """Return the bytes of a memfd, made immutable. Takes ownership of the descriptor.
 
-    Raises ValueError where it is not `size` bytes, OSError where it cannot be sealed.
+    Raises ValueError if they are not `size` bytes, and OSError if it cannot be sealed.
     """
     try:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         if os.fstat(fd).st_size != size or size == 0:
             raise ValueError(f"{os.fstat(fd).st_size} bytes, expected {size}")
-        # Private: writes, which torch wants to be possible, go to a copy.
+        # Private, so that writes, which torch requires to be possible, go to a copy.
         return mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
     finally:
         os.close(fd)

@@ -1,13 +1,13 @@
-"""What the kernel keeps from a decoding process, for the case that a hostile file takes it over.
+"""Kernel restrictions of a decoding process, in case a hostile file takes control of it.
 
 - `no_new_privs`: no privileges from setuid programs.
-- Landlock: no file and no folder but those of Python's library and of the decoders' packages. Newer kernels
-  also keep TCP, signals to other processes and abstract sockets from it.
-- seccomp: no system call but those that decoding needs. So no socket, no other process, no program and no
-  change of a file. Without Landlock, no file can be opened at all.
+- Landlock: no files and folders except Python's library and the decoders' packages. Newer kernels also block
+  TCP, signals to other processes and abstract sockets.
+- seccomp: no system calls except those that decoding needs. So no sockets, no other processes, no programs
+  and no changes of files. Without Landlock, no file can be opened at all.
 
-A refused call fails with EPERM, so that a decoder which tries something harmless goes on without it. A bar
-that the kernel does not have is left out, and the service logs it.
+A blocked call fails with EPERM, so that a decoder can continue without a harmless call. Unsupported
+restrictions are left out and logged by the service.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ SYSCALLS: Final = {
     "write": (1, 64),
     "writev": (20, 66),
 }
-"""System calls that decoding needs. None names another process or a file to be changed."""
+"""System calls that decoding needs. None of them names another process or changes a file by name."""
 OPENAT: Final = (257, 56)
 CLONE: Final = (56, 220)
 CLONE3: Final = (435, 435)
-"""Calls with conditions of their own."""
+"""System calls that are allowed under conditions."""
 ARCHITECTURES: Final = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Machine -> (its column of `SYSCALLS`, the kernel's AUDIT_ARCH)."""
+"""(Column of `SYSCALLS`, the kernel's AUDIT_ARCH) by machine."""
 
 _PACKAGES: Final = ("PIL", "av", "cornplug", "msgspec", "numpy")
 
@@ -105,7 +105,7 @@ _RETURN: Final = 0x06
 _NUMBER_AT: Final = 0
 _ARCHITECTURE_AT: Final = 4
 _ARGUMENT_AT: Final = 16
-"""Offset of the lower half of a call's first argument; both architectures are little-endian."""
+"""Offset of the lower half of a call's first argument. Both architectures are little-endian."""
 
 _LANDLOCK_CREATE: Final = 444
 _LANDLOCK_ADD_RULE: Final = 445
@@ -119,12 +119,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def confine() -> tuple[str, ...]:
-    """Put this process behind every bar that the kernel has; returns those in force.
+    """Apply every restriction that the kernel supports, and return those in force.
 
-    For a process of one thread that has imported what it needs.
+    For a process with a single thread that has imported the modules that it needs.
     """
     found = [NO_NEW_PRIVS] if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 else []
-    # Other threads would stay outside.
+    # Other threads would not be restricted.
     if found and len(os.listdir("/proc/self/task")) == 1:
         if _restrict_files(readable_folders()):
             found.append(LANDLOCK)
@@ -134,14 +134,14 @@ def confine() -> tuple[str, ...]:
 
 
 def readable_folders() -> list[Path]:
-    """Folders of public code from which an import in the middle of a decoding reads."""
+    """Return the folders of public code that imports during decoding read."""
     libraries = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
     packages = {Path(path) for name in _PACKAGES for path in sys.modules[name].__path__}
     return sorted(libraries | packages)
 
 
 def call_filter(column: int, architecture: int, *, may_open: bool) -> bytes:
-    """The seccomp filter, as the kernel's BPF."""
+    """Return the seccomp filter as the kernel's BPF."""
     allowed = sorted(numbers[column] for numbers in SYSCALLS.values())
     if may_open:
         allowed.append(OPENAT[column])
@@ -154,7 +154,7 @@ def call_filter(column: int, architecture: int, *, may_open: bool) -> bytes:
     for number in allowed:
         program += [(_IF_EQUAL, 0, 1, number), (_RETURN, 0, 0, _RET_ALLOW)]
     program += [
-        # A filter cannot read clone3's arguments; glibc then calls clone.
+        # A filter cannot read clone3's arguments. glibc then calls clone.
         (_IF_EQUAL, 0, 1, CLONE3[column]),
         (_RETURN, 0, 0, _RET_ERRNO | _ENOSYS),
         (_IF_EQUAL, 0, 3, CLONE[column]),
@@ -170,7 +170,7 @@ def _restrict_files(folders: Sequence[Path]) -> bool:
     version = _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(_LANDLOCK_VERSION))
     if version < 1:
         return False
-    # Accesses that each version of Landlock added: of files, of TCP ports, of signals and abstract sockets.
+    # Access rights that each version of Landlock added: for files, TCP ports, signals and abstract sockets.
     files = 13 + sum(version >= since for since in (2, 3, 5))
     rules = struct.pack("=QQQ", (1 << files) - 1, 0b11 if version >= 4 else 0, 0b11 if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8

@@ -1,8 +1,7 @@
-"""The main module of a decoding process: decodes untrusted media, one after another, without torch and keys.
+"""Main module of a decoding process, which decodes untrusted media one after another, without torch or keys.
 
-Started by `DecoderProcess` with its memory limit in bytes and one end of a socket pair; it ends with the
-other end. It ends by itself when a job takes longer than its limit, so that it does not outlive a killed
-service.
+`DecoderProcess` starts it with a memory limit in bytes and one end of a socket pair. It ends when the other
+end closes, or when a job exceeds its limit, so that it does not outlive a killed service.
 """
 
 from __future__ import annotations
@@ -25,30 +24,30 @@ from cornplug.encoder_service.preprocess.sandbox import ipc, jail
 from cornplug.errors import MediaError
 
 _BAND_BYTES: Final = 256 << 10
-"""Of the pixels that are written at a time; for a JPEG of 1.2 megapixels 6 % less CPU than with 1 MiB."""
+"""Bytes of pixels to write at a time. For a JPEG of 1.2 megapixels this takes 6 % less CPU than 1 MiB."""
 _KEPT_BLOCKS: Final = 2
-"""Pillow's, of 16 MiB."""
+"""Number of 16 MiB blocks that Pillow keeps."""
 _GRACE_S: Final = 2.0
-"""The service kills a late process; this process ends itself so much later."""
+"""Seconds that the service has to kill a late process before it ends itself."""
 
 
 class _JobStopped(Exception):
-    """The service needs the memory of this medium for others."""
+    """The service needs this medium's memory for other media."""
 
 
 class DecoderLoop:
-    """Runs one job after another, over one socket."""
+    """Loop that runs one job after another from one socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
     def run(self, bars: Sequence[str]) -> None:
-        """Run until the service has gone. Raises OSError then."""
+        """Run until the service disconnects, and then raise OSError."""
         ipc.send(self._sock, ipc.DecoderReady(tuple(bars)))
         while True:
             job, fd = ipc.receive(self._sock, ipc.ToDecoder)
             if fd is None or isinstance(job, ipc.DecodeGo | ipc.DecodeStop):
-                continue  # a decision about a job that has failed meanwhile
+                continue  # a decision about a job that has already failed
             signal.setitimer(signal.ITIMER_REAL, job.limit_s + _GRACE_S)
             try:
                 self._answer(job, _read_all(fd))
@@ -72,7 +71,7 @@ class DecoderLoop:
             os.close(memory)
 
     def _decoded(self, job: ipc.Job, data: bytes) -> tuple[tuple[int, ...], int]:
-        """The result's shape, and the memfd that holds it."""
+        """Return the result's shape and the memfd that contains it."""
         match job:
             case ipc.ImageJob():
                 rgb = self._image(job, data)
@@ -110,7 +109,7 @@ class DecoderLoop:
         return video.decode_frames(images, job.fps, limits, decoding=job.decoding, before=before)
 
     def _confirm(self, opened: ipc.MediumOpened) -> tuple[int, ...]:
-        """Send the header and wait for the service's decision: the wanted frames."""
+        """Send the header and return the service's decision: the wanted frames."""
         ipc.send(self._sock, opened)
         answer, fd = ipc.receive(self._sock, ipc.ToDecoder)
         if fd is not None:
@@ -121,7 +120,7 @@ class DecoderLoop:
 
 
 def _bands(rgb: Image.Image) -> Iterator[bytes]:
-    """The pixels, some rows at a time: a whole copy would be as large as the image."""
+    """Yield the pixels a few rows at a time, because a whole copy would be as large as the image."""
     rows = max(1, _BAND_BYTES // (3 * rgb.width))
     for top in range(0, rgb.height, rows):
         yield rgb.crop((0, top, rgb.width, min(top + rows, rgb.height))).tobytes()
@@ -143,21 +142,21 @@ def _read_all(fd: int) -> bytes:
 
 
 def main() -> None:
-    """Decode until the service goes."""
+    """Decode until the service disconnects."""
     max_bytes, fd = map(int, sys.argv[1:])
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The terminal's Ctrl-C is for the service, which ends this process when it has drained.
+    # The terminal's Ctrl-C is for the service, which ends this process after draining.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # An image's memory is kept for the next one: fresh pages cost a fifth of a JPEG's decoding.
+    # Keep an image's memory for the next image, because fresh pages cost a fifth of a JPEG's decoding time.
     _imaging.set_blocks_max(_KEPT_BLOCKS)
-    AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # there is one process a core already
-    Image.init()  # imports the decoders while files can be read
+    AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # there is already one process per core
+    Image.init()  # imports the decoders while files are readable
     with socket.socket(fileno=fd) as sock:
         try:
             DecoderLoop(sock).run(jail.confine())
         except OSError:
-            pass  # the service has gone
+            pass  # the service has disconnected
 
 
 if __name__ == "__main__":

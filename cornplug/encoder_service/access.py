@@ -1,0 +1,116 @@
+"""Access to the service: check of its exposure, salt of a request's entries, and audit log.
+
+The logger "cornplug.audit" gets one JSON line for each reload and each refused access. At most 10 refusals
+per second are logged, after a burst of 100. The rest are counted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from starlette.requests import HTTPConnection
+
+from cornplug.config import EncoderConfig, QosConfig
+from cornplug.encoder_service.client.endpoints import is_loopback
+from cornplug.errors import ConfigError, EncoderRefused
+from cornplug.qos import QosCaller
+
+AUDITED: Final = frozenset(
+    {
+        "unauthorized", "forbidden", "forbidden_host", "forbidden_origin", "forbidden_salt",
+        "forbidden_receiver",
+    }
+)  # fmt: skip
+"""Reasons of refusals that concern the caller, not the request."""
+_BURST: Final = 100
+_PER_S: Final = 10.0
+_SHOWN: Final = 200
+
+log = logging.getLogger("cornplug.audit")
+
+
+class AuditLog:
+    """Writer of the audit log of one service. For one event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._tokens = float(_BURST)
+        self._at = clock()
+        self._left_out = 0
+
+    def refused(self, request: HTTPConnection, reason: str) -> None:
+        """Log one refusal, unless its reason is not in `AUDITED` or the rate limit is reached."""
+        if reason not in AUDITED:
+            return
+        now = self._clock()
+        self._tokens = min(_BURST, self._tokens + (now - self._at) * _PER_S)
+        self._at = now
+        if self._tokens < 1:
+            self._left_out += 1
+            return
+        self._tokens -= 1
+        extra = {"left_out": self._left_out} if self._left_out else {}
+        self._left_out = 0
+        log.warning("%s", _line("refused", _who(request), reason=reason, **extra))
+
+    def did(self, what: str, request: HTTPConnection, **about: Any) -> None:
+        """Log an operator's request that took effect."""
+        log.info("%s", _line(what, _who(request), **about))
+
+    def did_here(self, what: str, **about: Any) -> None:
+        """Log an operation that a signal started."""
+        log.info("%s", _line(what, {"by": "signal"}, **about))
+
+
+def _who(request: HTTPConnection) -> dict[str, Any]:
+    return {
+        "peer": request.client.host if request.client is not None else None,
+        "method": request.scope.get("method"),
+        "path": request.scope["path"][:_SHOWN],
+        "host": request.headers.get("host", "")[:_SHOWN],
+        "origin": request.headers.get("origin", "")[:_SHOWN],
+    }
+
+
+def _line(event: str, who: dict[str, Any], **about: Any) -> str:
+    # JSON escapes line breaks and terminal codes, so a caller's text stays inside its field.
+    return json.dumps({"event": event, **who, **about})
+
+
+def check_exposure(config: EncoderConfig, qos: QosConfig) -> None:
+    """Raise ConfigError if callers on other hosts would be admitted without a key by accident."""
+    have_keys = any(one.bound_keys() for one in qos.classes.values())
+    if config.require_key and not (have_keys or config.admin_key.get_secret_value()):
+        raise ConfigError(
+            "encoder.require_key",
+            "set, but there are no keys",
+            "Set api_keys or tenants of a class in [qos.classes.NAME].",
+        )
+    if not (is_loopback(config.host) or config.require_key or config.allow_anonymous):
+        raise ConfigError(
+            "encoder.host",
+            f"{config.host} can be reached from other hosts, and no key is required",
+            "Set encoder.require_key (--require-key) and keys of classes. On a private network you can "
+            "set encoder.allow_anonymous (--allow-anonymous) instead.",
+        )
+
+
+def salt_of(caller: QosCaller, said: str | None, config: EncoderConfig) -> str | None:
+    """Return the salt of a request's entries: the tenant of its key, then the body's `cache_salt`.
+
+    Raises EncoderRefused("forbidden_salt") for a `cache_salt` from a caller without a tenant's key.
+    """
+    if caller.tenant is not None:
+        # Names of tenants contain no slash, so a salt cannot imitate another tenant.
+        return caller.tenant if said is None else f"{caller.tenant}/{said}"
+    if said is not None and not config.trust_salts:
+        raise EncoderRefused(
+            "cache_salt: requires a tenant's key ([qos.classes.NAME] tenants); remove it, or set "
+            "encoder.trust_salts behind a gateway that sets salts",
+            reason="forbidden_salt",
+        )
+    return said

@@ -1,1 +1,0 @@
-"""Access rules of the service, and its audit log."""

@@ -1,0 +1,278 @@
+"""Settings that several processes share: the host's store (`[store]`) and classes of service (`[qos]`)."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+from pathlib import Path
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from cornplug.private_paths import cache_dir, runtime_dir
+
+_UNITS: Final = {
+    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
+}  # fmt: skip
+STORE_PROTOCOL: Final = 6
+"""Version of the protocol between clients and the store.
+
+The default name of the socket contains it, so that each release uses its own store during a rolling upgrade.
+"""
+DEFAULT_NAMESPACE: Final = "default"
+"""Namespace of every app that is not listed in another namespace."""
+
+
+def bytes_of(text: str) -> int:
+    """Parse "4GiB", "512 MiB", "1.5GB" or "1048576" into bytes. Raises ValueError for any other text."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B|)\s*", text.upper())
+    size_bytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    if size_bytes < 1:
+        raise ValueError(f"{text!r} is not a size: write 64GiB, 512MiB or a number of bytes")
+    return size_bytes
+
+
+def parse_size(text: str) -> int:
+    """Parse a size for argparse, which adds the name of the flag to the error."""
+    try:
+        return bytes_of(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+
+
+def _read(value: object) -> object:
+    return bytes_of(value) if isinstance(value, str) else value
+
+
+ByteSize = Annotated[int, BeforeValidator(_read)]
+"""Number of bytes, for settings. Text can have a unit."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def comma_separated(value: object) -> object:
+    """Split a string at commas, for values of flags and variables. Any other value is returned unchanged."""
+    if not isinstance(value, str):
+        return value
+    return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+class NamespaceConfig(Section):
+    """One namespace of the store: the entries written by some apps. Example:
+
+    ```toml
+    [store.namespaces.chat]
+    apps = ["chat", "agents"]   # default: only the app "chat"
+    share = 0.5
+    priority = 1
+    ```
+    """
+
+    apps: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = ()
+    """Apps (`engine.app`, or a client's `app`) whose entries are in this namespace. Empty: the app with the
+    name of the namespace."""
+    share: float = Field(default=0.0, ge=0, le=1)
+    """Fraction of the store that is guaranteed to this namespace. Other namespaces can use the unused part
+    until this namespace needs it."""
+    ceiling: float = Field(default=1.0, gt=0, le=1)
+    """Maximum fraction of the store. When the namespace reaches it, it evicts its own entries."""
+    priority: int = 0
+    """Order of eviction beyond the guaranteed shares. Entries of the lowest priority are evicted first."""
+    ttl_s: float | None = Field(default=None, gt=0)
+    """Time after which an entry expires, counted from when it was written. Reads do not extend it. None:
+    entries do not expire."""
+    pinned: bool = False
+    """Keep entries until they are deleted or expire (`ttl_s`). This is for a document set or system prompts
+    that a dedicated engine writes. Requires a `ceiling` below 1. When the namespace reaches its ceiling, new
+    entries are rejected."""
+
+
+def metrics_address(text: str) -> tuple[str, int]:
+    """Parse "HOST:PORT", "[IPV6]:PORT" or "PORT" (this host only) into host and port. Raises ValueError."""
+    host, _, port = text.rpartition(":")
+    if not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f'{text!r} is not an address: write "127.0.0.1:9464", "[::1]:9464" or "9464"')
+    return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+
+
+class StoreConfig(Section):
+    """The host's store."""
+
+    backend: str = "pool"
+    """Store to use. "pool" is the host's store. A package can provide another store (entry point
+    `cornplug.stores`), which is selected by NAME, or by NAME:ADDRESS if it has an address."""
+    socket: Path = Field(default_factory=lambda: runtime_dir() / f"store-{STORE_PROTOCOL}.sock")
+    """Unix socket on which the store listens."""
+    size_bytes: ByteSize | None = Field(default=None, gt=0)
+    """Maximum payload bytes in shared memory. None: a quarter of the memory that the host and the container
+    have left when the store starts."""
+    disk_path: Path | None = None
+    """Folder on a local disk in which the store keeps encrypted copies of its entries. They survive a restart
+    of the host and eviction from memory. The folder must belong to this user. Requires the extra
+    `cornplug[disk]`. None: the store does not use the disk."""
+    disk_size_bytes: ByteSize | None = Field(default=None, ge=1 << 20)
+    """Maximum size of the files in `disk_path`. None: half of the free space on the file system when the
+    store starts, counting existing files of the store as free."""
+    disk_write_bytes_s: ByteSize | None = Field(default=None, gt=0)
+    """Maximum bytes per second that the store writes to the disk, to limit wear. None: no limit."""
+    far: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """URLs of far stores, through which hosts share entries: `file:///FOLDER` (a mounted share),
+    `s3://BUCKET/PREFIX`, `valkey://HOST:6379/0` (or `redis://`), `mooncake://MASTER:50051`,
+    `nixl://HOST:8760+HOST:8760` (memory of these hosts). Records in a far store are encrypted. Requires the
+    same `secret_file` on all hosts, and the extra `cornplug[far-object]`, `cornplug[far-valkey]`,
+    `cornplug[far-mooncake]` or `cornplug[far-nixl]`. Empty: entries stay on this host."""
+    far_secret_files: tuple[Path, ...] = ()
+    """Absolute paths of 32-byte files that encrypt records in far stores. The first file encrypts new
+    records, and all files can decrypt, so that a secret can be replaced while hosts are running. Empty:
+    `secret_file`. The names of records always depend on `secret_file`."""
+    autostart: bool = True
+    """Let an engine start a store if none is running at `socket`."""
+    deadline_s: float = Field(default=0.1, gt=0)
+    """Maximum time that an engine's scheduler waits for one reply of the store (typically 0.1 ms). After
+    that, the lookup counts as a miss, and the engine does not use the store until it responds again."""
+    background_timeout_s: float = Field(default=1.0, gt=0)
+    """Maximum time that a background thread waits for one reply of the store. This wait delays one request,
+    not the engine."""
+    load_when: Literal["pays", "always"] = "pays"
+    """When an engine loads an entry. "pays": only if loading is faster than computing, according to the
+    engine's own measurements. "always": whenever the store has the entry."""
+    lease_s: float = Field(default=30.0, gt=0)
+    """Time that an engine has to copy an entry that it leased. After that, the entry can be evicted."""
+    quarantine_s: float = Field(default=5.0, ge=0)
+    """Time before the memory of a reservation is reused after the process that reserved it died."""
+    secret_file: Path = Field(default_factory=lambda: cache_dir() / "secret")
+    """32-byte file that keys every digest. It is created on first use. Hosts that share need the same
+    file."""
+    access_log: Path | None = None
+    """File to which the store appends its reads and writes, up to 1 GiB, for `cornplug replay`. It contains
+    sizes, times and 8 bytes of each key, but no content. None: no log."""
+    metrics: str = ""
+    """Address at which the store serves Prometheus metrics (`/metrics`), for example "0.0.0.0:9464", or
+    "9464" for this host only. Empty: no metrics, because a host can run several stores. If the port is in
+    use, the store logs a warning and runs without metrics."""
+    namespaces: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")], NamespaceConfig] = Field(
+        default_factory=dict
+    )
+    """Namespaces, by name. They can only be set in the file named by `CORNPLUG_CONFIG`, which the store reads
+    when it starts. Apps that are not listed in any namespace share the namespace "default"."""
+
+    @field_validator("far", "far_secret_files", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return comma_separated(value)
+
+    @field_validator("far_secret_files")
+    @classmethod
+    def _absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
+        if relative := next((path for path in value if not path.is_absolute()), None):
+            raise ValueError(f"{relative} is a relative path: write an absolute path")
+        return value
+
+    @field_validator("metrics")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        if value:
+            metrics_address(value)
+        return value
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        for name, rules in self.namespaces.items():
+            at = f"namespaces.{name}"
+            if rules.share > rules.ceiling:
+                raise ValueError(f"{at}: share {rules.share:g} is above ceiling {rules.ceiling:g}: lower it")
+            if rules.pinned and rules.ceiling == 1:
+                raise ValueError(f"{at}: pinned entries could fill the store: set ceiling below 1")
+        # Pinned entries are never evicted, so their memory up to the ceiling counts as guaranteed.
+        held = [(rules.ceiling if rules.pinned else rules.share) for rules in self.namespaces.values()]
+        if sum(held) > 1 + 1e-9:
+            raise ValueError(
+                f"namespaces: shares, and ceilings of pinned ones, add up to {sum(held):g}: the maximum is 1"
+            )
+        apps = [app for name, rules in self.namespaces.items() for app in set(rules.apps or (name,))]
+        twice = sorted({app for app in apps if apps.count(app) > 1})
+        if twice:
+            raise ValueError(f"namespaces: app {twice[0]!r} is in two namespaces: list it in one")
+        return self
+
+
+class ClassConfig(Section):
+    """One class of service. See `cornplug.qos` for an example."""
+
+    share: float = Field(default=0.0, ge=0, le=1)
+    """Fraction of the tower's time that the class is guaranteed."""
+    priority: int = 0
+    """Order in which classes get the tower's time beyond their shares, highest first."""
+    deadline_s: float | None = Field(default=None, gt=0)
+    """Deadline of requests that do not set one. None: `encoder.deadline_s`."""
+    max_deadline_s: float | None = Field(default=None, gt=0)
+    """Upper limit for the deadline of a request. None: `encoder.max_deadline_s`."""
+    api_keys: tuple[str, ...] = ()
+    """API keys of this class, in plain text or as "sha256:" followed by 64 hex digits. Only the digest is
+    kept."""
+    tenants: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,48}$")], tuple[str, ...]] = Field(
+        default_factory=dict
+    )
+    """API keys of each tenant in this class, written like `api_keys`. The tenant's name is the salt of its
+    entries, so they are shared only within the tenant."""
+    apps: tuple[str, ...] = ()
+    """Apps whose requests belong to this class if they have no key."""
+
+    @field_validator("api_keys")
+    @classmethod
+    def _digested(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(_digest_of_key(key) for key in keys)
+
+    @field_validator("tenants")
+    @classmethod
+    def _digested_too(cls, tenants: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        return {tenant: tuple(_digest_of_key(key) for key in keys) for tenant, keys in tenants.items()}
+
+    def bound_keys(self) -> tuple[tuple[str, str | None], ...]:
+        """Return (digest, tenant) for every key of this class."""
+        bound = ((key, tenant) for tenant, keys in self.tenants.items() for key in keys)
+        return (*((key, None) for key in self.api_keys), *bound)
+
+
+class QosConfig(Section):
+    """Classes of service, by name, and the name of the default class."""
+
+    default: str = "default"
+    """Class of requests that match no other class."""
+    classes: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")], ClassConfig] = Field(
+        default_factory=dict
+    )
+    """The classes, by name."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        total = sum(one.share for one in self.classes.values())
+        if total > 1 + 1e-9:
+            raise ValueError(f"the shares of all classes add up to {total:g}: reduce them to at most 1")
+        if self.default != "default" and self.default not in self.classes:
+            raise ValueError(
+                f"default: class {self.default!r} does not exist: add [qos.classes.{self.default}]"
+            )
+        if self.default in self.classes and self.classes[self.default].bound_keys():
+            raise ValueError("api_keys: the default class is for requests without a key: remove its keys")
+        apps = [app for c in self.classes.values() for app in set(c.apps)]
+        keys = [key for c in self.classes.values() for key in {*c.api_keys}]
+        keys += [key for c in self.classes.values() for each in c.tenants.values() for key in set(each)]
+        for what, named in (("apps", apps), ("api_keys", keys)):
+            if len(named) != len(set(named)):
+                raise ValueError(f"{what}: a value is listed twice: list it once")
+        return self
+
+
+def _digest_of_key(key: str) -> str:
+    if key.startswith("sha256:"):
+        if re.fullmatch(r"sha256:[0-9a-f]{64}", key) is None:
+            raise ValueError('"sha256:" must be followed by 64 lower-case hex digits, as from sha256sum')
+        return key
+    if not key:
+        raise ValueError("an empty key would admit every client")
+    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()

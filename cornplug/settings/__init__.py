@@ -1,1 +1,0 @@
-"""Sections of the settings. `cornplug.config` loads and exports all of them."""

@@ -1,1 +1,0 @@
-"""Speculative decoding: KV of draft models, and draft settings that exclude KV sharing."""

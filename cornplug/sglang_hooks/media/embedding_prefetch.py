@@ -1,0 +1,189 @@
+"""Gets an image's embedding into the store before the request goes to the scheduler.
+
+    in the store ──────────────────────────────> the scheduler takes it from there
+    else: ask the encoder service ──stored─────> the same
+                └─ absent, refused, late ──────> a counted miss: the engine encodes
+    where the tower is quicker than the store ─> a counted miss, without a lookup
+
+This runs in the tokenizer process. Only this request waits, up to a deadline that depends on the scheduler
+process's measurements of its tower. The origin of the embedding is sent with the item, and the scheduler
+counts the hit when it uses the embedding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from cornplug.codec import PayloadKind
+from cornplug.encoder_service.client.engine_encoder import engine_encoder
+from cornplug.encoder_service.wire.messages import EncodeRequest, WireTensor
+from cornplug.encoder_service.wire.tensors import to_wire
+from cornplug.engine_common import engine_state, weights_guard
+from cornplug.engine_common.embedding_fetch import EncoderRequestPolicy, ExpectedEmbedding
+from cornplug.engine_common.load_policy import encode_deadline_s
+from cornplug.engine_common.model_identity import TowerIdentity
+from cornplug.engine_common.runtime import EMBEDDING, EngineRuntime
+from cornplug.errors import (
+    CornplugError,
+    EncoderError,
+    EncoderRefused,
+    EncoderUnavailable,
+    StoreUnavailable,
+)
+from cornplug.metrics import Tally
+from cornplug.sglang_hooks.compat import logger
+from cornplug.sglang_hooks.media import placeholder_tokens
+from cornplug.store.base import Tier
+from cornplug.store.payload import put_payload, recalled
+
+_SOURCE: Final = "cornplug_source"
+waited: Final[ContextVar[bool]] = ContextVar("cornplug_waited", default=False)
+"""Whether this task's request has waited for an encoder until its deadline. It does not wait for another
+one."""
+
+
+def source_of(item: Any) -> str | None:
+    """Return how the embedding of an item was stored, or None if that is unknown."""
+    found: str | None = item.model_specific_data.get(_SOURCE)
+    return found
+
+
+class EmbeddingPrefetcher:
+    """Embedding prefetch of one tokenizer process. Called on its event loop, which is never blocked."""
+
+    def __init__(self, runtime: EngineRuntime, tally: Tally) -> None:
+        self._run = runtime
+        self._tally = tally
+        self._policy = EncoderRequestPolicy()
+        self._encoder = engine_encoder(runtime.config, runtime.secret)
+        # asyncio's own threads may all be busy with decoding images.
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="cornplug-ask")
+
+    async def prepare(
+        self, items: list[Any], tower_of: Callable[[Any], TowerIdentity | None], salt: str | None
+    ) -> None:
+        """Get the embeddings of named items into the store, each from its tower. Never raises."""
+        if weights_guard.replaced():
+            return
+        keys = [placeholder_tokens.key_of(item) for item in items]
+        unlike = {key: item for key, item in zip(keys, items, strict=True) if key is not None}
+        sources = await asyncio.gather(
+            *(self._one(key, item, tower_of(item), salt) for key, item in unlike.items())
+        )
+        found = dict(zip(unlike, sources, strict=True))
+        for key, item in zip(keys, items, strict=True):
+            if key is not None and found[key]:
+                item.model_specific_data[_SOURCE] = found[key]
+
+    def close(self) -> None:
+        """Close the connection to the service."""
+        self._encoder.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _one(self, key: bytes, item: Any, tower: TowerIdentity | None, salt: str | None) -> str:
+        """Return the source of an item's embedding, or "" after a counted miss."""
+        began = time.monotonic()
+        always = self._run.config.store.load_when == "always"
+        if not always and not engine_state.current().fetch_pays():
+            self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, "cheaper")
+            return ""
+        try:
+            if await self._in_thread(self._stored, key):
+                return "store"
+            return await self._encoded(key, item, tower, salt, began)
+        except CornplugError as e:
+            self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, e.reason)
+            return ""
+        except Exception:  # noqa: BLE001 - whatever nobody foresaw: the engine encodes it
+            logger.exception("cornplug: looking up an embedding failed")
+            self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, "error")
+            return ""
+        finally:
+            seconds = time.monotonic() - began
+            self._tally.observe("cornplug_wait_seconds", seconds, self._run.app, EMBEDDING)
+
+    async def _encoded(
+        self, key: bytes, item: Any, tower: TowerIdentity | None, salt: str | None, began: float
+    ) -> str:
+        if waited.get():
+            raise EncoderUnavailable(
+                "the request has already waited for an encoder", reason="encoder_timeout"
+            )
+        identity = self._policy.identity_to_ask(
+            tower, identified=True, refusal=self._encoder.refusal, now=began
+        )
+        expected = ExpectedEmbedding(key, placeholder_tokens.rows_of(item))
+        inputs = await self._in_thread(_inputs, item, tower.image_inputs if tower is not None else ())
+        deadline_s = self._deadline_s(expected.rows) - (time.monotonic() - began)
+        request = EncodeRequest(
+            id=0,
+            identity=identity,
+            key=key,
+            cache_salt=salt,
+            inputs=inputs,
+            app=self._run.app,
+            deadline_s=max(0.0, deadline_s),
+        )
+        try:
+            answer = await asyncio.wrap_future(self._encoder.submit(request))
+            source = self._policy.replied(answer, expected)
+        except EncoderError as e:
+            self._policy.failed(e, time.monotonic())
+            raise
+        if answer.tensor is not None:
+            await self._in_thread(self._put, answer.key, answer.tensor)
+        return source
+
+    def _deadline_s(self, rows: int) -> float:
+        ours, row_s = self._run.config.encoder, engine_state.current().encode_row_s()
+        encode_s = None if row_s is None else rows * row_s
+        return encode_deadline_s(encode_s, floor_s=ours.deadline_floor_s, ceiling_s=ours.deadline_s)
+
+    async def _in_thread(self, function: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    def _stored(self, key: bytes) -> bool:
+        deadline_s = self._run.deadline_s
+        tiers = recalled(self._run.store, [key], within_s=deadline_s, deadline_s=deadline_s)
+        return tiers[0] == Tier.MEMORY
+
+    def _put(self, key: bytes, tensor: WireTensor) -> None:
+        """Save an embedding that the service could not save, because it is on another host or its store
+        failed."""
+        outcome = put_payload(
+            self._run.store,
+            tensor.data,
+            kind=PayloadKind.EMBEDDING,
+            key=key,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            app=self._run.app,
+            deadline_s=self._run.background_timeout_s,
+        )
+        if outcome not in ("stored", "present"):
+            raise StoreUnavailable(
+                f"cannot reserve memory for an embedding: {outcome}", reason=f"store_{outcome}"
+            )
+
+
+def _inputs(item: Any, wanted: Sequence[str]) -> dict[str, WireTensor]:
+    """Name -> tensor of one item, in the form its tower receives. Raises EncoderRefused("no_inputs")."""
+    known = {**item.model_specific_data, "pixel_values": item.feature}
+    values = {name: known[name] for name in wanted if name in known}
+    found = {}
+    for name, value in values.items():
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(value)
+        if not isinstance(value, torch.Tensor):
+            # Examples are a handle to another process's GPU memory, and LLaVA's sizes: (width, height).
+            raise EncoderRefused(f"{name} is a {type(value).__name__}", reason="no_inputs")
+        found[name] = to_wire(value)
+    return found

@@ -1,0 +1,253 @@
+"""Loads embeddings of images with a key from the store instead of running the tower, and saves embeddings
+that the tower computes (scheduler processes).
+
+SGLang determines which images of a batch are not in its own embedding cache, and calls the model's
+`get_image_feature` for these. `EncoderBypass` replaces that call. It loads and verifies stored embeddings,
+the tower computes the others, and SGLang's own code puts both into its cache.
+
+    miss items ──> Encoding ──in the store──> verified, on the device ─┐
+                      └─ the rest ──> the model's own tower ──────────┴─> one tensor an item
+
+A tower may run collectives over the tensor-parallel ranks, so all ranks must run it for the same images. Each
+rank reads from the store, and then they agree on the embeddings that every rank has.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.engine_common import engine_state, weights_guard
+from cornplug.engine_common.embedding_fetch import ExpectedEmbedding
+from cornplug.engine_common.embedding_publisher import EmbeddingPublisher, TowerClock
+from cornplug.engine_common.load_policy import FetchRule
+from cornplug.engine_common.runtime import EMBEDDING, EngineRuntime
+from cornplug.errors import CodecError, CornplugError
+from cornplug.metrics import Tally
+from cornplug.sglang_hooks import activation, compat
+from cornplug.sglang_hooks.compat import Hook
+from cornplug.sglang_hooks.media.embedding_prefetch import source_of
+from cornplug.sglang_hooks.media.placeholder_tokens import is_current, key_of, rows_of
+from cornplug.sglang_hooks.model.model_config import engine_model
+from cornplug.store.payload import get_payload
+
+EmbedItems = Callable[[list[Any]], Any]
+
+
+class EmbeddingSource:
+    """Embedding source of one scheduler process. All calls are made by the thread that runs the model."""
+
+    def __init__(self, runtime: EngineRuntime, tally: Tally, *, dtype: str, width: int, first: bool) -> None:
+        """`dtype` (torch's name without "torch.") and `width` (columns) are the language model's. Of several
+        ranks that do the same, only the `first` saves and counts."""
+        self._run = runtime
+        self._tally = tally
+        self._dtype = dtype
+        self._width = width
+        self._first = first
+        self._publisher = EmbeddingPublisher(runtime, self._report)
+        self._rule = FetchRule(runtime.config.store.load_when)
+        self._tower: TowerClock | None = None
+        self._row_bytes = 0
+
+    def take(self, items: Sequence[Any], model: Any, device: torch.device) -> list[torch.Tensor | None]:
+        """Return each item's embedding in the form that `model` consumes, (rows, width) on `device`, if it is
+        expected in the store and found."""
+        # Such a tower (Qwen3-VL) also feeds deeper layers, whose columns are appended.
+        deepstack = getattr(model, "use_deepstack", None) or {}
+        found = []
+        for item in items:
+            levels = model.deepstack_visual_indexes if deepstack.get(item.modality) else ()
+            found.append(self._take(item, self._width * (1 + len(levels)), device))
+        return found
+
+    def used(self, items: Sequence[Any], taken: Sequence[torch.Tensor | None]) -> None:
+        """Count the embeddings from the store that are used."""
+        app = self._run.app
+        for item, tensor in zip(items, taken, strict=True):
+            if tensor is not None and self._first:
+                self._tally.count("cornplug_hits_total", app, EMBEDDING, source_of(item) or "store")
+                self._tally.count("cornplug_saved_tower_passes_total", app)
+                self._tally.count("cornplug_bytes_total", app, EMBEDDING, "load", by=tensor.nbytes)
+
+    def computed(self, items: Sequence[Any], made: Sequence[torch.Tensor], *, publish: bool) -> None:
+        """Save the embeddings of this engine's tower. Returns immediately."""
+        try:
+            for item, tensor in zip(items, made, strict=True):
+                key = key_of(item) if publish and self._first and is_current(item) else None
+                if key is not None and dtype_name(tensor.dtype) == self._dtype:
+                    self._publisher.offer(key, tensor, cost_s=self._rule.encode_s(len(tensor)) or 0.0)
+        except Exception:  # noqa: BLE001 - whatever nobody foresaw: the engine has its embeddings
+            self._log_error("offer")
+
+    def encode(self, original: EmbedItems, items: list[Any], device: torch.device) -> Any:
+        """Compute embeddings of `items` with the model. Records the time for the tokenizer process."""
+        if self._tower is None:
+            self._tower = TowerClock(device)
+        self._tower.begin()
+        made = original(items)
+        self._tower.ran(sum(rows_of(item) for item in items))
+        for rows, seconds in self._tower.measured():
+            self._rule.encoded(rows, seconds)
+        row_s = self._rule.encode_s(1)
+        if row_s is not None and self._first:
+            pays = self._rule.pays(rows=1, size_bytes=self._row_bytes)
+            engine_state.current().note_costs(encode_row_s=row_s, fetch_pays=pays)
+        return made
+
+    def close(self) -> None:
+        """Finish pending saves."""
+        self._publisher.close()
+
+    def _take(self, item: Any, width: int, device: torch.device) -> torch.Tensor | None:
+        # Without a source, the tokenizer has counted a miss, and the embedding is not expected in the store.
+        key = key_of(item)
+        if key is None or source_of(item) is None:
+            return None
+        if not is_current(item):
+            self._miss("weights_updated")
+            return None
+        began = time.perf_counter()
+        try:
+            found = get_payload(self._run.store, key, deadline_s=self._run.deadline_s)
+            if found is None:
+                raise CodecError("the embedding was evicted after the lookup", reason="evicted")
+            header, payload = found
+            expected = ExpectedEmbedding(key, rows_of(item), width, self._dtype)
+            expected.check(header.dtype, header.shape, len(payload))
+            dtype = getattr(torch, header.dtype)
+            tensor = torch.frombuffer(payload, dtype=dtype).view(header.shape).to(device, non_blocking=True)
+            # This includes the copy: from memory that is not pinned, CUDA returns when the host is done.
+            self._rule.read(len(payload), time.perf_counter() - began)
+            self._row_bytes = width * dtype.itemsize
+        except CornplugError as e:
+            self._miss(e.reason)
+            return None
+        except Exception:  # noqa: BLE001 - whatever nobody foresaw: the tower computes it
+            self._log_error("load")
+            return None
+        return tensor
+
+    def _log_error(self, what: str) -> None:
+        compat.logger.exception("cornplug: embedding %s failed", what)
+        self._miss("error")
+
+    def _miss(self, reason: str) -> None:
+        if self._first:
+            self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, reason)
+
+    def _report(self, outcome: str, size: int) -> None:
+        self._tally.count("cornplug_saves_total", self._run.app, EMBEDDING, outcome)
+        if outcome == "stored":
+            self._tally.count("cornplug_bytes_total", self._run.app, EMBEDDING, "save", by=size)
+
+
+class EncoderBypass:
+    """Replacement for a model's `get_image_feature` in one call of SGLang."""
+
+    def __init__(self, original: EmbedItems, here: EmbeddingSource | None, device: torch.device) -> None:
+        """`here` is None on a rank that cannot share. It still takes part in the ranks' agreement."""
+        self._original = original
+        self._here = here
+        self._device = device
+        # SGLang uses these attributes to recognise encoders that move features to the device themselves.
+        self.__self__ = getattr(original, "__self__", None)
+        self.__name__ = getattr(original, "__name__", "")
+
+    def __call__(self, items: list[Any]) -> Any:
+        """Return the original's result for `items`, or a list of (rows, width) tensors, one per item.
+
+        Raises only the original's exceptions.
+        """
+        if not any(key_of(item) is not None for item in items):
+            return self._original(items)
+        here = None if weights_guard.replaced() else self._here
+        taken: list[torch.Tensor | None] = [None] * len(items)
+        if here is not None:
+            taken = here.take(items, self.__self__, self._device)
+        taken = _agreed(taken)
+        rest = [item for item, tensor in zip(items, taken, strict=True) if tensor is None]
+        made = self._made(here, rest) if rest else []
+        split = _split(made, rest)
+        if split is None:
+            # The output cannot be split by items, so the engine computes everything.
+            return made if len(rest) == len(items) else self._original(items)
+        if here is not None:
+            here.used(items, taken)
+            here.computed(rest, split, publish=not weights_guard.replaced())
+        mine = iter(split)
+        return [next(mine) if tensor is None else tensor for tensor in taken]
+
+    def _made(self, here: EmbeddingSource | None, items: list[Any]) -> Any:
+        return self._original(items) if here is None else here.encode(self._original, items, self._device)
+
+
+def _split(made: Any, items: Sequence[Any]) -> list[torch.Tensor] | None:
+    """Split the tower's output into one (rows, width) tensor per item, or return None if it cannot be
+    split."""
+    rows = [rows_of(item) for item in items]
+    if isinstance(made, list):
+        flat = [tensor.reshape(-1, tensor.shape[-1]) for tensor in made]
+        return flat if [len(tensor) for tensor in flat] == rows else None
+    if not isinstance(made, torch.Tensor):
+        return None
+    made = made.reshape(-1, made.shape[-1])
+    return list(torch.split(made, rows)) if len(made) == sum(rows) else None
+
+
+def _agreed(taken: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Keep the embeddings that every rank of the group has. Either all of its ranks call this, or none."""
+    from sglang.srt.layers.dp_attention import get_dp_tp_group
+
+    group = get_dp_tp_group()
+    if group.world_size == 1:
+        return taken
+    mask = torch.tensor([tensor is not None for tensor in taken], dtype=torch.int32)
+    torch.distributed.all_reduce(mask, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return [tensor if has else None for tensor, has in zip(taken, mask.tolist(), strict=True)]
+
+
+# -- SGLang's scheduler process --------------------------------------------------------------
+
+
+@functools.cache
+def _embeddings() -> EmbeddingSource | None:
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.layers.dp_attention import get_dp_tp_group
+    from sglang.srt.runtime_context import get_server_args
+
+    try:
+        return EmbeddingSource(
+            activation.runtime(),
+            activation.tally(),
+            dtype=engine_model().dtype,
+            width=model_config_of(get_server_args()).hidden_size,
+            first=get_dp_tp_group().rank_in_group == 0,
+        )
+    except CornplugError as e:
+        # The tokenizer process assigns no keys in this case, and logs the reason.
+        compat.logger.debug("cornplug: embeddings are not shared: %s", e)
+        return None
+
+
+def _get_chunked_prefill_embedding(
+    original: Callable[..., Any], data_embedding_func: EmbedItems, *args: Any, **kwargs: Any
+) -> Any:
+    if activation.is_on() and activation.config().engine.share_embeddings:
+        input_ids = kwargs["input_ids"] if "input_ids" in kwargs else args[-1]
+        data_embedding_func = EncoderBypass(data_embedding_func, _embeddings(), input_ids.device)
+    return original(data_embedding_func, *args, **kwargs)
+
+
+HOOKS: Final[tuple[Hook, ...]] = (
+    Hook(
+        "sglang.srt.managers.mm_schedule._get_chunked_prefill_embedding",
+        "around",
+        _get_chunked_prefill_embedding,
+    ),
+)

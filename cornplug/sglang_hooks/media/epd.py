@@ -1,0 +1,285 @@
+"""Embedding keys for embeddings that are sent by SGLang's encoder disaggregation.
+
+    cornplug encoder ── header + rows ──> tokenizer or scheduler ──> items
+                          └ statement: model, media digests, signed      └ `assign_key` (embedding key)
+
+A statement is valid if it is signed with the store's secret for exactly these rows. The key is never read
+from the message. It is computed from this engine's own model identity, the media digests and the request's
+salt. A statement with another model, dtype or preprocessing than this engine's checkpoint is rejected: the
+request fails, or this server encodes the image itself. Embeddings without a statement (from a stock encoder)
+are used as in stock SGLang, and get no key.
+
+Hashing the rows of a large image takes tens of milliseconds, so a thread does it. In the meantime the request
+waits as for a part that has not arrived, and the scheduler's step continues.
+
+With `zmq_to_tokenizer`, the key is set when the request goes to the scheduler, because other hooks set keys
+before that. With `zmq_to_scheduler`, each rank sets the keys of its items, and all must set the same keys.
+Therefore the model's identity is read before the server is ready, and the ranks compare it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from cornplug.encoder_service.wire.signed_claims import SignedClaim, salt_proof
+from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
+from cornplug.engine_common import weights_guard
+from cornplug.engine_common.runtime import EMBEDDING
+from cornplug.errors import CheckpointError, CodecError, EncoderRefused
+from cornplug.identity import embedding_key
+from cornplug.sglang_hooks import activation
+from cornplug.sglang_hooks.cache_salt import salt_of_request
+from cornplug.sglang_hooks.compat import Hook, logger
+from cornplug.sglang_hooks.media import placeholder_tokens
+from cornplug.sglang_hooks.model.model_config import engine_model
+
+_KEY: Final = "_cornplug_epd_key"
+_PARTS: Final = "_cornplug_epd_parts"
+
+_AT_ONCE_BYTES: Final = 1 << 20
+"""Maximum size of rows that are hashed without a thread, which takes a millisecond. Switching to a thread
+takes as long."""
+
+Media = Sequence[bytes] | None
+"""Digests of a part's images, or None without a valid signature."""
+
+
+@dataclass(slots=True)
+class _EpdState:
+    """The model of this process's engine."""
+
+    identity: bytes | None = None
+    """Model identity that signed statements must contain, or None if no statement is accepted."""
+
+
+_here = _EpdState()
+_receiving: ContextVar[dict[int, Future[Media]] | None] = ContextVar("cornplug_epd", default=None)
+"""Parts of the current request in the tokenizer: part -> media."""
+
+
+def verify_claims(data: Any, identity: bytes | None, secret: bytes) -> Media:
+    """Verify the signed statement of a received EmbeddingData, and return the digests of its media.
+
+    Raises CodecError ("no_statement", "statement", "not_identified") without a valid statement,
+    EncoderRefused("other_model") for an embedding of another model than `identity`.
+    """
+    statement = SignedClaim.read(vars(data))
+    if statement is None or data.embedding is None:
+        raise CodecError("the encoder sent embeddings without a signature", reason="no_statement")
+    if identity is None:
+        raise CodecError("this engine's model is not identified yet", reason="not_identified")
+    rows: torch.Tensor = data.embedding
+    grid = data.get_grid()
+    if rows.ndim != 2 or not _is_grid(grid):
+        raise CodecError("the shape of the embedding or its grid is not supported", reason="statement")
+    shape = (rows.shape[0], rows.shape[1])
+    payload = raw_bytes(rows)
+    if not statement.holds(secret, dtype=dtype_name(rows.dtype), shape=shape, grid=grid, payload=payload):
+        raise CodecError(
+            "invalid signature: the embedding was not signed with this store's secret", reason="statement"
+        )
+    if statement.identity != identity:
+        raise EncoderRefused(
+            "the encoder's model, dtype or preprocessing differs from this server's: "
+            f"{statement.identity.hex()[:12]}, expected {identity.hex()[:12]}. Start the encoder with this "
+            "server's --model-path and --dtype, or name the model in --encoder-urls",
+            reason="other_model",
+        )
+    return statement.media
+
+
+def keys_of(image_items: Sequence[Any], parts: Mapping[int, Media], salt: str | None) -> list[bytes] | None:
+    """Return the embedding keys of a request's image items, in order, or None if a key is unknown."""
+    media: list[bytes] = []
+    for index in sorted(parts):
+        said = parts[index]
+        if said is None:
+            return None
+        media += said
+    # The identity is of the tower at start.
+    if _here.identity is None or weights_guard.replaced() or weights_guard.epoch():
+        return None
+    if len(media) != len(image_items):
+        return None
+    secret = activation.runtime().secret
+    return [embedding_key(secret, _here.identity, digest, salt) for digest in media]
+
+
+def _is_grid(grid: Any) -> bool:
+    return isinstance(grid, list) and all(
+        isinstance(row, list) and all(isinstance(n, int) and 0 <= n < 1 << 63 for n in row) for row in grid
+    )
+
+
+def _image_items(mm_inputs: Any) -> list[Any]:
+    return [item for item in mm_inputs.mm_items if item.is_image()]
+
+
+def _count(image_items: Sequence[Any]) -> None:
+    tally, app = activation.tally(), activation.runtime().app
+    tally.count("cornplug_hits_total", app, EMBEDDING, "service_epd", by=len(image_items))
+    tally.count("cornplug_saved_tower_passes_total", app, by=len(image_items))
+    size = sum(item.precomputed_embeddings.nbytes for item in image_items)
+    tally.count("cornplug_bytes_total", app, EMBEDDING, "load", by=size)
+
+
+# -- both processes --------------------------------------------------------------------------
+
+
+def _initialised(_result: None, receiver: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Handle a new receiver. Reads the checkpoint's tower once per machine, because its digests are cached on
+    disk."""
+    if not activation.is_on():
+        return
+    identity = None
+    try:
+        identity = engine_model().tower_identity().served_identity
+    except CheckpointError as e:
+        logger.warning("cornplug: embeddings from encoders are not shared: %s", e)
+    group = receiver.tp_group
+    if group is not None and receiver.tp_size > 1 and len(set(group.all_gather_object(identity))) > 1:
+        logger.warning(
+            "cornplug: the ranks identify their model differently; embeddings from encoders are not shared"
+        )
+        identity = None
+    _here.identity = identity
+
+
+def _part_came(original: Callable[..., Any], current: Any, recv_obj: Any, model_type: Any) -> Any:
+    """Wrap the arrival of a part's rows, to verify its statement."""
+    if not activation.is_on():
+        return original(current, recv_obj, model_type)
+    rows = recv_obj.embedding
+    check: Future[Media]
+    if rows is not None and rows.nbytes > _AT_ONCE_BYTES:
+        check = _threads().submit(_judged, recv_obj)
+    else:
+        check = Future()
+        try:
+            check.set_result(_judged(recv_obj))
+        except EncoderRefused as e:
+            check.set_exception(e)
+    whole = original(current, recv_obj, model_type)
+    # Only for images. SGLang sends each modality in separate parts.
+    if recv_obj.modality.name == "IMAGE":
+        vars(whole).setdefault(_PARTS, {})[recv_obj.part_idx] = check
+        parts = _receiving.get()
+        if parts is not None:
+            parts[recv_obj.part_idx] = check
+    return whole
+
+
+def _judged(data: Any) -> Media:
+    """Media of a part, or None without a valid statement, which counts as a miss. Raises EncoderRefused."""
+    try:
+        return verify_claims(data, _here.identity, activation.runtime().secret)
+    except CodecError as e:
+        activation.tally().count("cornplug_misses_total", activation.runtime().app, EMBEDDING, e.reason)
+        return None
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(2, thread_name_prefix="cornplug-epd")
+
+
+# -- tokenizer -------------------------------------------------------------------------------
+
+
+def _send_salt(entries: list[dict[str, Any]], _receiver: Any, request_obj: Any) -> None:
+    """Send the request's salt to the service, which stores the embedding with it."""
+    salt = salt_of_request(request_obj)
+    if activation.is_on() and salt is not None and _here.identity is not None:
+        for entry in entries:
+            if entry["modality"].name == "IMAGE":
+                entry["cornplug_salt"] = salt
+                entry["cornplug_salt_proof"] = salt_proof(activation.runtime().secret, salt)
+
+
+async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any, **kwargs: Any) -> Any:
+    """SGLang's `recv_mm_data` with embedding keys: all parts of a request as items (zmq_to_tokenizer).
+
+    Called by `epd_fallback`, because SGLang supports only one hook around a function.
+    """
+    parts: dict[int, Future[Media]] = {}
+    token = _receiving.set(parts)
+    try:
+        mm_inputs = await original(receiver, request_obj=request_obj, **kwargs)
+    finally:
+        _receiving.reset(token)
+    if mm_inputs is not None:
+        try:
+            media = {index: await asyncio.wrap_future(check) for index, check in parts.items()}
+        except EncoderRefused as e:
+            logger.error("cornplug: rejected the embeddings of a request: %s", e)
+            return None  # Same result as in SGLang if a part cannot be read.
+        image_items = _image_items(mm_inputs)
+        keys = keys_of(image_items, media, salt_of_request(request_obj))
+        for item, key in zip(image_items, keys or (), strict=bool(keys)):
+            item.__dict__[_KEY] = key
+        _count(image_items)
+    return mm_inputs
+
+
+def _sent(_manager: Any, tokenized_obj: Any) -> None:
+    """Set the keys before a request goes to the scheduler, after all other hooks on its items."""
+    mm_inputs = getattr(tokenized_obj, "mm_inputs", None)
+    if activation.is_on() and mm_inputs is not None:
+        for item in mm_inputs.mm_items:
+            key = item.__dict__.get(_KEY)
+            if key is not None:
+                placeholder_tokens.assign_key(item, key)
+
+
+# -- scheduler -------------------------------------------------------------------------------
+
+
+def _prepared(original: Callable[..., bool], waiting: Any) -> bool:
+    """Called before a request's parts are assembled. Returns False if they are not ready, and SGLang retries
+    in each step.
+
+    An exception ends only this request.
+    """
+    checks = _checks(waiting)
+    if not all(check.done() for check in checks.values()):
+        return False
+    for check in checks.values():
+        check.result()
+    return original(waiting)
+
+
+def _checks(waiting: Any) -> dict[int, Future[Media]]:
+    found: dict[int, Future[Media]] = vars(waiting.recv_embedding_data).get(_PARTS, {})
+    return found if activation.is_on() else {}
+
+
+def _assembled(_result: None, waiting: Any, recv_embedding: Any) -> None:
+    """Called after a request's items were created on this rank (zmq_to_scheduler)."""
+    if not activation.is_on():
+        return
+    mm_inputs = waiting.recv_req.mm_inputs
+    image_items = _image_items(mm_inputs)
+    media = {index: check.result() for index, check in _checks(waiting).items()}
+    keys = keys_of(image_items, media, salt_of_request(waiting.recv_req))
+    for item, key in zip(image_items, keys or (), strict=bool(keys)):
+        placeholder_tokens.assign_key(item, key)
+    _count(image_items)
+
+
+_RECEIVER: Final = "sglang.srt.disaggregation.encoder.receiver"
+HOOKS: tuple[Hook, ...] = (
+    Hook(f"{_RECEIVER}.MMReceiverBase.__init__", "after", _initialised),
+    Hook(f"{_RECEIVER}.MMReceiverBase._extract_url_data", "after", _send_salt),
+    Hook(f"{_RECEIVER}._aggregate_embedding_part", "around", _part_came),
+    Hook(f"{_RECEIVER}.WaitingZmqRequest._prepare_embedding_buffer", "around", _prepared),
+    Hook(f"{_RECEIVER}.WaitingMMRequestBase._finish_assemble", "after", _assembled),
+    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request", "before", _sent),
+)

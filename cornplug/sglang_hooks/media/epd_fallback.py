@@ -1,0 +1,230 @@
+"""Fallback for a dead, slow or rejecting encoder: a request to a language-only server is delayed up to a
+deadline, but does not fail.
+
+SGLang 0.5.23 fails such a request (zmq_to_scheduler with the encoder's own error, zmq_to_tokenizer with 503)
+and waits up to 180 s for an encoder that does not reply. But several families load their tower in
+`--language-only` servers too, and with `--enable-adaptive-dispatch-to-encoder` all do. In this case the
+server encodes the image itself, which counts as a miss:
+
+    zmq_to_tokenizer   nothing came ──> SGLang's own path for images, at once
+    zmq_to_scheduler   /encode failed or is late ──> tokenizer: the same path, and the request is
+                       sent again ──> every rank: it takes the place of the one that waits
+
+A request that has waited until a deadline does not wait for another service (`--cornplug-encoder`). After a
+failure of the service, the next requests skip it for a while. Without a tower the error is SGLang's own,
+within `encoder.language_only_timeout_s` instead of 180 s, and it ends only the request. In stock SGLang, an
+encoder's error can end the scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from cornplug.engine_common.embedding_fetch import BackOff
+from cornplug.engine_common.runtime import EMBEDDING
+from cornplug.errors import EncoderUnavailable
+from cornplug.sglang_hooks import activation
+from cornplug.sglang_hooks.compat import Hook, logger
+from cornplug.sglang_hooks.media import embedding_prefetch, epd
+
+_WITH_TOWER: Final = frozenset({"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"})
+"""Architectures whose language-only servers load the tower, in 0.5.23."""
+_MARGIN_S: Final = 5.0
+"""Margin of deadlines, so that the encoder's own rejection arrives first."""
+
+
+@dataclass(slots=True)
+class _FallbackState:
+    tower: bool = False
+    """Whether this server can encode images itself."""
+    answer_s: float = math.inf
+    """Deadline of an encoder's reply."""
+    backoff: BackOff = field(default_factory=BackOff)
+    late: set[str] = field(default_factory=set)
+    """Requests whose encoder exceeded its deadline, until they are encoded here."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_here = _FallbackState()
+
+
+def _falls_back() -> bool:
+    return activation.is_on() and _here.tower
+
+
+def _skipped_by_backoff() -> bool:
+    with _here.lock:
+        return _here.backoff.spares(time.monotonic())
+
+
+def _failed(reason: str) -> None:
+    with _here.lock:
+        _here.backoff.failed(EncoderUnavailable("", reason=reason), time.monotonic())
+
+
+def _is_late(began: float) -> bool:
+    return time.monotonic() - began >= 0.9 * _here.answer_s
+
+
+def _miss(reason: str) -> None:
+    activation.tally().count("cornplug_misses_total", activation.runtime().app, EMBEDDING, reason)
+
+
+# -- both processes --------------------------------------------------------------------------
+
+
+def _initialised(_result: None, receiver: Any, *_args: Any, hf_config: Any = None, **_kwargs: Any) -> None:
+    if not activation.is_on():
+        return
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import get_disagg, get_parallel
+
+    architectures = getattr(hf_config, "architectures", None) or [None]
+    # A request that is sent again must reach the ranks that wait for it.
+    _here.tower = get_parallel().num_dp_ranks == 1 and (
+        get_disagg().enable_adaptive_dispatch_to_encoder or architectures[0] in _WITH_TOWER
+    )
+    config = activation.config().encoder
+    answer_s = config.deadline_s if _here.tower else config.language_only_timeout_s + _MARGIN_S
+    _here.answer_s = answer_s
+    # Values set by the operator are kept.
+    if not envs.SGLANG_ENCODER_HTTP_TIMEOUT.is_set():
+        envs.SGLANG_ENCODER_HTTP_TIMEOUT.set(answer_s)
+    if not envs.SGLANG_ENCODER_RECV_TIMEOUT.is_set():
+        receiver.recv_timeout = answer_s
+        # The scheduler waits for the encoder, and then for the tokenizer, which processes the images itself.
+        receiver.wait_timeout = answer_s + (config.language_only_timeout_s if _here.tower else _MARGIN_S)
+
+
+async def _encode(original: Callable[..., Any], receiver: Any, *args: Any, **kwargs: Any) -> Any:
+    began = time.monotonic()
+    error = await original(receiver, *args, **kwargs)
+    if activation.is_on():
+        if error is None:
+            with _here.lock:
+                _here.backoff.answered()
+        else:
+            refused = 400 <= int(error.error_code or 500) < 500
+            _failed("bad_input" if refused else "encoder_error")
+            if _falls_back() and _is_late(began):
+                with _here.lock:
+                    _here.late.add(error.rid)
+    return error
+
+
+# -- zmq_to_tokenizer ------------------------------------------------------------------------
+
+
+async def _receive(original: Callable[..., Any], receiver: Any, *args: Any, **kwargs: Any) -> Any:
+    if not activation.is_on():
+        return await original(receiver, *args, **kwargs)
+    if _falls_back() and _skipped_by_backoff():
+        return None
+    began = time.monotonic()
+    mm_inputs = await epd.receive(original, receiver, *args, **kwargs)
+    if mm_inputs is None and time.monotonic() - began >= receiver.recv_timeout:
+        _failed("encoder_timeout")
+        embedding_prefetch.waited.set(True)
+    return mm_inputs
+
+
+def _reject_missing(original: Callable[..., None], request_obj: Any, mm_inputs: Any) -> None:
+    if mm_inputs is None and request_obj.need_wait_for_mm_inputs and _falls_back():
+        _miss("encoder_error")
+        return
+    original(request_obj, mm_inputs)
+
+
+# -- zmq_to_scheduler: tokenizer -------------------------------------------------------------
+
+
+def _dispatch(original: Callable[..., Any], receiver: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+    if _falls_back() and _skipped_by_backoff():
+        _miss("encoder_backoff")
+        obj.need_wait_for_mm_inputs = False
+        return None
+    return original(receiver, obj, *args, **kwargs)
+
+
+def _dispatch_failed(original: Callable[..., None], manager: Any, error: Any) -> None:
+    """Called on the thread that sent the request to the encoder. The request waits in the scheduler."""
+    if not _falls_back():
+        original(manager, error)
+        return
+    logger.warning("cornplug: this server encodes %s itself: %s", error.rid, error.error_msg)
+    asyncio.run_coroutine_threadsafe(_encode_here(manager, error), manager.event_loop)
+
+
+async def _encode_here(manager: Any, error: Any) -> None:
+    with _here.lock:
+        if error.rid in _here.late:
+            _here.late.remove(error.rid)
+            embedding_prefetch.waited.set(True)
+    state = manager.rid_to_state.get(error.rid)
+    if state is None or state.finished:
+        return
+    sent = False
+    try:
+        _miss("encoder_error")
+        state.obj.need_wait_for_mm_inputs = False
+        tokenized = await manager._tokenize_one_request(state.obj)
+        if manager.rid_to_state.get(error.rid) is state:
+            await manager._send_one_request(tokenized)
+        sent = True
+    finally:
+        if not sent:  # asyncio logs the exception, and the client gets the encoder's error.
+            manager._forward_encoder_dispatch_error(error)
+
+
+# -- zmq_to_scheduler: every rank ------------------------------------------------------------
+
+
+def _take_places(receiver: Any, recv_reqs: list[Any], *_args: Any, **_kwargs: Any) -> None:
+    """Replace a waiting request by the same request that was sent again with processed images."""
+    if not _falls_back():
+        return
+    for request in recv_reqs:
+        rid = getattr(request, "rid", None)
+        waiting = receiver.waiting_by_rid.get(rid) if isinstance(rid, str) else None
+        if waiting is None or getattr(request, "need_wait_for_mm_inputs", None) is not False:
+            continue
+        del receiver.waiting_by_rid[rid]
+        receiver.waiting_list.remove(waiting)
+        waiting.release_resources()
+        waiting.close_recv_socket()
+
+
+def _registration_done(original: Callable[..., None], waiting: Any, future: Any) -> None:
+    """Handle a failure of the scheduler to send its address to the encoder. The tokenizer gets an error too,
+    and falls back."""
+    if not _falls_back() or future.cancelled() or future.exception() is None:
+        original(waiting, future)
+
+
+def _request_for_error(_receiver: Any, recv_req: Any) -> None:
+    """Set a prompt for the error report. SGLang leaves it to the processor, which never ran, and a prompt of
+    None would crash the scheduler and the server."""
+    if activation.is_on() and recv_req.input_ids is None:
+        recv_req.input_ids = array("q")
+
+
+_RECEIVER: Final = "sglang.srt.disaggregation.encoder.receiver"
+_TOKENIZER: Final = "sglang.srt.managers.tokenizer_manager"
+HOOKS: tuple[Hook, ...] = (
+    Hook(f"{_RECEIVER}.MMReceiverBase.__init__", "after", _initialised),
+    Hook(f"{_RECEIVER}.MMReceiverHTTP.encode", "around", _encode),
+    Hook(f"{_RECEIVER}.MMReceiverBase.recv_mm_data", "around", _receive),
+    Hook(f"{_TOKENIZER}._reject_missing_dispatched_encoder_embedding", "around", _reject_missing),
+    Hook(f"{_RECEIVER}.MMReceiverBase.send_encode_request", "around", _dispatch),
+    Hook(f"{_TOKENIZER}.TokenizerManager._schedule_encoder_dispatch_error", "around", _dispatch_failed),
+    Hook(f"{_RECEIVER}.MMReceiverBase._process_waiting_requests", "before", _take_places),
+    Hook(f"{_RECEIVER}.MMReceiverBase.create_req", "before", _request_for_error),
+    Hook(f"{_RECEIVER}.WaitingZmqRequest._on_registration_done", "around", _registration_done),
+)

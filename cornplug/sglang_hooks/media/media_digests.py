@@ -1,0 +1,202 @@
+"""Media digests of a request's images, computed after SGLang's processors have decoded them.
+
+    image ──decoded by SGLang──> processor ──> item      (tokenizer process)
+                    └─ media digest ────────────┘
+
+The digest covers the pixels that the processor receives, by the rule of `encoder_service.media`. SGLang
+0.5.23 differs from that rule in two ways: it does not apply the EXIF orientation, and it drops transparency
+where the rule puts the image on a white background. Such an image has other pixels here than in vLLM, and
+therefore another digest.
+
+The digest is kept in a field of the item that is not sent to the scheduler, until the request's salt is known
+(`mm_identifiers.py`). Media without a digest are not shared: video, audio, tensors and embeddings that a
+client sends, and images of unknown processors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, Final
+
+import torch
+from PIL import Image
+
+from cornplug.identity import array_digest, medium_with_options, pixels_digest
+from cornplug.sglang_hooks import activation
+from cornplug.sglang_hooks.compat import Hook
+from cornplug.sglang_hooks.media.tower_inputs import inputs_digest
+
+_DIGEST: Final = "_cornplug_media"
+_MAX_ARTIFACTS: Final = 16_384
+"""Maximum number of entries, more than SGLang's own preprocessing cache can hold."""
+
+_lock = threading.Lock()
+_artifacts: OrderedDict[str, bytes | None] = OrderedDict()
+"""SGLang's key of a preprocessed image (content and settings) -> media digest."""
+_llava: ContextVar[dict[int, bytes | None] | None] = ContextVar("cornplug_llava", default=None)
+"""Digests of the current request: id of its image_data element -> media digest."""
+
+
+def set_digest(item: Any, media: bytes | Callable[[], bytes | None] | None) -> None:
+    """Set an item's media digest (32 bytes), or a function that computes it. None clears it."""
+    item.__dict__[_DIGEST] = media
+
+
+def digest_of(item: Any) -> bytes | None:
+    """Media digest of an item, or None."""
+    found: Any = item.__dict__.get(_DIGEST)
+    if callable(found):
+        found = item.__dict__[_DIGEST] = found()
+    media: bytes | None = found
+    return media
+
+
+async def settle(items: Sequence[Any], own: frozenset[str] = frozenset()) -> None:
+    """Compute the digests of items in a thread. For the modalities `own`, digest the inputs of their tower.
+
+    A large image takes 0.1 s, during which the event loop would block every stream of the server.
+    """
+    for item in items:
+        if item.modality.name.lower() in own:
+            set_digest(item, functools.partial(inputs_digest, item))
+    if any(callable(item.__dict__.get(_DIGEST)) for item in items):
+        await asyncio.to_thread(lambda: [digest_of(item) for item in items])
+
+
+def image_digest(image: object, *, converts: bool = True) -> bytes | None:
+    """Media digest (32 bytes) of a decoded image, or None for other objects.
+
+    `converts` tells that the processor converts all modes to RGB with Pillow's `convert`.
+    """
+    if isinstance(image, Image.Image):
+        if image.mode != "RGB":
+            if not converts:
+                return None
+            image = image.convert("RGB")
+        return pixels_digest("RGB", image.width, image.height, image.tobytes())
+    if isinstance(image, torch.Tensor) and image.dtype == torch.uint8:
+        # The image was decoded on the GPU, with pixels different from Pillow's.
+        array = image.detach().cpu().contiguous().numpy()
+        return array_digest("uint8", array.shape, array.tobytes())
+    return None
+
+
+def converts_to_rgb(processor: Any) -> bool:
+    """Return whether a Hugging Face processor converts images to RGB."""
+    return bool(getattr(getattr(processor, "image_processor", None), "do_convert_rgb", False))
+
+
+# -- most processors: images in, items out -------------------------------------------------
+
+
+def _finalize_mm_items(
+    original: Callable[..., list[Any]], this: Any, mm_items: list[Any], *, images: Sequence[Any] | None
+) -> list[Any]:
+    items = original(this, mm_items, images=images)
+    if activation.is_on() and images:
+        image_items = [item for item in items if item.is_image()]
+        # Otherwise items cannot be matched with images: one item has several images, or a client sent
+        # tensors.
+        if len(image_items) == len(images) and not any(isinstance(image, Mapping) for image in images):
+            converts = converts_to_rgb(this._processor)
+            for item, image in zip(image_items, images, strict=True):
+                # This may run on the event loop, so `settle` computes the digest in a thread.
+                set_digest(item, functools.partial(image_digest, image, converts=converts))
+    return items
+
+
+# -- processors that keep preprocessed images (Qwen3-VL, or with --mm-preprocess-cache-size-mb) --
+
+
+async def _build_artifacts(original: Callable[..., Any], this: Any, entries: Sequence[Any]) -> list[Any]:
+    made: list[Any] = await original(this, entries)
+    if activation.is_on():
+        converts = converts_to_rgb(this._processor)
+        media = [entry.media for entry in entries]
+        digests = await asyncio.to_thread(lambda: [image_digest(image, converts=converts) for image in media])
+        with _lock:
+            for artifact, found in zip(made, digests, strict=True):
+                _artifacts[artifact.artifact_key] = found
+                _artifacts.move_to_end(artifact.artifact_key)
+            while len(_artifacts) > _MAX_ARTIFACTS:
+                _artifacts.popitem(last=False)
+    return made
+
+
+def _compose_artifacts(result: Any, this: Any, input_text: Any, artifacts: Sequence[Any]) -> None:
+    if activation.is_on() and result is not None and len(result.mm_items) == len(artifacts):
+        for item, artifact in zip(result.mm_items, artifacts, strict=True):
+            with _lock:
+                media = _artifacts.get(artifact.artifact_key)
+            set_digest(item, media)
+
+
+# -- LLaVA: decodes in processes of its own, and hashes URLs ---------------------------------
+
+
+def _llava_task(
+    original: Callable[..., Any], image_input: Any, image_hash: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Called in a worker process. No caller uses the returned hash, so it carries the digest."""
+    pixels, _, size = original(image_input, image_hash, *args, **kwargs)
+    if not activation.is_on():
+        return pixels, image_hash, size
+    from sglang.srt.utils import load_image
+
+    image, frames = load_image(image_input, False)
+    # SGLang pads or resizes an image in another mode before it converts it to RGB.
+    media = None if frames is not None else image_digest(image, converts=False)
+    return pixels, media, size
+
+
+async def _llava_image(
+    original: Callable[..., Any], this: Any, image_data: Any, aspect_ratio: Any, grid_pinpoints: Any
+) -> Any:
+    result = await original(this, image_data, aspect_ratio, grid_pinpoints)
+    found = _llava.get()
+    if found is not None and isinstance(media := result[1], bytes):
+        usual = getattr(this.hf_config, "image_aspect_ratio", None)
+        options = {} if aspect_ratio == usual else {"sglang": {"aspect_ratio": aspect_ratio}}
+        found[id(image_data)] = medium_with_options(media, options)
+    return result
+
+
+async def _llava_request(
+    original: Callable[..., Any], this: Any, image_data: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if not activation.is_on():
+        return await original(this, image_data, *args, **kwargs)
+    found: dict[int, bytes | None] = {}
+    token = _llava.set(found)
+    try:
+        output = await original(this, image_data, *args, **kwargs)
+    finally:
+        _llava.reset(token)
+    # There is one item per image, in order. For a plain request, SGLang uses only the first image.
+    for source, item in zip(image_data, output.mm_items, strict=False):
+        if item.is_image():
+            set_digest(item, found.get(id(source)))
+    return output
+
+
+_BASE: Final = "sglang.srt.multimodal.processors"
+HOOKS: tuple[Hook, ...] = (
+    Hook(f"{_BASE}.base_processor.BaseMultimodalProcessor._finalize_mm_items", "around", _finalize_mm_items),
+    Hook(
+        "sglang.srt.multimodal.media_artifacts.base.MediaArtifactCacheMixin"
+        "._run_preprocess_and_build_artifact_batch",
+        "around",
+        _build_artifacts,
+    ),
+    Hook(f"{_BASE}.qwen_vl.QwenVLImageProcessor.compose_image_artifacts", "after", _compose_artifacts),
+)
+LLAVA_HOOKS: tuple[Hook, ...] = (
+    Hook(f"{_BASE}.llava.LlavaImageProcessor._preprocess_image_task", "around", _llava_task),
+    Hook(f"{_BASE}.llava.LlavaImageProcessor._process_single_image", "around", _llava_image),
+    Hook(f"{_BASE}.llava.LlavaImageProcessor.process_mm_data_async", "around", _llava_request),
+)

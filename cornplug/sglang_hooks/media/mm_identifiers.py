@@ -1,0 +1,242 @@
+"""Assigns embedding keys to images: digests of content, model and salt (tokenizer process).
+
+SGLang names a medium by 64 bits of a hash of its processed features, by a client's `mm_hashes`, or (LLaVA) by
+its URL. That name becomes the placeholder tokens in its radix cache and KV pages, and the key in its
+embedding cache. Here every image with a digest gets
+
+    placeholder_tokens.assign_key(item, embedding key)
+
+This is the same key as in vLLM, so that both engines see the same tokens. It replaces any identity that
+SGLang or a client has set. Media of a tower that only SGLang runs get a key of that tower
+(`tower_inputs.py`). Media without a digest keep SGLang's name and get no identity, so that they cannot be
+confused with media that have a key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from cornplug.engine_common.background_identity import CurrentIdentity
+from cornplug.engine_common.model_identity import TowerIdentity
+from cornplug.errors import CheckpointError
+from cornplug.identity import embedding_key, medium_with_options, overridden
+from cornplug.sglang_hooks import activation, compat
+from cornplug.sglang_hooks.cache_salt import salt_of_request
+from cornplug.sglang_hooks.compat import Hook
+from cornplug.sglang_hooks.media import media_digests, placeholder_tokens, preprocessing_probe
+from cornplug.sglang_hooks.media.embedding_prefetch import EmbeddingPrefetcher
+from cornplug.sglang_hooks.media.tower_inputs import OwnTower, own_tower
+from cornplug.sglang_hooks.model.model_config import engine_model, runs_generic_backend
+
+_USUAL: Final[Mapping[str, Any]] = {"detail": "auto"}
+# Request fields, in addition to `mm_processor_kwargs`, that some of SGLang's processors read (InternVL, OCR).
+_REQUEST_FIELDS: Final = (
+    "max_dynamic_patch",
+    "min_dynamic_patch",
+    "image_max_dynamic_patch",
+    "images_config",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Towers:
+    """Towers of one model whose embeddings are shared."""
+
+    images: TowerIdentity | None = None
+    """Tower for images that has been compared with the encoder service, or None."""
+    own: OwnTower | None = None
+    """Tower for media that are shared only among SGLang servers, or None."""
+
+    @property
+    def own_modalities(self) -> frozenset[str]:
+        """Modalities whose keys use `own`."""
+        named = self.own.modalities if self.own is not None else frozenset()
+        return named if self.images is None else named - {"image"}
+
+    def of(self, item: Any) -> TowerIdentity | None:
+        """Tower for the embeddings of an item, or None if they are not shared."""
+        if self.own is not None and item.modality.name.lower() in self.own_modalities:
+            return self.own.tower
+        return self.images if item.is_image() else None
+
+
+class MediaIdentifiers:
+    """Identity of the model of this tokenizer process."""
+
+    def __init__(self, processor: Any) -> None:
+        """`processor` is SGLang's BaseMultimodalProcessor."""
+        # Reading a large checkpoint the first time takes seconds. Start-up continues in the meantime.
+        self._towers = CurrentIdentity(lambda: _identify(processor), "embeddings", compat.logger.warning)
+
+    async def towers(self) -> tuple[int, Towers]:
+        """Return (epoch, its towers). There are no towers while they are read, or if they cannot be
+        identified."""
+        epoch, towers = self._towers.now()
+        if towers.first_wait_s() > 0:
+            # Run in one of the threads in which SGLang decodes media.
+            await asyncio.to_thread(towers.first_wait)
+        return epoch, towers.found or Towers()
+
+
+def _identify(processor: Any) -> Towers:
+    """Identify the towers. Raises CheckpointError if no embedding of this model can be shared."""
+    own, failed = None, None
+    try:
+        own = _own_tower()
+    except CheckpointError as e:
+        failed = e
+    try:
+        return Towers(_tower_identity(processor), own)
+    except CheckpointError as e:
+        if own is None:
+            raise failed or e from e
+        compat.logger.info(
+            "cornplug: embeddings of %s are shared only with SGLang servers that run the same checkpoint: %s",
+            ", ".join(sorted(own.modalities)),
+            e,
+        )
+        return Towers(own=own)
+
+
+def _own_tower() -> OwnTower | None:
+    from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
+    from sglang.srt.runtime_context import get_server_args
+
+    model, settings = engine_model(), get_server_args()
+    generic = runs_generic_backend(model_config_of(settings))
+    return own_tower(model, resolved_view(settings), generic=generic)
+
+
+def _tower_identity(processor: Any) -> TowerIdentity:
+    model = engine_model()
+    tower = model.tower_identity()
+    differs = preprocessing_probe.preprocessing_difference(processor, model)
+    if differs is None:
+        return tower
+    compat.logger.info(
+        "cornplug: SGLang preprocesses images of this model differently, so their embeddings and KV are "
+        "shared only with SGLang servers"
+    )
+    return replace(tower, identity=overridden(tower.identity, {"sglang_preprocessing": differs}))
+
+
+def assign_keys(mm_inputs: Any, towers: Towers, obj: Any, *, epoch: int = 0) -> list[Any]:
+    """Assign embedding keys for towers of that epoch to the media of a request, and clear the keys of all
+    other items.
+
+    `mm_inputs` is SGLang's MultimodalProcessorOutput, `obj` its GenerateReqInput or EmbeddingReqInput.
+    Returns the items with a key.
+    """
+    items = mm_inputs.mm_items
+    options = _options(obj, [item for item in items if item.is_image()])
+    salt = salt_of_request(obj)
+    ours = []
+    for item in items:
+        media, tower = media_digests.digest_of(item), towers.of(item)
+        # Inputs of a tower that only SGLang runs already include the effect of every option.
+        owned = item.modality.name.lower() in towers.own_modalities
+        asked = {} if owned else options
+        key = None
+        if media is not None and tower is not None and asked is not None:
+            key = _key(tower.identity, media, asked.get(id(item), {}), salt)
+        if key is None:
+            placeholder_tokens.clear_key(item)
+            continue
+        placeholder_tokens.assign_key(item, key, epoch=epoch, rows_alone=owned)
+        if placeholder_tokens.key_of(item) is not None:
+            ours.append(item)
+    padded = mm_inputs.padded_input_ids
+    if padded is not None:
+        for item in ours:
+            for start, end in item.offsets or ():
+                padded[start : end + 1] = item.padding_sequence(end - start + 1)
+    return ours
+
+
+def _key(tower: bytes, media: bytes, options: Mapping[str, Any], salt: str | None) -> bytes | None:
+    try:
+        return embedding_key(activation.runtime().secret, tower, medium_with_options(media, options), salt)
+    except (TypeError, ValueError):
+        return None  # The client's options have no canonical encoding.
+
+
+def _options(obj: Any, image_items: list[Any]) -> dict[int, dict[str, Any]] | None:
+    """id of an item -> this request's processor arguments for it, or None if they cannot be matched.
+
+    They are stored under "sglang", because an argument may act differently in another engine's processor.
+    """
+    from sglang.srt.multimodal.cache import media_preprocess_kwargs
+
+    sources = getattr(obj, "image_data", None) or []
+    own = [media_preprocess_kwargs(source, defaults=_USUAL) for source in sources]
+    whole = getattr(obj, "mm_processor_kwargs", None) or {}
+    more = {field: value for field in _REQUEST_FIELDS if (value := getattr(obj, field, None)) is not None}
+    if not whole and not any(own) and not more:
+        return {}
+    if len(own) != len(image_items):
+        return None
+    # "picture" is part of the key. Renaming it would change every key with such arguments.
+    return {
+        id(item): {"sglang": {**more, "request": whole, "picture": kwargs}}
+        for item, kwargs in zip(image_items, own, strict=True)
+    }
+
+
+# -- SGLang's tokenizer process --------------------------------------------------------------
+
+
+class _Tokenizer:
+    """State of the tokenizer process, created once."""
+
+    def __init__(self, processor: Any) -> None:
+        self.names = MediaIdentifiers(processor)
+        self.prefetcher = EmbeddingPrefetcher(activation.runtime(), activation.tally())
+        self.prefetches = _one_host()
+        if not self.prefetches:
+            compat.logger.warning(
+                "cornplug: embeddings are not shared: with --nnodes, each host has its own store"
+            )
+
+
+def _one_host() -> bool:
+    """Return whether all ranks use this host's store. An embedding that one rank lacks is used by none."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.runtime_context import get_server_args
+
+    return bool(resolved_view(get_server_args()).nnodes == 1)
+
+
+@functools.cache
+def _tokenizer(processor: Any) -> _Tokenizer:
+    return _Tokenizer(processor)
+
+
+def _initialised(result: None, manager: Any, *args: Any, **kwargs: Any) -> None:
+    if activation.is_on() and manager.mm_processor is not None:
+        _tokenizer(manager.mm_processor)
+
+
+async def _tokenize_one_request(original: Callable[..., Any], manager: Any, obj: Any) -> Any:
+    tokenized = await original(manager, obj)
+    mm_inputs = tokenized.mm_inputs if activation.is_on() else None
+    if mm_inputs is not None and mm_inputs.mm_items:
+        here = _tokenizer(manager.mm_processor)
+        epoch, towers = await here.names.towers()
+        await media_digests.settle(mm_inputs.mm_items, towers.own_modalities)
+        items = assign_keys(mm_inputs, towers, obj, epoch=epoch)
+        if here.prefetches and activation.config().engine.share_embeddings:
+            wanted = [item for item in items if item.precomputed_embeddings is None]
+            await here.prefetcher.prepare(wanted, towers.of, salt_of_request(obj))
+    return tokenized
+
+
+_MANAGER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+HOOKS: tuple[Hook, ...] = (
+    *media_digests.HOOKS,
+    Hook(f"{_MANAGER}.init_tokenizer_and_processor", "after", _initialised),
+    Hook(f"{_MANAGER}._tokenize_one_request", "around", _tokenize_one_request),
+)

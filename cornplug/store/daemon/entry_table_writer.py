@@ -1,0 +1,155 @@
+"""The daemon's side of the table of entries (`cornplug/store/entry_table.py`)."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import xxhash
+
+from cornplug.store.arena import sealed_memory
+from cornplug.store.base import PayloadLocation
+from cornplug.store.entry_table import (
+    BUCKETS,
+    FAR_ANSWERS,
+    HAS_DISK,
+    MAX_META_BYTES,
+    META_AT,
+    ON_DISK_RECORD,
+    RECORD,
+    RECORD_MASK,
+    RECORDS,
+    SERVING,
+    TAGS,
+    TICKETS,
+    TICKETS_AT,
+    UNTAGGED,
+    WORD_BYTES,
+    TableShape,
+    tag_of,
+)
+
+
+class EntryTableWriter:
+    """Table of entries that only this process writes. Raises OSError if there is no memory for it.
+
+    Args:
+        has_disk: Whether clients look for entries that are on disk only.
+    """
+
+    def __init__(self, shape: TableShape, *, has_disk: bool = False) -> None:
+        self.shape = shape
+        self.fd, mapped = sealed_memory("cornplug-table", shape.size_bytes, others_write=False)
+        self._bytes = memoryview(mapped)
+        self._words = self._bytes.cast("Q")
+        self._words[BUCKETS], self._words[RECORDS] = shape.buckets, shape.records
+        self._words[HAS_DISK] = has_disk
+        self._words[SERVING] = 1
+        # The table's content is for readers. This process uses it only to choose a lane.
+        self._places: dict[bytes, tuple[int, int]] = {}
+        """Record number and tag word of each entry, by key."""
+        self._untagged: Counter[int] = Counter()
+        """Number of entries without a tag, by the bucket's word."""
+        self._all_untagged = 0
+        self._keys: dict[int, bytes] = {}
+        self._free: list[int] = []
+        self._used = 0
+
+    def __len__(self) -> int:
+        """Return the number of entries that have a tag."""
+        return len(self._places)
+
+    def add(self, key: bytes, location: PayloadLocation, meta: bytes) -> None:
+        """Show an entry that is new, or was on disk only. If there is no lane or record, count it in its
+        bucket as untagged."""
+        at = self.shape.bucket_word(key)
+        lane = self._lane_for(key, at)
+        record = self._take_record() if lane is not None else 0
+        if lane is None or not record:
+            self._count_untagged(at, 1)
+            return
+        self._places[key], self._keys[record] = (record, lane), key
+        if len(meta) <= MAX_META_BYTES:
+            self._describe(record, location, meta)
+        # The tag is written last, so a reader that finds it finds a complete record, or treats it as damaged.
+        self._words[lane] = tag_of(key) | record
+
+    def remove(self, key: bytes) -> None:
+        """Stop showing an entry."""
+        place = self._places.pop(key, None)
+        if place is None:
+            self._count_untagged(self.shape.bucket_word(key), -1)
+            return
+        record, lane = place
+        self._words[lane] = 0
+        start = self.shape.record_at(record)
+        self._bytes[start : start + META_AT] = bytes(META_AT)
+        del self._keys[record]
+        self._free.append(record)
+
+    def show_on_disk(self, key: bytes) -> None:
+        """Show that an entry is on disk only, unless its bucket is full or it is already shown."""
+        at, word = self.shape.bucket_word(key), tag_of(key) | ON_DISK_RECORD
+        if self._lane_with(word, at) is None and (lane := self._lane_with(0, at)) is not None:
+            self._words[lane] = word
+
+    def hide_on_disk(self, key: bytes) -> None:
+        """Stop showing that an entry is on disk only, if it is shown."""
+        if (lane := self._lane_with(tag_of(key) | ON_DISK_RECORD, self.shape.bucket_word(key))) is not None:
+            self._words[lane] = 0
+
+    def show_far_answers(self, answers: bool) -> None:
+        """Show whether a far store responds."""
+        self._words[FAR_ANSWERS] = answers
+
+    def show_ticket(self, ticket: int) -> None:
+        """Show that the far-store lookup of this ticket is complete."""
+        self._words[TICKETS_AT + ticket % TICKETS] = ticket
+
+    def _lane_with(self, word: int, at: int) -> int | None:
+        return next((i for i in range(at, at + TAGS) if self._words[i] == word), None)
+
+    def _lane_for(self, key: bytes, at: int) -> int | None:
+        """Return a lane for an entry in memory: the lane that shows it on disk, a free lane, or the lane of
+        another entry that is on disk only."""
+        if not self._words[HAS_DISK]:
+            return self._lane_with(0, at)
+        lane = self._lane_with(tag_of(key) | ON_DISK_RECORD, at)
+        if lane is None:
+            lane = self._lane_with(0, at)
+        if lane is None:
+            lanes = range(at, at + TAGS)
+            lane = next((i for i in lanes if self._words[i] & RECORD_MASK == ON_DISK_RECORD), None)
+        return lane
+
+    def key_of(self, record: int) -> bytes | None:
+        """Return the key of the entry that has this record now. `record` can be any number."""
+        return self._keys.get(record)
+
+    def close(self) -> None:
+        """Close the table. Clients find nothing in it from now on."""
+        self._words[SERVING] = 0
+        os.close(self.fd)
+
+    def _count_untagged(self, bucket_word: int, more: int) -> None:
+        self._untagged[bucket_word] += more
+        self._words[bucket_word + TAGS] = self._untagged[bucket_word]
+        self._all_untagged += more
+        self._words[UNTAGGED] = self._all_untagged
+        if not self._untagged[bucket_word]:
+            del self._untagged[bucket_word]
+
+    def _take_record(self) -> int:
+        """Return the number of an empty record, or 0 if there is none."""
+        if self._free:
+            return self._free.pop()
+        if self._used == self.shape.records:
+            return 0
+        self._used += 1
+        return self._used
+
+    def _describe(self, record: int, location: PayloadLocation, meta: bytes) -> None:
+        data = RECORD.pack(0, location.generation, location.offset, location.size, len(meta)) + meta
+        start = self.shape.record_at(record)
+        self._bytes[start : start + len(data)] = data
+        self._words[start // WORD_BYTES] = xxhash.xxh3_64_intdigest(data[WORD_BYTES:])

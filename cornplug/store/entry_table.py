@@ -1,0 +1,237 @@
+"""Table of a store's entries: its layout, and the clients' lookups without a message.
+
+The daemon writes the table (`entry_table_writer.py`), and every client maps it read-only. Several keys are
+looked up with numpy, without a loop in Python. Each key needs one cache line.
+
+    u64 words of the header    serving (1, or 0 after the daemon has shut down) | buckets | records |
+                               entries without a tag | whether there is a disk or a far store |
+                               whether a far store responds now. The header fills a page, with tickets
+                               from word TICKETS_AT on
+    buckets                    64 bytes each: 7 tags and the number of the bucket's entries without a tag
+    records                    256 bytes each, numbered from 1: a location and the entry's header
+
+A tag consists of 40 bits of a key and the number of its record. 0 means no tag. Other bits of the key select
+the bucket. Keys are digests, so they are not hashed again. An entry has no tag if its bucket has 7 others or
+if all records are in use, and an entry with a large header has an empty record. The daemon knows both. An
+entry that is only on disk or in a far store has a tag with the record number ON_DISK_RECORD. It is
+overwritten if an entry in memory finds its bucket full.
+
+    record    u64 XXH3-64 of the rest | u64 generation, 0 in an empty record | u64 offset | u64 size
+              u32 length of the header | the header
+
+A ticket is the number that a client gave to its lookup in far stores. When the lookup is complete, the ticket
+is written to the word that its value selects. A later ticket may overwrite it. Its client then waits until
+its time limit, as with a daemon that does not support tickets.
+
+The writer changes several words per entry, and readers have no lock. A reader therefore accepts a record only
+if its checksum is right. It accepts bytes of the arena only if the header in the record is the key's, the
+header's checksums match, and the generation is unchanged after the copy.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from cornplug.errors import StoreUnavailable
+from cornplug.store.base import KEY_BYTES
+from cornplug.store.validation import check_keys
+
+WORD_BYTES: Final = 8
+LANES: Final = 8
+"""Number of words in a bucket: its tags, and the number of its entries without a tag."""
+TAGS: Final = LANES - 1
+RECORD_BITS: Final = 24
+RECORD_MASK: Final = (1 << RECORD_BITS) - 1
+ON_DISK_RECORD: Final = RECORD_MASK
+"""Number that no record has, see _MOST_RECORDS. Older clients treat it as a damaged record."""
+TAG_MASK: Final = (1 << 64) - 1 - RECORD_MASK
+SERVING, BUCKETS, RECORDS, UNTAGGED, HAS_DISK, FAR_ANSWERS = range(6)
+"""Indices of the header's words."""
+TICKETS_AT: Final = 64
+TICKETS: Final = 256
+"""Number of words for tickets. If 10 tickets are written between two checks of a client, one of them
+overwrites the client's ticket in one of 26 cases."""
+HEADER_BYTES: Final = mmap.PAGESIZE
+BUCKET_BYTES: Final = LANES * WORD_BYTES
+RECORD_BYTES: Final = 256
+RECORD: Final = struct.Struct("=QQQQI")
+"""Start of a record: checksum of the rest, generation, offset, size, length of the entry's header."""
+META_AT: Final = RECORD.size
+MAX_META_BYTES: Final = RECORD_BYTES - META_AT
+KEY_WORDS: Final = struct.Struct("=QQ")
+_ENTRY_BYTES: Final = 64 << 10
+"""Bytes of the arena per record. The table then has 0.6 % of the arena's size."""
+_LEAST_RECORDS: Final = 1024
+_MOST_RECORDS: Final = 1 << 20
+_FAR_TAGS: Final = 1 << 15
+"""Tags for entries that were found in far stores and not recalled."""
+ABSENT: Final = 0
+PRESENT: Final = 1
+UNLISTED: Final = 2
+"""The key's bucket has entries without a tag, so only the daemon knows whether this key is present."""
+_ANSWERS: Final = {-1: UNLISTED, 0: ABSENT, 1: PRESENT}
+_FEW_KEYS: Final = 6
+"""Maximum number of keys that are looked up one by one. For so few keys, numpy's calls take longer."""
+_RECORD_MASK: Final = np.uint64(RECORD_MASK)
+_ONE: Final = np.uint64(1)
+_PRESENT, _UNLISTED = np.uint8(PRESENT), np.uint8(UNLISTED)
+_KEY_WORDS: Final = KEY_BYTES // WORD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class TableShape:
+    """Number of buckets (a power of two) and of records."""
+
+    buckets: int
+    records: int
+
+    @classmethod
+    def of(cls, capacity_bytes: int, disk_bytes: int = 0, *, has_far: bool = False) -> TableShape:
+        """Return the shape for an arena of this capacity.
+
+        It has at least two buckets per record, and one bucket for two tags of a disk of `disk_bytes` and of
+        entries in far stores. Tags of the latter two kinds may be omitted. An entry in memory whose bucket is
+        full costs readers a message. With half an entry per bucket, one bucket in 16 million has more than 7.
+        With two it would be one in 900, and one lookup of 256 keys in four would need a message.
+        """
+        records = min(max(capacity_bytes // _ENTRY_BYTES, _LEAST_RECORDS), _MOST_RECORDS)
+        tags = records + min(disk_bytes // _ENTRY_BYTES, _MOST_RECORDS) + _FAR_TAGS * has_far
+        buckets = max(2 * records, (tags + 1) // 2)
+        return cls(1 << (buckets - 1).bit_length(), records)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the whole table in bytes."""
+        return self.record_at(self.records + 1)
+
+    def bucket_word(self, key: bytes) -> int:
+        """Return the index of the first word of a key's bucket, from the start of the table."""
+        bucket: int = KEY_WORDS.unpack_from(key)[0] & (self.buckets - 1)
+        return HEADER_BYTES // WORD_BYTES + bucket * LANES
+
+    def record_at(self, record: int) -> int:
+        """Return the byte offset of a record."""
+        return HEADER_BYTES + self.buckets * BUCKET_BYTES + (record - 1) * RECORD_BYTES
+
+
+def tag_of(key: bytes) -> int:
+    """Return a key's tag, without the number of a record."""
+    tag: int = KEY_WORDS.unpack_from(key)[1]
+    return tag & TAG_MASK
+
+
+@dataclass(frozen=True, slots=True)
+class EntryRecord:
+    """Content of an entry's record in the table."""
+
+    number: int
+    generation: int
+    offset: int
+    size: int
+    meta: bytes
+
+
+class MappedEntryTable:
+    """A client's map of the table. Calls raise StoreUnavailable if the daemon has shut down."""
+
+    def __init__(self, fd: int) -> None:
+        """Map the table. Raises OSError or ValueError if `fd` is not a table."""
+        size_bytes = os.fstat(fd).st_size
+        self._bytes = memoryview(mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ))
+        self._words = self._bytes.cast("Q")
+        self.shape = TableShape(self._words[BUCKETS], self._words[RECORDS])
+        buckets = self.shape.buckets
+        if buckets < 1 or buckets & (buckets - 1) or self.shape.size_bytes != size_bytes:
+            raise ValueError(f"no table of entries: {self.shape}, {size_bytes} bytes")
+        words = np.frombuffer(self._bytes, np.uint64, buckets * LANES, HEADER_BYTES)
+        self._buckets = words.reshape(-1, LANES)
+        self._bucket_mask = np.uint64(buckets - 1)
+
+    def contains(self, keys: Sequence[bytes]) -> bytes:
+        """Return ABSENT, PRESENT or UNLISTED per key. Raises ValueError if a key does not have 32 bytes."""
+        self._check_serving()
+        if len(keys) <= _FEW_KEYS:
+            check_keys(keys)
+            return bytes([_ANSWERS[min(self._look(key), 1)] for key in keys])
+        joined = b"".join(keys)
+        if len(joined) != len(keys) * KEY_BYTES:
+            check_keys(keys)
+        words = np.frombuffer(joined, np.uint64).reshape(-1, _KEY_WORDS)
+        lines = self._buckets.take((words[:, 0] & self._bucket_mask).view(np.int64), axis=0)
+        # A tag matches if it differs from the key only in the bits of the record number. The eight booleans
+        # of a row are one word. A call of numpy takes 5 us or more if its code is not in the CPU's cache.
+        if self.has_disk:
+            # Also exclude ON_DISK_RECORD, whose bits are all ones: 0 - 1 wraps to the largest number.
+            found = (((lines ^ (words[:, 1:2] | _RECORD_MASK)) - _ONE) < _RECORD_MASK).view(np.uint64) != 0
+        else:
+            found = ((lines ^ words[:, 1:2]) <= _RECORD_MASK).view(np.uint64) != 0
+        if self._words[UNTAGGED] and lines[:, TAGS].any():
+            found = np.where(found, _PRESENT, _UNLISTED * (lines[:, TAGS:] != 0))
+        mask: bytes = found.tobytes()
+        return mask
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether entries can be on disk only."""
+        return bool(self._words[HAS_DISK])
+
+    @property
+    def far_answers(self) -> bool:
+        """Whether a far store currently responds."""
+        return bool(self._words[FAR_ANSWERS])
+
+    def shows_ticket(self, ticket: int) -> bool:
+        """Return whether the far-store lookup with this ticket, which is not 0, is complete."""
+        return self._words[TICKETS_AT + ticket % TICKETS] == ticket
+
+    def on_disk(self, keys: Sequence[bytes]) -> bytes:
+        """Return one byte per key, 1 if it is shown as on disk only. Raises ValueError if a key does not have
+        32 bytes."""
+        check_keys(keys)
+        if not self.has_disk:
+            return bytes(len(keys))
+        words = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, _KEY_WORDS)
+        lines = self._buckets.take((words[:, 0] & self._bucket_mask).view(np.int64), axis=0)
+        mask: bytes = (lines == (words[:, 1:2] | _RECORD_MASK)).any(axis=1).tobytes()
+        return mask
+
+    def find(self, key: bytes) -> int:
+        """Return the number of the key's record, 0 if it is absent, or -1 if it may be unlisted."""
+        self._check_serving()
+        return self._look(key)
+
+    def read(self, number: int) -> EntryRecord | None:
+        """Return a record's content, or None if it is empty, damaged or being changed."""
+        if not 1 <= number <= self.shape.records:
+            return None
+        start = self.shape.record_at(number)
+        data = bytes(self._bytes[start : start + RECORD_BYTES])
+        checksum, generation, offset, size, length = RECORD.unpack_from(data)
+        end = META_AT + length
+        if not generation or end > RECORD_BYTES or checksum != xxhash.xxh3_64_intdigest(data[WORD_BYTES:end]):
+            return None
+        return EntryRecord(number, generation, offset, size, data[META_AT:end])
+
+    def still(self, record: EntryRecord) -> bool:
+        """Return whether the entry has been in place since its record was read."""
+        return self._words[self.shape.record_at(record.number) // WORD_BYTES + 1] == record.generation
+
+    def _look(self, key: bytes) -> int:
+        at = self.shape.bucket_word(key)
+        tag = tag_of(key)
+        for word in self._words[at : at + TAGS].tolist():
+            if word and word & TAG_MASK == tag and word & RECORD_MASK != ON_DISK_RECORD:
+                return word & RECORD_MASK
+        return -1 if self._words[at + TAGS] and self._words[UNTAGGED] else 0
+
+    def _check_serving(self) -> None:
+        if self._words[SERVING] != 1:
+            raise StoreUnavailable("the store is gone: it has ended", reason="store_down")

@@ -1,0 +1,133 @@
+"""Notes of reads without a message. Each client has a page, which the daemon reads when it needs the counts.
+
+    page    u64 hits | u64 misses | u64 notes so far | u32 keys found | u32 keys absent | ring of u32 numbers
+            of table records
+
+Hits and misses count reads. Keys found and absent count lookups, which read nothing.
+
+One memory contains the pages of all clients. A client that writes arbitrary data, or writes to another
+client's page, can only change counts and the order of eviction.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from cornplug.store.arena import sealed_memory
+
+PAGES: Final = 4096
+"""Maximum number of clients that note their reads. Further clients send messages to the daemon."""
+NO_PAGE: Final = -1
+PAGE_BYTES: Final = mmap.ALLOCATIONGRANULARITY
+_RING_AT: Final = 8
+"""Number of 32-bit words before the ring."""
+RING: Final = PAGE_BYTES // 4 - _RING_AT
+"""Number of notes in a page. If more are written between two reads of the daemon, the oldest are lost."""
+_HITS, _MISSES, _NOTED = range(3)
+_FOUND, _ABSENT = 6, 7
+"""Indices of 32-bit words."""
+_WORD_MASK: Final = (1 << 64) - 1
+_HALF_MASK: Final = (1 << 32) - 1
+MOST_COUNTED: Final = 1 << 24
+"""Maximum number of reads or keys of the fastest client between two reads of the daemon, which are half a
+second apart. A larger increase means that the page is damaged, and is counted as this number."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotedReads:
+    """Reads of one client since the daemon last read its page."""
+
+    hits: int
+    misses: int
+    records: Sequence[int]
+    """Record numbers, the latest read last. They are not checked and can be any numbers."""
+    found: int = 0
+    absent: int = 0
+
+
+class UseNotes:
+    """The daemon's side of the notes. Raises OSError if there is no memory for them."""
+
+    def __init__(self) -> None:
+        self.fd, mapped = sealed_memory("cornplug-notes", PAGES * PAGE_BYTES, others_write=True)
+        self._memory = memoryview(mapped)
+        self._seen: dict[int, tuple[int, ...]] = {}
+        """Counts by page, when it was last read."""
+        self._free: list[int] = []
+        self._unused = itertools.count()
+
+    def open(self) -> int:
+        """Return an empty page for a new client, or NO_PAGE if all are in use."""
+        page = self._free.pop() if self._free else next(self._unused)
+        if page >= PAGES:
+            return NO_PAGE
+        self._memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = bytes(PAGE_BYTES)
+        self._seen[page] = (0,) * 5
+        return page
+
+    def take(self, page: int) -> NotedReads | None:
+        """Return a client's reads since the last call, or None if there were none."""
+        if page == NO_PAGE:
+            return None
+        memory = self._memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
+        counts = (*memory[:24].cast("Q"), *memory[24:32].cast("I"))
+        seen = self._seen[page]
+        if counts == seen:
+            return None
+        self._seen[page] = counts
+        ring, noted = memory.cast("I")[_RING_AT:], counts[_NOTED]
+        fresh = min((noted - seen[_NOTED]) & _WORD_MASK, RING)
+        masks = (_WORD_MASK,) * 3 + (_HALF_MASK,) * 2
+        more = [
+            min((now - before) & mask, MOST_COUNTED)
+            for now, before, mask in zip(counts, seen, masks, strict=True)
+        ]
+        records = [ring[(noted - i) % RING] for i in range(fresh, 0, -1)]
+        return NotedReads(more[_HITS], more[_MISSES], records, found=more[3], absent=more[4])
+
+    def shut(self, page: int) -> None:
+        """Free the page of a client that has disconnected."""
+        if page != NO_PAGE:
+            del self._seen[page]
+            self._free.append(page)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class ClientNotes:
+    """A client's side of the notes: its own page. Thread-safe."""
+
+    def __init__(self, fd: int, page: int) -> None:
+        """Map the page. Raises OSError or ValueError if it does not exist."""
+        memory = memoryview(mmap.mmap(fd, PAGE_BYTES, offset=page * PAGE_BYTES))
+        self._words = memory[: _RING_AT * 4].cast("Q")
+        self._halves = memory[: _RING_AT * 4].cast("I")
+        self._ring = memory.cast("I")[_RING_AT:]
+        self._lock = threading.Lock()
+
+    def hit(self, record: int) -> None:
+        """Note that the entry of this record was read."""
+        with self._lock:
+            words = self._words
+            self._ring[words[_NOTED] % RING] = record
+            words[_NOTED] = (words[_NOTED] + 1) & _WORD_MASK
+            words[_HITS] = (words[_HITS] + 1) & _WORD_MASK
+
+    def miss(self) -> None:
+        """Note that an entry was requested but absent."""
+        with self._lock:
+            self._words[_MISSES] = (self._words[_MISSES] + 1) & _WORD_MASK
+
+    def looked_up(self, found: int, absent: int) -> None:
+        """Note the numbers of keys found and absent in a lookup in the table."""
+        with self._lock:
+            halves = self._halves
+            halves[_FOUND] = (halves[_FOUND] + found) & _HALF_MASK
+            halves[_ABSENT] = (halves[_ABSENT] + absent) & _HALF_MASK

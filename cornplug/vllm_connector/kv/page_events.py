@@ -1,0 +1,387 @@
+"""KV events of the store's pages: which prefixes of this engine's requests are in memory and on disk.
+
+Saves and hits register pages. The table of the store's entries, which this process maps, shows where they
+are. Events therefore follow the store's contents, regardless of who stored or evicted a page. A check sends
+no message and does not count as a use. vLLM collects events in steps, so an engine without requests reports
+an eviction in its next step.
+
+A router identifies blocks by their tokens and by the hashes in vLLM's own KV events, which do not depend on
+cornplug's secret. A page may be longer or shorter than a block, so an event describes a span: the smallest
+number of whole pages that are whole blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    resolve_block_hashes,
+    to_event_extra_keys,
+)
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+from cornplug.engine_common.runtime import EngineRuntime
+from cornplug.errors import StoreUnavailable
+from cornplug.store.base import PeekableStore, Tier
+from cornplug.vllm_connector import compat
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.request import Request
+
+    from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
+
+
+_LOOK_S: Final = 0.05
+"""Interval between checks of announced pages."""
+_SOON_S: Final = 0.002
+"""Interval between checks of registered pages: pages of a hit are stored already, and pages of a save will be
+soon."""
+_NOTED_S: Final = 1.0
+"""Time after which a registered page that the store does not have is dropped, because its save failed."""
+_LOST_S: Final = 5.0
+"""Time after which an unreachable store has no pages for this engine."""
+_LOOKED_AT: Final = 256
+"""Number of announced spans per check, or a 64th of them if there are more than 16,384."""
+_MOST: Final = 1 << 16
+"""Maximum number of announced spans. Each takes about 1 KiB. Further pages are not announced."""
+_MEDIUM: Final[Mapping[int, str]] = {Tier.MEMORY: MEDIUM_CPU, Tier.DISK: MEDIUM_STORAGE}
+
+
+class NamedSpan(msgspec.Struct, frozen=True):
+    """Content of one span's events."""
+
+    hashes: Sequence[Any]
+    parent: Any
+    """Hash of the previous block, or None for the first block."""
+    tokens: array[int]
+    extra_keys: Sequence[Any]
+    """For each block: the adapter's name, media and salt that are part of its hash."""
+    lora_id: int | None
+    lora_name: str | None
+    lookahead: Sequence[list[int]] | None
+    """For each block: later tokens that are part of its hash (since vLLM 0.33)."""
+
+
+class BlockSpans:
+    """Spans of one cache group of an engine, each of `pages` pages."""
+
+    def __init__(self, pool: BlockPool, spec: KVCacheSpec, group: int, page_tokens: int) -> None:
+        self.group = group
+        self._pool, self._size = pool, spec.block_size
+        self._tokens = math.lcm(page_tokens, spec.block_size)
+        self.pages = self._tokens // page_tokens
+        self._blocks = self._tokens // spec.block_size
+        self._kind = get_kv_cache_spec_kind(spec).value
+        self._window = get_kv_cache_spec_sliding_window(spec)
+
+    def named(self, request: Request, first: int, count: int) -> list[NamedSpan]:
+        """Return the content of events for a request's spans from `first` on, as far as vLLM has hashed their
+        blocks."""
+        size, many, ahead = self._size, self._blocks, getattr(self._pool, "num_hash_lookahead_tokens", 0)
+        hashes = resolve_block_hashes(request.block_hashes, self._pool.hash_block_size, size)
+        begin = first * many
+        count = min(count, len(hashes) // many - first)
+        if count <= 0:
+            return []
+        # A prompt has thousands of blocks, so they are read from vLLM's lists together.
+        names = [maybe_convert_block_hash(one) for one in hashes[max(0, begin - 1) : begin + count * many]]
+        if not begin:
+            names.insert(0, None)
+        start = first * self._tokens
+        tokens = array("q", request.all_token_ids[start : start + count * self._tokens])
+        lora = request.lora_request
+        lora_id, lora_name = (lora.adapter_id, lora.name) if lora is not None else (None, None)
+        plain = not (request.mm_features or lora or request.cache_salt)
+        found = []
+        for at in range(0, count * many, many):
+            ends = range(start + (at + 1) * size, start + (at + many) * size + 1, size)
+            found.append(
+                NamedSpan(
+                    names[at + 1 : at + 1 + many],
+                    names[at],
+                    tokens[at * size : (at + many) * size],
+                    [None] * many if plain else self._extra_keys(request, ends, ahead),
+                    lora_id,
+                    lora_name,
+                    [list(request.all_token_ids[one : one + ahead]) for one in ends] if ahead else None,
+                )
+            )
+        return found
+
+    def _extra_keys(self, request: Request, ends: Sequence[int], ahead: int) -> Sequence[Any]:
+        """Extra keys of each block that ends at one of `ends`. With `ahead`, its hash covers that many more
+        tokens."""
+        size = self._size
+        keys = [generate_block_hash_extra_keys(request, end - size, end + ahead, 0)[0] for end in ends]
+        return to_event_extra_keys(keys) or ()
+
+    def stored(self, span: NamedSpan, medium: str) -> BlockStored:
+        """Return the event for a span that is now on this medium."""
+        event = BlockStored(
+            block_hashes=list(span.hashes),
+            parent_block_hash=span.parent,
+            token_ids=list(span.tokens),
+            block_size=self._size,
+            lora_id=span.lora_id,
+            medium=medium,
+            lora_name=span.lora_name,
+            extra_keys=list(span.extra_keys),
+            group_idx=self.group,
+            kv_cache_spec_kind=self._kind,
+            kv_cache_spec_sliding_window=self._window,
+        )
+        if span.lookahead is not None:
+            event.lookahead_token_ids = list(span.lookahead)
+        return event
+
+
+def joined(tail: BlockStored, event: BlockStored) -> bool:
+    """Append `event` to `tail` if it continues where `tail` ends, and return whether it did."""
+    goes_on = event.parent_block_hash == tail.block_hashes[-1]
+    if not goes_on or (event.medium, event.lora_name) != (tail.medium, tail.lora_name):
+        return False
+    tail.block_hashes += event.block_hashes
+    tail.token_ids += event.token_ids
+    tail.extra_keys += event.extra_keys
+    if getattr(event, "lookahead_token_ids", None):
+        tail.lookahead_token_ids += event.lookahead_token_ids
+    return True
+
+
+@dataclass(slots=True)
+class PageSpan:
+    """Content of the events of a page, and of the pages that share vLLM's blocks with it."""
+
+    named: NamedSpan
+    keys: Sequence[bytes]
+    """Keys of its pages in the store. No event contains them."""
+    noted_s: float
+    tier: int = Tier.ABSENT
+    """Tier as announced."""
+
+
+@dataclass(slots=True)
+class _Changes:
+    """Events of one check."""
+
+    stored: list[KVCacheEvent] = field(default_factory=list)
+    removed: dict[str, list[object]] = field(default_factory=dict)
+    """Hashes by medium."""
+
+    def add(self, event: BlockStored) -> None:
+        if not (self.stored and joined(self.stored[-1], event)):
+            self.stored.append(event)
+
+
+class PageEvents:
+    """KV events of one scheduler half. Used by the engine's thread."""
+
+    def __init__(self, store: PeekableStore, requests: TrackedRequests) -> None:
+        self._store, self._requests = store, requests
+        self._spans: BlockSpans | None = None
+        self._noted: dict[bytes, PageSpan] = {}
+        """Span that the store may have, by its last page's key."""
+        self._announced: dict[bytes, PageSpan] = {}
+        self._round: list[bytes] = []
+        """Keys of `_announced` that are still to be checked in this round."""
+        self._next_s = 0.0
+        self._lost_s = 0.0
+        """Time since which the store is unreachable, or 0 if it is reachable."""
+        self._reset = False
+        self._cleared = False
+        """Whether vLLM has reported to routers that this engine has no blocks."""
+        self._queue: list[KVCacheEvent] = []
+
+    def bind(self, pool: BlockPool | None, spec: KVCacheSpec, group: int, page_tokens: int) -> None:
+        """Set the engine's blocks of the cache group whose pages are announced."""
+        # With context parallelism, a hash covers other tokens than a block of this rank.
+        if pool is not None and spec.block_size % pool.hash_block_size == 0:
+            self._spans = BlockSpans(pool, spec, group, page_tokens)
+            reset = pool.reset_prefix_cache
+
+            def reset_prefix_cache() -> bool:
+                done: bool = reset()
+                self._cleared = self._cleared or done
+                return done
+
+            pool.reset_prefix_cache = reset_prefix_cache
+
+    @property
+    def waits(self) -> bool:
+        """Whether registered pages are not checked yet, so the engine should continue stepping."""
+        return bool(self._noted or self._queue or (self._cleared and self._announced))
+
+    def note(self, tracked: TrackedRequest, pages: range) -> None:
+        """Register pages of a request that the store has, or gets in the next step."""
+        for span in self._spans_of(tracked, pages, known=False):
+            self._noted[span.keys[-1]] = span
+
+    def _spans_of(self, tracked: TrackedRequest, pages: range, *, known: bool) -> list[PageSpan]:
+        """Return the spans of these pages of a request, without known spans unless `known` is set."""
+        spans, keys = self._spans, tracked.keys
+        if spans is None or keys is None or not pages:
+            return []
+        request, many, now_s = tracked.request, spans.pages, time.monotonic()
+        first, end = pages.start // many, min(-(-pages.stop // many), keys.pages(request.num_tokens) // many)
+        held = keys.of(request.all_token_ids, range(first * many, end * many))
+        lasts = held[many - 1 :: many]
+        new = [i for i, last in enumerate(lasts) if known or not self._knows(last, now_s)]
+        if not new or (not known and self._is_full(len(new))):
+            return []
+        named = spans.named(request, first + new[0], new[-1] - new[0] + 1)
+        return [
+            PageSpan(named[i - new[0]], held[i * many : (i + 1) * many], now_s)
+            for i in new
+            if i - new[0] < len(named)
+        ]
+
+    def _knows(self, last: bytes, now_s: float) -> bool:
+        """Return whether the span with this last key is announced or registered. A registered span is
+        refreshed."""
+        if last in self._noted:
+            self._noted[last].noted_s = now_s
+        return last in self._announced or last in self._noted
+
+    def _is_full(self, more: int) -> bool:
+        return len(self._announced) + len(self._noted) + more > _MOST
+
+    def note_span(self, span: PageSpan) -> None:
+        """Register a page of a finished request that the store has, or gets in the next step."""
+        now_s = time.monotonic()
+        if not self._knows(span.keys[-1], now_s) and not self._is_full(1):
+            span.noted_s = now_s
+            self._noted[span.keys[-1]] = span
+
+    def found(self, tracked: TrackedRequest, page: int) -> None:
+        """Register a page that this engine has computed and that the store already has."""
+        # After a reset, this engine ignores pages that were stored before.
+        if not self._reset:
+            self.note(tracked, range(page, page + 1))
+
+    def kept(self, tracked: TrackedRequest, pages: Iterable[int]) -> dict[int, PageSpan]:
+        """Return data that `note_span` needs for these pages of a finished request, with as few tokens as
+        possible."""
+        wanted = sorted(pages)
+        if self._spans is None or not wanted:
+            return {}
+        many = self._spans.pages
+        found = self._spans_of(tracked, range(wanted[0], wanted[-1] + 1), known=True)
+        first = wanted[0] // many
+        return {i: found[i // many - first] for i in wanted if i // many - first < len(found)}
+
+    def forget_stored(self) -> None:
+        """Ignore pages stored before this call."""
+        self._reset = True
+        self._forget()
+
+    def weights_replaced(self) -> None:
+        """Drop announced pages, because they belong to the previous weights."""
+        self._forget()
+
+    def take(self) -> Sequence[KVCacheEvent]:
+        """Return the events since the last call."""
+        now_s = time.monotonic()
+        if self._cleared:
+            self._announce_again()
+        if now_s >= self._next_s and (self._noted or self._announced):
+            self._look(now_s)
+        events, self._queue = self._queue, []
+        return events
+
+    def _announce_again(self) -> None:
+        """Announce pages again after vLLM's `AllBlocksCleared`, which concerns only its own cache."""
+        self._cleared, again = False, _Changes()
+        for span in self._announced.values():
+            assert self._spans is not None
+            again.add(self._spans.stored(span.named, _MEDIUM[span.tier]))
+        self._queue += again.stored
+
+    def _look(self, now_s: float) -> None:
+        if not self._requests.sharing:
+            self._forget()
+            return
+        spans = [*self._noted.items(), *self._due()]
+        try:
+            tiers = self._store.peek([key for _, span in spans for key in span.keys])
+        except StoreUnavailable:
+            self._lost_s = self._lost_s or now_s
+            if now_s - self._lost_s >= _LOST_S:
+                self._forget()
+            self._next_s = now_s + _LOOK_S
+            return
+        self._lost_s, at, changes = 0.0, 0, _Changes()
+        for key, span in spans:
+            there = tiers[at : at + len(span.keys)]
+            at += len(span.keys)
+            self._is_on(key, span, Tier.ABSENT if Tier.ABSENT in there else max(there), now_s, changes)
+        # Send new locations first, so that a router does not consider a page lost while it moves to disk.
+        self._queue += changes.stored
+        self._remove(changes.removed)
+        self._next_s = now_s + (_SOON_S if self._noted else _LOOK_S)
+
+    def _due(self) -> list[tuple[bytes, PageSpan]]:
+        """Return the announced spans to check now. Each is checked about every 3 s."""
+        if not self._round:
+            self._round = list(self._announced)
+        count = max(_LOOKED_AT, len(self._announced) // 64)
+        due, self._round = self._round[:count], self._round[count:]
+        return [(key, self._announced[key]) for key in due if key in self._announced]
+
+    def _is_on(self, key: bytes, span: PageSpan, tier: int, now_s: float, changes: _Changes) -> None:
+        """Handle a check that found the span on this tier."""
+        if tier == span.tier:
+            if not tier and now_s - span.noted_s > _NOTED_S:
+                del self._noted[key]
+            return
+        if span.tier:
+            changes.removed.setdefault(_MEDIUM[span.tier], []).extend(span.named.hashes)
+        span.tier = tier
+        if not tier:
+            del self._announced[key]
+            return
+        if self._noted.pop(key, None) is not None:
+            self._announced[key] = span
+        assert self._spans is not None
+        changes.add(self._spans.stored(span.named, _MEDIUM[tier]))
+
+    def _forget(self) -> None:
+        """Drop everything, because this engine no longer uses the store's pages."""
+        removed: dict[str, list[object]] = {}
+        for span in self._announced.values():
+            removed.setdefault(_MEDIUM[span.tier], []).extend(span.named.hashes)
+        self._remove(removed)
+        self._noted.clear()
+        self._announced.clear()
+        self._round = []
+
+    def _remove(self, removed: Mapping[str, list[object]]) -> None:
+        assert self._spans is not None or not removed
+        for medium, hashes in removed.items():
+            group = self._spans.group if self._spans is not None else None
+            self._queue.append(BlockRemoved(block_hashes=hashes, medium=medium, group_idx=group))
+
+
+def page_events(config: VllmConfig, runtime: EngineRuntime, requests: TrackedRequests) -> PageEvents | None:
+    """Create the events of this engine's pages, or None if they are not enabled or not available."""
+    settings = getattr(config, "kv_events_config", None)
+    if settings is None or not settings.enable_kv_cache_events:
+        return None
+    if not isinstance(runtime.store, PeekableStore):
+        compat.logger.warning(
+            "cornplug: KV events do not include the store's pages, because this store does not report "
+            "evictions"
+        )
+        return None
+    return PageEvents(runtime.store, requests)

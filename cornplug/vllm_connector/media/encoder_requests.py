@@ -1,0 +1,190 @@
+"""The scheduler half's requests to the encoder service, prepared and completed on other threads.
+
+`MediaInputs` reads the processor outputs of a medium in the form that the tower receives.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from cornplug.checkpoints.families import FAMILIES, Modality
+from cornplug.encoder_service.client.engine_encoder import engine_encoder
+from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, WireTensor, trace_of
+from cornplug.encoder_service.wire.tensors import to_wire
+from cornplug.engine_common import weights_guard
+from cornplug.engine_common.background_identity import CurrentIdentity
+from cornplug.engine_common.embedding_fetch import EncoderRequestPolicy, ExpectedEmbedding
+from cornplug.engine_common.runtime import EngineRuntime
+from cornplug.errors import EncoderError, EncoderRefused
+from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.media.metadata import ArrivedEmbedding
+from cornplug.vllm_connector.media.mm_identifiers import is_stale
+from cornplug.vllm_connector.model.model_config import tower_identity
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+
+IN_WORKERS_ONLY: Final = (
+    "with --mm-processor-cache-type shm, only vLLM's workers can read processed media. Remove the flag, or "
+    "set it to lru"
+)
+
+
+def in_workers_only(config: VllmConfig) -> bool:
+    """Return whether vLLM does not pass processed media to its engine core."""
+    from vllm.multimodal.cache.factories import _get_cache_type
+
+    return _get_cache_type(config) == "shm"
+
+
+class MediaInputs:
+    """Selects the tensors in vLLM's feature specs that the model's family names.
+
+    For some families, vLLM 0.32 leaves rescaling and normalising to the device (`mm_device_do_normalize`),
+    and processed pixels are raw uint8. vLLM's own module then normalises them here, so that the service gets
+    the same inputs as the engine's tower.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.layers.fusion.mm_input_norm import build_mm_input_norm
+
+        with set_current_vllm_config(config):
+            self._norm: Any = build_mm_input_norm(config.model_config)
+        self._in_workers_only = in_workers_only(config)
+        if self._in_workers_only:
+            compat.logger.warning("cornplug: the encoder service is not used: %s", IN_WORKERS_ONLY)
+        family = FAMILIES.get(str(config.model_config.hf_config.model_type))
+        self._wanted: Mapping[Modality, tuple[str, ...]] = family.inputs if family is not None else {}
+
+    def of(self, feature: Any) -> dict[str, WireTensor]:
+        """Name -> tensor of one item.
+
+        Raises EncoderRefused: "no_inputs" if vLLM kept no inputs, "shm_cache" if only its workers have them.
+        """
+        if self._in_workers_only:
+            raise EncoderRefused(IN_WORKERS_ONLY, reason="shm_cache")
+        if feature.data is None:
+            raise EncoderRefused(
+                "the engine no longer holds the processed inputs of this medium", reason="no_inputs"
+            )
+        wanted = self._wanted.get(feature.modality, ())
+        found = {}
+        for name in wanted:
+            element = feature.data.get(name)
+            if element is not None and isinstance(element.data, torch.Tensor):
+                found[name] = self._tensor(element.data)
+        if not wanted or wanted[0] not in found:
+            raise EncoderRefused(
+                f"the engine's {feature.modality} inputs have no {wanted[0] if wanted else 'known tensors'}",
+                reason="no_inputs",
+            )
+        return found
+
+    def _tensor(self, value: torch.Tensor) -> WireTensor:
+        if value.dtype == torch.uint8:
+            native = getattr(self._norm, "forward_native", self._norm.forward)
+            value = native(value, torch.float32)
+        return to_wire(value)
+
+
+@dataclass(slots=True)
+class PendingEmbedding:
+    """A medium in flight. Only `answer` is accessed by other threads than the engine's."""
+
+    identifier: str
+    expected: ExpectedEmbedding
+    size: int
+    """Size of the payload in bytes."""
+    deadline: float
+    began: float
+    waiting: set[str] = field(default_factory=set)
+    answer: Future[EncodeReply] | None = None
+    """The service's reply, set after the request has been sent."""
+    arrived: ArrivedEmbedding | None = None
+    source: str = ""
+    failed: str = ""
+
+    @property
+    def usable(self) -> bool:
+        """Whether it has arrived, and was computed by the engine's tower."""
+        stale = is_stale(self.identifier, weights_guard.epoch())
+        return self.arrived is not None and not stale and not weights_guard.replaced()
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has arrived, or will not arrive."""
+        return self.arrived is not None or bool(self.failed)
+
+
+class EncoderRequests:
+    """Encoder requests of one engine core. `ask` and `wait` are called on the engine's thread."""
+
+    def __init__(self, config: VllmConfig, runtime: EngineRuntime) -> None:
+        self.policy = EncoderRequestPolicy()
+        """Decides whether to use the service, depending on its replies."""
+        self._app = runtime.app
+        self._encoder = engine_encoder(runtime.config, runtime.secret)
+        self._inputs = MediaInputs(config)
+        # If there is no tower identity, the API process logs a warning, and all identifiers are foreign.
+        self._tower = CurrentIdentity(lambda: tower_identity(config), "embeddings", compat.logger.debug)
+        self._preparer = ThreadPoolExecutor(1, thread_name_prefix="cornplug-prepare")
+        self._news = threading.Event()
+        """Set by every reply of the service."""
+
+    def ask(self, item: PendingEmbedding, feature: Any, request: Request) -> None:
+        """Send a request to encode `item`. `item.answer` completes later. Raises EncoderError."""
+        _, identified = self._tower.now()
+        tower = identified.found
+        identity = self.policy.identity_to_ask(
+            None if tower is None else tower.of(feature.modality),
+            identified=identified.wait(0),
+            refusal=self._encoder.refusal,
+            now=time.monotonic(),
+        )
+        self._preparer.submit(self._send, item, feature, identity, request)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the service has replied since the last call, at most `timeout_s`, and return whether it
+        has."""
+        if not self._news.wait(timeout_s):
+            return False
+        self._news.clear()
+        return True
+
+    def close(self) -> None:
+        """Close the connection to the service and the preparing thread."""
+        self._encoder.close()
+        self._preparer.shutdown(wait=False, cancel_futures=True)
+
+    def _send(self, item: PendingEmbedding, feature: Any, identity: bytes, asking: Request) -> None:
+        """Send a request from the preparing thread, because packing large images takes milliseconds."""
+        answer: Future[EncodeReply] = Future()
+        try:
+            request = EncodeRequest(
+                id=0,
+                identity=identity,
+                key=item.expected.key,
+                cache_salt=asking.cache_salt,
+                inputs=self._inputs.of(feature),
+                app=self._app,
+                deadline_s=max(0.0, item.deadline - time.monotonic()),
+                trace=trace_of(asking.trace_headers),
+            )
+            answer = self._encoder.submit(request)
+        except EncoderError as e:
+            answer.set_exception(e)
+        except (AssertionError, RuntimeError, TypeError, ValueError) as e:
+            # Exceptions of torch and vLLM for inputs of an unknown form.
+            answer.set_exception(EncoderRefused(f"cannot send the inputs: {e}", reason="no_inputs"))
+        item.answer = answer
+        answer.add_done_callback(lambda _: self._news.set())

@@ -1,0 +1,74 @@
+"""A worker's log line about the weights that it did not load, and how much KV fits into that memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from cornplug.errors import ConfigError
+from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.media.no_tower_settings import is_asked_for
+
+
+def report(worker: Any, specs: Mapping[str, Any]) -> None:
+    """Log the bytes of the tower that this rank did not load, and the tokens of KV that fit into that memory.
+
+    `specs` are the KV cache specs of the layers.
+
+    Raises ConfigError if vLLM has loaded the tower anyway.
+    """
+    if not is_asked_for(worker.vllm_config):
+        return
+    parts = left_out(worker.model_runner.get_model())
+    size = sum(parts.values())
+    if not size:
+        raise ConfigError(
+            "--cornplug-tower service",
+            f"vLLM loaded the tower of {worker.vllm_config.model_config.model}, because the model class "
+            "does not mark its tower modules",
+            "Remove the option.",
+        )
+    token_bytes = kv_token_bytes(specs)
+    compat.logger.info(
+        "cornplug: rank %d did not load %s (%d bytes). This is as much memory as KV of %d tokens, at %d "
+        "bytes per token",
+        worker.rank,
+        ", ".join(parts),
+        size,
+        size // token_bytes if token_bytes else 0,
+        token_bytes,
+    )
+
+
+def left_out(model: Any) -> dict[str, int]:
+    """Modules of a model that vLLM did not load -> bytes of this rank's part of their weights."""
+    from vllm.model_executor.models.utils import StageMissingLayer
+
+    found = {}
+    for name, module in model.named_modules():
+        # vLLM keeps the module, with parameters on no device, where torch does not see it.
+        absent = module.__dict__.get("module") if isinstance(module, StageMissingLayer) else None
+        if absent is not None:
+            found[name] = sum(weight.nbytes for weight in absent.parameters())
+    return found
+
+
+def kv_token_bytes(specs: Mapping[str, Any]) -> int:
+    """Bytes per token in the KV cache of this rank, over all layers that keep KV of every token."""
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    return sum(
+        spec.page_size_bytes // spec.block_size for spec in specs.values() if isinstance(spec, AttentionSpec)
+    )
+
+
+def _get_kv_cache_spec(original: Callable[..., Any], worker: Any) -> Any:
+    specs = original(worker)
+    report(worker, specs)
+    return specs
+
+
+WRAPS: Final[tuple[tuple[str, str, Callable[..., Any]], ...]] = (
+    ("vllm.v1.worker.gpu_worker", "Worker.get_kv_cache_spec", _get_kv_cache_spec),
+)
+"""vLLM calls this once, after the weights are loaded and before it sizes the cache."""

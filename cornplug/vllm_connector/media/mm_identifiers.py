@@ -1,0 +1,372 @@
+"""Replaces vLLM's media identifiers by content keys.
+
+vLLM names an image by a hash of the model's *name* and the container's bytes, by a client's uuid, or by an
+EXIF ImageID that any client can set. It uses that name as a key in its encoder cache, its prefix blocks and
+every connector. The API process replaces it by
+
+    mm_hash    = "cp1-" + hex(media digest)      keys vLLM's processor cache
+    identifier = "cp1-" + hex(embedding key)     keys encoder cache, blocks, and our store
+
+This also fixes the engine's own caches. After the weights were replaced from another checkpoint, "-" and the
+number of the weights' epoch are appended, because a request may be named before an update and computed after
+it. Such a request is not shared. An embedding that was sent by handle (`embedding_handles.py`) gets the
+identifier of its image. `video_digest.py` computes the digests of videos. Media without a digest (audio in
+this release, and videos with unknown fields) and media of an unidentified model are not shared. They keep a
+name from vLLM or from this engine, which cannot look like a key.
+
+A name is trusted only if it is a `MediaName`, which is created together with the inputs that it identifies.
+Names that arrive with a request's own inputs (`/inference/v1/generate`, gRPC) are plain strings. A plain
+string that looks like one of cornplug's names is replaced, and the medium is not shared. A signature of the
+name would not help: a client gets the true name of a medium by rendering it, and could send other inputs with
+it.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from PIL import Image
+
+from cornplug.encoder_service.media.image import digest_image
+from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.engine_common.background_identity import CurrentIdentity
+from cornplug.engine_common.model_identity import TowerIdentity
+from cornplug.engine_common.shared_flags import settings
+from cornplug.errors import ConfigError
+from cornplug.identity import array_digest, digest, embedding_key, medium_with_options
+from cornplug.private_paths import read_secret
+from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.compat import EC_CONNECTOR
+from cornplug.vllm_connector.media.embedding_handles import PREFIX as HANDLE
+from cornplug.vllm_connector.media.embedding_handles import ReceivedHandles, is_handle
+from cornplug.vllm_connector.media.video_digest import (
+    VideoUnshared,
+    check_options,
+    looks_unshared,
+    unshared_name,
+    video_digest,
+)
+from cornplug.vllm_connector.model.model_config import (
+    processor_arguments,
+    tower_identity,
+    why_no_videos,
+)
+from cornplug.vllm_connector.several_connectors import our_settings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+PREFIX: Final = "cp1-"
+LOCAL: Final = "local-"
+_OURS: Final = re.compile(PREFIX + "([0-9a-f]{64})(?:-([0-9]+))?")
+_UUIDS: Final = 65536
+
+
+class MediaName(str):
+    """Name that `_get_mm_hashes` derived from content in this process. Names in messages never have this
+    type."""
+
+    __slots__ = ()
+
+
+def key_of(identifier: str, epoch: int = 0) -> bytes | None:
+    """Return the embedding key (32 bytes) in an identifier, or None if it has no key or a key of another
+    epoch."""
+    found = _OURS.fullmatch(identifier)
+    return bytes.fromhex(found[1]) if found is not None and int(found[2] or 0) == epoch else None
+
+
+def is_stale(identifier: str, epoch: int) -> bool:
+    """Return whether an identifier has a key of another epoch of the weights."""
+    found = _OURS.fullmatch(identifier)
+    return found is not None and int(found[2] or 0) != epoch
+
+
+def _identifier(key: bytes, epoch: int) -> str:
+    return f"{PREFIX}{key.hex()}-{epoch}" if epoch else PREFIX + key.hex()
+
+
+def _extra_config(config: VllmConfig) -> Mapping[str, Any] | None:
+    """Settings of cornplug's connectors, or None if the engine has none of them."""
+    kv, ec = config.kv_transfer_config, config.ec_transfer_config
+    if ec is not None and ec.ec_connector == EC_CONNECTOR:
+        return dict(ec.ec_connector_extra_config)
+    ours = our_settings(kv)
+    return None if ours is None else dict(ours)
+
+
+class MmIdentifiers:
+    """Identity of this API process's model, and the names that it gives to media."""
+
+    def __init__(self, config: VllmConfig, extra: Mapping[str, Any]) -> None:
+        ours = settings(extra)
+        self._secret = read_secret(ours.store.secret_file)
+        ec = config.ec_transfer_config
+        self.handles = ReceivedHandles(
+            ours,
+            self._secret,
+            self._known_identity,
+            dtype=dtype_name(config.model_config.dtype),
+            alone=ec is None or ec.ec_connector == EC_CONNECTOR,
+        )
+        self._processor_kwargs = dict(config.model_config.get_multimodal_config().mm_processor_kwargs or {})
+        self._own_options = processor_arguments(config)
+        # vLLM's own hash of a video is cheaper, because it hashes the file.
+        self._why_no_videos = why_no_videos(config)
+        # Reading a large checkpoint the first time takes seconds. Start-up continues in the meantime.
+        self._tower = CurrentIdentity(lambda: tower_identity(config), "embeddings", compat.logger.warning)
+        # The common wait of all requests begins here, because it blocks the API server's event loop and so
+        # every client. Until the checkpoint has been read, later requests get names that only this engine
+        # uses.
+        self._tower.now()[1].first_wait_s()
+        self._uuids: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        """(modality, uuid) -> media digest."""
+        self._lock = threading.Lock()
+
+    def _known_identity(self) -> bytes | None:
+        _, tower = self._known_tower()
+        return tower.identity if tower is not None else None
+
+    def tower(self) -> TowerIdentity | None:
+        """Identity of the current tower, or None while it is being read or if it cannot be identified."""
+        return self._known_tower()[1]
+
+    def _known_tower(self) -> tuple[int, TowerIdentity | None]:
+        """Return (epoch, identity of its tower, or None if unknown)."""
+        epoch, identity = self._tower.now()
+        identity.first_wait()
+        return epoch, identity.found
+
+    def media_name(self, item: object, uuid: str | None, options: Mapping[str, Any]) -> str | None:
+        """Return the `mm_hash` of an image, or None if it has no digest.
+
+        A uuid without content is looked up among uuids that arrived with content before.
+        """
+        media = self._named("image", uuid) if item is None else _media_digest(item)
+        return None if media is None else self._name("image", media, uuid, options)
+
+    def video_name(
+        self, video: object, metadata: object, uuid: str | None, options: Mapping[str, Any]
+    ) -> str | None:
+        """Return the `mm_hash` of a video, or None for an unknown uuid without content.
+
+        Raises VideoUnshared.
+        """
+        if self._why_no_videos:
+            raise VideoUnshared("videos of this model are not shared", reason=self._why_no_videos)
+        check_options(self._own_options)
+        check_options(options)
+        media = self._named("video", uuid) if video is None else video_digest(video, metadata)
+        return None if media is None else self._name("video", media, uuid, options)
+
+    def _name(self, modality: str, media: bytes, uuid: str | None, options: Mapping[str, Any]) -> str | None:
+        if uuid is not None:
+            with self._lock:
+                self._uuids[modality, uuid] = media
+                self._uuids.move_to_end((modality, uuid))
+                if len(self._uuids) > _UUIDS:
+                    self._uuids.popitem(last=False)
+        try:
+            return PREFIX + medium_with_options(media, options).hex()
+        except (TypeError, ValueError):
+            return None
+
+    def _named(self, modality: str, uuid: str | None) -> bytes | None:
+        with self._lock:
+            return self._uuids.get((modality, uuid)) if uuid is not None else None
+
+    def identifier(self, mm_hash: str, salt: str | None, modality: str = "image") -> str:
+        """Return the identifier for a `mm_hash` made by `media_name`, `video_name` or `ReceivedHandles.name`.
+
+        Raises VLLMValidationError for a handle with another salt.
+        """
+        epoch, tower = self._known_tower()
+        if HANDLE in mm_hash:
+            return _identifier(self.handles.key(mm_hash, salt), epoch)
+        media = bytes.fromhex(mm_hash[len(PREFIX) :])
+        own = None if tower is None else tower.of(modality)
+        if own is None:
+            # This name identifies the content but no model, so it is used only in this engine's caches.
+            name = LOCAL + digest("cornplug-local-v1", media, repr(salt).encode()).hex()
+            return name if tower is None else unshared_name(name, tower.why_no_videos)
+        return _identifier(embedding_key(self._secret, own.identity, media, salt), epoch)
+
+    def options(self, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the processor arguments of a request that differ from the deployment's."""
+        return {
+            k: v
+            for k, v in hf_processor_mm_kwargs.items()
+            if k not in self._processor_kwargs or self._processor_kwargs[k] != v
+        }
+
+
+def on_start(watcher: Callable[[VllmConfig, MmIdentifiers | None], None]) -> None:
+    """Call `watcher` with config and names (or None) whenever this process starts an engine."""
+    if watcher not in _watchers:
+        _watchers.append(watcher)
+
+
+def _media_digest(item: object) -> bytes | None:
+    import torch
+
+    if isinstance(item, Image.Image):
+        # vLLM converts images to RGB, unless `image_mode` (media_io_kwargs) sets another mode. The model's
+        # processor converts such an image by its own rules, so it has no digest.
+        return digest_image(item) if item.mode == "RGB" else None
+    if isinstance(item, torch.Tensor):
+        item = item.detach().cpu().numpy() if item.dtype != torch.bfloat16 else None
+    if isinstance(item, np.ndarray):
+        array = np.ascontiguousarray(item)
+        return array_digest(array.dtype.name, array.shape, array.tobytes())
+    return None
+
+
+_active: MmIdentifiers | None = None
+_watchers: list[Callable[[VllmConfig, MmIdentifiers | None], None]] = []
+_asked_for = False
+"""Whether this engine has cornplug's connectors, which must not use a client's uuid as a key."""
+
+
+def _input_processor_init(
+    original: Callable[..., Any], this: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any
+) -> None:
+    original(this, vllm_config, *args, **kwargs)
+    _begin(vllm_config)
+    for watcher in _watchers:
+        watcher(vllm_config, _active)
+
+
+def _begin(vllm_config: VllmConfig) -> None:
+    global _active, _asked_for
+    extra = _extra_config(vllm_config)
+    if extra is None or vllm_config.model_config.multimodal_config is None:
+        return
+    _asked_for = True
+    try:
+        _active = MmIdentifiers(vllm_config, extra)
+    except ConfigError as e:
+        # An engine with a tower starts without a readable secret file, and shares nothing.
+        if e.field != "store.secret_file" or settings(extra).engine.tower == "service":
+            raise
+        compat.logger.error("cornplug: embeddings of this engine are not shared: %s", e)
+
+
+def _get_mm_hashes(original: Callable[..., Any], this: Any, inputs: Any) -> Any:
+    theirs = original(this, inputs)
+    active = _active
+    if active is None:
+        return (
+            {m: [_foreign(name) for name in names] for m, names in theirs.items()} if _asked_for else theirs
+        )
+    from vllm.multimodal.parse import (
+        DictEmbeddingItems,
+        EmbeddingItems,
+        ProcessorBatchItems,
+        VideoProcessorItems,
+    )
+
+    uuids = inputs.mm_uuid_items or {}
+    options = active.options(inputs.hf_processor_mm_kwargs)
+    ours: dict[str, list[str]] = {}
+    for modality, names in theirs.items():
+        items = inputs.mm_data_items[modality]
+        if isinstance(items, EmbeddingItems | DictEmbeddingItems):
+            found = (active.handles.name(items.get(i), modality, options) for i in range(len(names)))
+            ours[modality] = [_chosen(known, name) for known, name in zip(found, names, strict=True)]
+            continue
+        given = uuids.get(modality) or [None] * len(names)
+        if modality == "video" and isinstance(items, VideoProcessorItems):
+            named = [_video_name(active, items, i, given[i], options, name) for i, name in enumerate(names)]
+        elif modality == "image" and isinstance(items, ProcessorBatchItems):
+            named = [active.media_name(items.get(i), given[i], options) for i in range(len(names))]
+        else:
+            named = [None] * len(names)
+        ours[modality] = [_chosen(known, name) for known, name in zip(named, names, strict=True)]
+    return ours
+
+
+def _chosen(known: str | None, theirs: str) -> str:
+    """Return the name of an item: `known`, which cornplug derived from its content, or else vLLM's name."""
+    return MediaName(known) if known is not None else _foreign(theirs)
+
+
+def _video_name(
+    active: MmIdentifiers, items: Any, i: int, uuid: str | None, options: Mapping[str, Any], theirs: str
+) -> str | None:
+    """Return `MmIdentifiers.video_name` for vLLM's VideoProcessorItems, or a name with the reason why it has
+    none.
+
+    If the model does not request metadata, vLLM keeps it next to the frames.
+    """
+    item = items.get(i)
+    beside = items.metadata[i] if isinstance(items.metadata, list) else items.metadata
+    frames, metadata = item if isinstance(item, tuple) else (item, beside)
+    try:
+        return active.video_name(frames, metadata, uuid, options)
+    except VideoUnshared as e:
+        # A later request with only the uuid must get the same name. That is vLLM's name, which contains no
+        # reason.
+        return None if uuid is not None else unshared_name(theirs, e.reason)
+
+
+def _foreign(name: str) -> str:
+    """Return vLLM's own name, which may be a client's uuid, with a prefix if it looks like one of cornplug's
+    names."""
+    ours = name.startswith((PREFIX, LOCAL, HANDLE)) or looks_unshared(name)
+    return f"foreign-{name}" if ours else name
+
+
+def _load_embedding(original: Callable[..., Any], this: Any, media_type: str, data: str) -> Any:
+    if _active is not None and is_handle(data):
+        return _active.handles.load(data)
+    return original(this, media_type, data)
+
+
+def _process_inputs(original: Callable[..., Any], this: Any, *args: Any, **kwargs: Any) -> Any:
+    request = original(this, *args, **kwargs)
+    if _active is not None or _asked_for:
+        for feature in request.mm_features or ():
+            if isinstance(feature.mm_hash, MediaName):
+                _identify(feature, request.cache_salt)
+            else:
+                _disbelieve(feature)
+    return request
+
+
+def _identify(feature: Any, salt: str | None) -> None:
+    """Set the identifier of a medium that this process has named."""
+    active, name = _active, feature.mm_hash
+    if active is not None:
+        if name.startswith(HANDLE):
+            feature.identifier = active.identifier(feature.identifier, salt)
+        # A LoRA adapter on the tower prefixes the identifier. Such an embedding is not shared.
+        elif feature.identifier == name and name.startswith(PREFIX):
+            feature.identifier = active.identifier(name, salt, feature.modality)
+    # vLLM sends both to the engine's process.
+    feature.mm_hash, feature.identifier = str(name), str(feature.identifier)
+
+
+def _disbelieve(feature: Any) -> None:
+    """Replace a name that arrived with a request and looks like one of cornplug's names.
+
+    Both names are replaced, because `mm_hash` identifies the processed inputs that the engine's process
+    caches.
+    """
+    name = feature.mm_hash
+    foreign = _foreign(name)
+    if foreign != name:
+        adapter = feature.identifier.removesuffix(name)
+        feature.mm_hash, feature.identifier = foreign, unshared_name(adapter + foreign, "named_by_client")
+
+
+WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    ("vllm.v1.engine.input_processor", "InputProcessor.__init__", _input_processor_init),
+    ("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", _process_inputs),
+    ("vllm.multimodal.processing.processor", "BaseMultiModalProcessor._get_mm_hashes", _get_mm_hashes),
+    ("vllm.multimodal.media.image", "ImageEmbeddingMediaIO.load_base64", _load_embedding),
+)

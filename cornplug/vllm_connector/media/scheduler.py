@@ -1,0 +1,430 @@
+"""Scheduler half of the encoder-cache connector, which fetches embeddings with a deadline.
+
+    unknown ──in the store──────────────────────────────> arrived ──> engine's own cache
+       └──ask the service──> asked ──verified, in hand──────┘
+                               └──absent, refused, late──> failed ──> the engine encodes
+
+An item counts as available only when its verified bytes are in this process, so a later failure of the store
+or the service has no effect. While the service computes it, only the item's own request waits, or has the
+tokens before the item prefilled (`early_prefill`). The store is read on the engine's own thread. It replies
+in 0.1 ms, and switching to a thread and back would take longer, because vLLM's busy loop holds the
+interpreter's lock.
+
+`Arrivals` keeps received embeddings for the workers.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cornplug.codec import ITEM_BYTES
+from cornplug.encoder_service.wire.messages import EncodeReply
+from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.engine_common import weights_guard
+from cornplug.engine_common.embedding_fetch import ExpectedEmbedding
+from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
+from cornplug.engine_common.load_policy import FetchRule
+from cornplug.engine_common.runtime import EMBEDDING, EngineRuntime
+from cornplug.errors import CodecError, CornplugError, StoreError
+from cornplug.metrics import Tally
+from cornplug.store.payload import get_payload, get_payload_into
+from cornplug.vllm_connector.engine_alarm import ALARM
+from cornplug.vllm_connector.media.early_prefill import EarlyPrefill
+from cornplug.vllm_connector.media.encoder_only import LostEmbeddings
+from cornplug.vllm_connector.media.encoder_requests import EncoderRequests, PendingEmbedding
+from cornplug.vllm_connector.media.metadata import (
+    ArrivedEmbedding,
+    CornplugECMetadata,
+    CornplugECWorkerMetadata,
+    RowMemory,
+    RowPlace,
+    row_memory,
+)
+from cornplug.vllm_connector.media.mm_identifiers import is_stale, key_of
+from cornplug.vllm_connector.media.video_digest import unshared_reason
+from cornplug.vllm_connector.model.model_config import embedding_width
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+_MAX_WAITING_BYTES = 1 << 30
+"""Maximum bytes of requested and arrived embeddings. Beyond it, new requests wait."""
+_IDLE_WAIT_S = 0.005
+"""Maximum delay that this adds before an idle engine notices a new request."""
+_IDLE_STEP_S = 0.020
+"""Maximum time between two steps of an engine whose requests all wait for the service."""
+
+
+class Arrivals:
+    """Received embeddings of one engine core. Used by its thread. An embedding is in the memory that the
+    workers map. If that is full or not available, its bytes are sent in the metadata of a step."""
+
+    def __init__(self, runtime: EngineRuntime, memory: RowMemory | None) -> None:
+        self._store, self._deadline_s = runtime.store, runtime.deadline_s
+        self._memory = memory
+
+    @property
+    def address(self) -> str:
+        """Address of the memory for the workers, or "" once all have mapped it."""
+        return "" if self._memory is None else self._memory.address
+
+    def read(self, identifier: str, expected: ExpectedEmbedding, size_bytes: int) -> ArrivedEmbedding | None:
+        """Return a verified copy of an entry of `size_bytes`, or None if the store does not have it in
+        memory. A read from disk is then started.
+
+        Raises StoreError, and CodecError with another reason than "wrong_shape" for a damaged entry.
+        """
+        # A read from disk takes longer. The service, which is requested in the meantime, waits for it.
+        how = {"deadline_s": self._deadline_s, "recall_s": 0.0}
+        room = None if self._memory is None else self._memory.room(size_bytes)
+        if self._memory is None or room is None:
+            found = get_payload(self._store, expected.key, **how)
+            if found is None:
+                return None
+            header, data = found
+            expected.check(header.dtype, header.shape, len(data))
+            return ArrivedEmbedding(identifier, header.dtype, header.shape, data)
+        arrived = None
+        try:
+            into = get_payload_into(self._store, expected.key, self._memory.view(room), **how)
+            if into is not None:
+                expected.check(into.dtype, into.shape, size_bytes)
+                arrived = ArrivedEmbedding(identifier, into.dtype, into.shape, room)
+        except ValueError as e:
+            raise CodecError(str(e), reason="wrong_shape") from e
+        finally:
+            if arrived is None:
+                self._memory.free(room)
+        return arrived
+
+    def hold(self, data: bytes) -> bytearray | RowPlace:
+        """Return the place of rows that arrived by value, or a copy of them if the memory is full."""
+        if self._memory is None or (room := self._memory.room(len(data))) is None:
+            return bytearray(data)
+        self._memory.view(room)[:] = data
+        return room
+
+    def send(self, arrived: ArrivedEmbedding) -> None:
+        """Record that the workers are notified of it in this step."""
+        if self._memory is not None and isinstance(arrived.data, RowPlace):
+            self._memory.send(arrived.data)
+
+    def drop(self, arrived: ArrivedEmbedding | None) -> None:
+        """Drop an embedding of which no worker is notified."""
+        if self._memory is not None and arrived is not None and isinstance(arrived.data, RowPlace):
+            self._memory.free(arrived.data)
+
+    def acknowledged(self, acks: CornplugECWorkerMetadata) -> None:
+        """Record that workers have mapped the memory, or have copied their rows."""
+        if self._memory is not None:
+            for rank in acks.mapped:
+                self._memory.note_mapped(rank)
+            for rank, offset in acks.copied_rows:
+                self._memory.note_copied(rank, offset)
+
+    def close(self) -> None:
+        """Release the memory."""
+        if self._memory is not None:
+            self._memory.close()
+
+
+class ECScheduler:
+    """Scheduler half of one engine core. The engine's thread polls, and replies of the service arrive on
+    other threads."""
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        runtime: EngineRuntime,
+        tally: Tally,
+        early: EarlyPrefill | None = None,
+        *,
+        encoder_only: bool = False,
+    ) -> None:
+        self._run = runtime
+        self._lost = LostEmbeddings(runtime) if encoder_only else None
+        """For an engine that runs only its encoder. It does not use a service, because it is one itself."""
+        self._tally = tally
+        self._dtype = dtype_name(config.model_config.dtype)
+        self._width = embedding_width(config)
+        self._service = EncoderRequests(config, runtime)
+        self._arrivals = Arrivals(runtime, row_memory(config))
+        self._publisher = EmbeddingPublisher(runtime, lambda outcome, size: None)
+        self._items: dict[str, PendingEmbedding] = {}
+        self._waiting_bytes = 0
+        self._held: set[str] = set()
+        """Identifiers in the engine's own encoder cache."""
+        self._to_load: list[PendingEmbedding] = []
+        self._allocated: set[str] = set()
+        """Identifiers that were allocated in this step."""
+        self._rule = FetchRule(runtime.config.store.load_when)
+        self._early = early or EarlyPrefill()
+        self._early.follow(self._in_flight, lambda: tally.count("cornplug_early_prefills_total", runtime.app))
+
+    # -- the engine's questions -------------------------------------------------------------
+
+    def available(self, request: Request, computed: int) -> bool:
+        """Return False while `request` has nothing to compute before an embedding in flight.
+
+        Called hundreds of times per second, and never waits.
+        """
+        last = request.mm_features[-1].mm_position if request.mm_features else None
+        if last is None or last.offset + last.length <= computed:
+            return True  # Features are ordered by position, as vLLM's own scheduler assumes.
+        begun, end = True, -1
+        now = time.monotonic()
+        for feature in request.mm_features:
+            identifier = feature.identifier
+            position = feature.mm_position
+            if position.offset + position.length <= computed:
+                continue
+            if self._holds(identifier):
+                if self._lost is not None:
+                    self._lost.look(identifier, request.request_id)
+                continue
+            item = self._items.get(identifier)
+            if item is None:
+                if self._waiting_bytes > _MAX_WAITING_BYTES and not self._has_begun(request):
+                    begun = False
+                    continue
+                item = self._begin(feature, request, now)
+                if item is None:
+                    continue
+                self._items[identifier] = item
+                self._waiting_bytes += item.size
+            item.waiting.add(request.request_id)
+            if not item.settled:
+                self._look(item, now)
+                if end < 0 and not item.settled:
+                    end = position.offset
+        if begun and end >= 0:
+            return self._early.admits(request, computed, end)
+        if begun:
+            self._early.ended(request.request_id)
+        return begun
+
+    def arrived(self, identifier: str) -> bool:
+        """Return whether the embedding's bytes are in this process. Called only if the engine itself does not
+        have it."""
+        if identifier in self._held:
+            # The engine's cache was reset. vLLM does not notify connectors of that.
+            self._held.clear()
+        item = self._items.get(identifier)
+        return item is not None and item.usable
+
+    def allocated(self, identifier: str) -> None:
+        """Record that the engine reserved memory for an embedding, which has arrived or which it encodes
+        itself."""
+        self._allocated.add(identifier)
+        item = self._items.get(identifier)
+        if item is not None and item.usable:
+            self._to_load.append(item)
+        elif item is not None:
+            self._arrivals.drop(item.arrived)
+        self._drop(identifier)
+
+    def moves(self, output: SchedulerOutput) -> CornplugECMetadata:
+        """Return the embeddings that this step's forward pass needs."""
+        # An embedding that a step evicts and then loads again is held.
+        self._held.difference_update(output.free_encoder_mm_hashes)
+        self._held |= self._allocated
+        self._allocated.clear()
+        if not output.total_num_scheduled_tokens:
+            self._idle_wait()
+        app = self._run.app
+        for item in self._to_load:
+            assert item.arrived is not None
+            self._tally.count("cornplug_hits_total", app, EMBEDDING, item.source)
+            self._tally.count("cornplug_saved_tower_passes_total", app)
+            self._tally.count("cornplug_bytes_total", app, EMBEDDING, "load", by=item.size)
+            self._arrivals.send(item.arrived)
+        moves = CornplugECMetadata(
+            arrived=self._promised(),
+            again=[] if self._lost is None else self._lost.drain(),
+            publish=not weights_guard.replaced() and self._run.config.engine.share_embeddings,
+            epoch=weights_guard.epoch(),
+            row_memory=self._arrivals.address,
+        )
+        self._to_load.clear()
+        return moves
+
+    def stop(self) -> list[ArrivedEmbedding]:
+        """Stop waiting. Returns the embeddings that the engine expects with the next step, because it has
+        reserved memory for them."""
+        self._items = {identifier: item for identifier, item in self._items.items() if item.usable}
+        return self._promised()
+
+    def _promised(self) -> list[ArrivedEmbedding]:
+        return [item.arrived for item in self._to_load if item.arrived is not None]
+
+    def in_hand(self, identifier: str) -> ArrivedEmbedding | None:
+        """Return an embedding that has arrived, and for which the engine has not reserved memory yet."""
+        item = self._items.get(identifier)
+        return item.arrived if item is not None and item.usable else None
+
+    def finished(self, request: Request) -> None:
+        """Drop the items that only this request waits for."""
+        if self._lost is not None:
+            self._lost.finished(request.request_id)
+        self._early.ended(request.request_id)
+        for feature in request.mm_features:
+            item = self._items.get(feature.identifier)
+            if item is not None:
+                item.waiting.discard(request.request_id)
+                if not item.waiting:
+                    self._drop(feature.identifier)
+                    self._arrivals.drop(item.arrived)
+
+    def acknowledged(self, acks: CornplugECWorkerMetadata) -> None:
+        """Count the outcomes of a worker's saves, and record its measurements."""
+        self._arrivals.acknowledged(acks)
+        for rows, seconds in acks.encoded:
+            self._rule.encoded(rows, seconds)
+        for size, seconds in acks.copied:
+            self._rule.copied(size, seconds)
+        for outcome, size in acks.saves:
+            self._tally.count("cornplug_saves_total", self._run.app, EMBEDDING, outcome)
+            if outcome == "stored":
+                self._tally.count("cornplug_bytes_total", self._run.app, EMBEDDING, "save", by=size)
+
+    def close(self) -> None:
+        """Close the connection to the service and the threads."""
+        self._service.close()
+        self._arrivals.close()
+        self._publisher.close()
+
+    def _idle_wait(self) -> None:
+        """Wait briefly in an engine whose requests all wait for the service.
+
+        Polling 650 times per second would use two cores (its own and the worker's) that the encoder needs.
+        """
+        if all(item.settled for item in self._items.values()):
+            return
+        end = time.monotonic() + _IDLE_STEP_S
+        while not self._service.wait(_IDLE_WAIT_S) and time.monotonic() < end:
+            if ALARM.input_waits():
+                return
+
+    # -- fetching ---------------------------------------------------------------------------
+
+    def _in_flight(self, identifier: str) -> bool:
+        item = self._items.get(identifier)
+        return item is not None and not item.settled
+
+    def _holds(self, identifier: str) -> bool:
+        return identifier in self._held or identifier in self._allocated
+
+    def _has_begun(self, request: Request) -> bool:
+        """Return whether the request has begun. Such a request may continue, because otherwise all requests
+        could wait for each other."""
+        items = (self._items.get(feature.identifier) for feature in request.mm_features)
+        return any(item is not None and request.request_id in item.waiting for item in items)
+
+    def _drop(self, identifier: str) -> PendingEmbedding | None:
+        item = self._items.pop(identifier, None)
+        if item is not None:
+            self._waiting_bytes -= item.size
+        return item
+
+    def _begin(self, feature: Any, request: Request, now: float) -> PendingEmbedding | None:
+        """Create an item, loaded from the store or requested from the service. Returns None if it is not
+        shared."""
+        engine = self._run.config.engine
+        # In an engine without a tower, the rows arrive with the request.
+        if weights_guard.replaced() or not engine.share_embeddings or engine.tower == "service":
+            return None
+        rows = feature.mm_position.get_num_embeds()
+        key = key_of(feature.identifier, weights_guard.epoch())
+        if key is None:
+            return self._unshared(feature.identifier, rows, now)
+        ours = self._run.config.encoder
+        deadline = now + self._rule.encode_deadline_s(
+            rows, floor_s=ours.deadline_floor_s, ceiling_s=ours.deadline_s
+        )
+        expected = ExpectedEmbedding(key, rows, self._width, self._dtype)
+        size = rows * self._width * ITEM_BYTES[self._dtype]
+        item = PendingEmbedding(feature.identifier, expected, size, deadline, now)
+        if not self._rule.pays(rows=rows, size_bytes=item.size):
+            self._fail(item, "cheaper")
+            return item
+        store_problem = ""
+        try:
+            try:
+                if self._from_store(item, "store"):
+                    return item
+            except StoreError as e:
+                # The service can reply with the bytes themselves.
+                store_problem = e.reason
+            if self._lost is not None:
+                self._fail(item, store_problem or "absent")
+                return item
+            self._service.ask(item, feature, request)
+        except CornplugError as e:
+            self._fail(item, store_problem or e.reason)
+        return item
+
+    def _unshared(self, identifier: str, rows: int, now: float) -> PendingEmbedding:
+        """Create a settled item for a medium without a key, and count its miss."""
+        stale = is_stale(identifier, weights_guard.epoch())
+        reason = "weights_updated" if stale else unshared_reason(identifier) or "foreign_name"
+        item = PendingEmbedding(identifier, ExpectedEmbedding(b"", rows), 0, now, now)
+        self._fail(item, reason)
+        return item
+
+    def _look(self, item: PendingEmbedding, now: float) -> None:
+        """Settle an item if the service has replied, or its deadline has passed."""
+        if item.answer is not None and item.answer.done():
+            try:
+                self._take(item, item.answer.result())
+            except CornplugError as e:
+                self._fail(item, self._service.policy.failed(e, time.monotonic()))
+        elif now >= item.deadline:
+            self._fail(item, self._service.policy.late(now))
+
+    def _from_store(self, item: PendingEmbedding, source: str) -> bool:
+        began = time.monotonic()
+        try:
+            arrived = self._arrivals.read(item.identifier, item.expected, item.size)
+        except CodecError as e:
+            if e.reason == "wrong_shape":
+                raise
+            self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, e.reason)
+            return False
+        if arrived is None:
+            return False
+        self._rule.read(item.size, time.monotonic() - began)
+        self._arrive(item, arrived, source)
+        return True
+
+    def _take(self, item: PendingEmbedding, answer: EncodeReply) -> None:
+        source = self._service.policy.replied(answer, item.expected)
+        if answer.tensor is not None:
+            tensor = answer.tensor
+            held = self._arrivals.hold(tensor.data)
+            self._arrive(item, ArrivedEmbedding(item.identifier, tensor.dtype, tensor.shape, held), source)
+            if not answer.stored:
+                # The service could not save it, for example because it is on another host. Save it for the
+                # next engine of this host.
+                data = held if isinstance(held, bytearray) else bytearray(tensor.data)
+                rows = torch.frombuffer(data, dtype=getattr(torch, tensor.dtype)).view(tensor.shape)
+                self._publisher.offer(item.expected.key, rows)
+        elif not self._from_store(item, source):
+            self._fail(item, "evicted")
+
+    def _arrive(self, item: PendingEmbedding, arrived: ArrivedEmbedding, source: str) -> None:
+        item.arrived, item.source = arrived, source
+        self._observe(item)
+
+    def _fail(self, item: PendingEmbedding, reason: str) -> None:
+        item.failed = reason
+        self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, reason)
+        self._observe(item)
+
+    def _observe(self, item: PendingEmbedding) -> None:
+        self._tally.observe("cornplug_wait_seconds", time.monotonic() - item.began, self._run.app, EMBEDDING)

@@ -1,0 +1,411 @@
+"""Converts images of a chat request to embeddings, in the API process of an engine without a tower.
+
+    image_url ──parser──> medium: its bytes, or an http(s) URL ──> service: fetch, decode, encode
+    image_embeds <──rows, whose signed claims are this engine's tower, this salt and no other──┘
+
+The items are then handled like embeddings by handle (`media/embedding_handles.py`), so that an image has the
+same identifier in engines with and without a tower. If the service fails, the request ends with status 503
+before the engine sees it. Requests without images never wait for the service.
+
+vLLM's exception handlers set only status and body, so `RetryAfter` adds the header `Retry-After`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from urllib3.util import parse_url
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.multimodal.media.base import MediaIO
+from vllm.renderers.chat_utils import AsyncMultiModalItemTracker
+
+from cornplug.checkpoints.numeric_class import PRECISION_VARIABLES
+from cornplug.config import Config
+from cornplug.encoder_service.client.remote_client import RemoteEncoder
+from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
+from cornplug.encoder_service.wire.messages import MediumReply, MediumRequest
+from cornplug.encoder_service.wire.status_codes import is_of_medium
+from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.engine_common import weights_guard
+from cornplug.engine_common.model_identity import TowerIdentity
+from cornplug.errors import CodecError, ConfigError, CornplugError, EncoderError, EncoderRefused
+from cornplug.identity import embedding_key
+from cornplug.private_paths import read_secret
+from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.media.embedding_handles import ReceivedHandles
+from cornplug.vllm_connector.media.mm_identifiers import MmIdentifiers
+from cornplug.vllm_connector.media.no_tower_settings import (
+    TAKES_EMBEDDINGS,
+    is_asked_for,
+    ours,
+    settings_in,
+)
+from cornplug.vllm_connector.model.model_config import tower_identity
+
+_LEAST_S: Final = 1.0
+_noted: ContextVar[list[float] | None] = ContextVar("cornplug_retry_after", default=None)
+"""Delays noted for the current HTTP request."""
+_START_S: Final = 5.0
+"""Maximum time that a starting engine waits for a service's list of models."""
+_DOWN_S: Final = 2.0
+"""Retry delay for clients while no service replies, as long as the engine's own probes may take."""
+_salt: ContextVar[str | None] = ContextVar("cornplug_cache_salt", default=None)
+"""`cache_salt` of the request that is being rendered."""
+
+
+class ServiceUnavailable(GracefulHTTPError):
+    """503 response: the image was not encoded, and the request is valid."""
+
+    def __init__(self, why: str, pause_s: float | None) -> None:
+        pause = note_retry_after(pause_s)
+        super().__init__(
+            "the encoder service, which computes image embeddings for this server, returned no embedding: "
+            f"{why}; try again in {pause:.0f} s",
+            HTTPStatus.SERVICE_UNAVAILABLE,
+        )
+
+
+class FileBytes(MediaIO[bytes]):
+    """Bytes of a `data:` or `file:` URL, read by vLLM's own rules and not decoded."""
+
+    def load_bytes(self, data: bytes) -> bytes:
+        return data
+
+    def load_base64(self, media_type: str, data: str) -> bytes:
+        return base64.b64decode(data, validate=True)
+
+    def load_file(self, filepath: Path) -> bytes:
+        return filepath.read_bytes()
+
+
+class ServedImages:
+    """The service's replies for one engine's images. Thread-safe. Call `close` at the end."""
+
+    def __init__(
+        self,
+        config: Config,
+        secret: bytes,
+        tower: Callable[[], TowerIdentity | None],
+        handles: ReceivedHandles,
+        *,
+        family: str,
+        dtype: str,
+    ) -> None:
+        """`tower` returns the identity of the checkpoint's tower, or None while it is unknown."""
+        self._config = config
+        self._secret = secret
+        self._tower = tower
+        self._handles = handles
+        self._wants_grid = TAKES_EMBEDDINGS[family]
+        self._dtype = dtype
+        self._client = RemoteEncoder(config.encoder.engine_weights(), secret)
+
+    def check(self, tower: TowerIdentity, model: str) -> None:
+        """Raise ConfigError if a service replies that does not have this checkpoint's tower, or can never
+        have it.
+
+        A service that is not available yet, or no longer, causes only a log line.
+        """
+        if tower.served_identity is None:
+            raise ConfigError(
+                "--cornplug-tower service",
+                f"this engine's settings change the embeddings of {model}, but the encoder service uses the "
+                "checkpoint's settings",
+                "Remove --mm-processor-kwargs and other settings of the tower, or --cornplug-tower.",
+            )
+        for url in self._config.encoder.engine_weights():
+            with RemoteEncoder([url], self._secret) as client:
+                try:
+                    models = client.describe(_START_S)
+                except (EncoderError, TimeoutError) as e:
+                    compat.logger.warning(
+                        "cornplug: requests with images return 503 until an encoder service is available: %s",
+                        e,
+                    )
+                    continue
+            if not any(tower.served_identity == one.identity_for("image") for one in models):
+                raise ConfigError(
+                    "--cornplug-encoder",
+                    f"the service at {url} has the towers of {', '.join(one.name for one in models)} in "
+                    f"{', '.join(sorted({one.dtype for one in models}))}, but not the tower of {model} in "
+                    f"{self._dtype}",
+                    f"Start the service with --model {model} --dtype {self._dtype}, from the same files and "
+                    f"with the same values of {', '.join(PRECISION_VARIABLES)}.",
+                )
+
+    def limit(self, count: int) -> None:
+        """Raise VLLMValidationError if a prompt has more images than the operator allows."""
+        most = self._config.engine.images_per_prompt
+        if most is not None and count > most:
+            raise VLLMValidationError(
+                f"At most {most} image(s) may be provided in one prompt.", parameter="image", value=count
+            )
+
+    async def item(self, url: str, connector: Any, salt: str | None) -> Any:
+        """Return the embedding item of an image. Raises ServiceUnavailable and VLLMValidationError."""
+        if _is_remote(url, connector):
+            request = self._request(salt, url=url)
+        else:
+            request = self._request(salt, data=await connector.load_from_url_async(url, FileBytes()))
+        try:
+            reply = await asyncio.wrap_future(self._client.submit_medium(request))
+        except EncoderError as e:
+            raise _error(e) from e
+        return self._taken(reply, salt)
+
+    def item_now(self, url: str, connector: Any, salt: str | None) -> Any:
+        """Like `item`, for an engine without an event loop."""
+        if _is_remote(url, connector):
+            request = self._request(salt, url=url)
+        else:
+            request = self._request(salt, data=connector.load_from_url(url, FileBytes()))
+        try:
+            reply = self._client.submit_medium(request).result()
+        except EncoderError as e:
+            raise _error(e) from e
+        return self._taken(reply, salt)
+
+    def close(self) -> None:
+        """Close the connections to the service."""
+        self._client.close()
+
+    def _request(self, salt: str | None, *, data: bytes = b"", url: str = "") -> MediumRequest:
+        if not data and not url:
+            raise VLLMValidationError("the image is empty", parameter="image_url")
+        return MediumRequest(
+            identity=self._served(),
+            modality="image",
+            data=data,
+            url=url,
+            cache_salt=salt,
+            app=self._config.engine.app,
+            deadline_s=self._config.encoder.language_only_timeout_s,
+            decoding=compat.decoding(),
+        )
+
+    def _served(self) -> bytes:
+        """Identity for requests to the service. Raises ServiceUnavailable while it is unknown."""
+        if weights_guard.replaced():
+            raise ServiceUnavailable("this server's weights were replaced", _DOWN_S)
+        tower = self._tower()
+        if tower is None or tower.served_identity is None:
+            raise ServiceUnavailable("this server has not identified its checkpoint yet", _DOWN_S)
+        return tower.served_identity
+
+    def _taken(self, reply: MediumReply, salt: str | None) -> Any:
+        """Return the item for a reply whose signature matches this engine. Raises ServiceUnavailable
+        otherwise."""
+        try:
+            claims = EmbeddingHandle.checked(reply.handle, self._secret, now=time.time())
+        except CodecError as e:
+            raise ServiceUnavailable(str(e), None) from e
+        identity, tensor = self._served(), reply.tensor
+        if reply.decoding != compat.decoding():
+            raise ServiceUnavailable(
+                f"it decodes images with {reply.decoding}, but this server needs {compat.decoding()}; "
+                "update cornplug on the encoder service",
+                None,
+            )
+        key = embedding_key(self._secret, identity, claims.media, salt)
+        told = (claims.identity, claims.key, claims.modality, claims.dtype, tensor.dtype, len(tensor.shape))
+        if told != (identity, key, "image", self._dtype, self._dtype, 2):
+            raise ServiceUnavailable(
+                f"it sent an embedding of {claims.modality} {claims.identity.hex()[:12]} in {claims.dtype}, "
+                f"but this server needs {identity.hex()[:12]} in {self._dtype}",
+                None,
+            )
+        dtype = getattr(torch, tensor.dtype)
+        if len(tensor.data) != math.prod(tensor.shape) * dtype.itemsize:
+            raise ServiceUnavailable("the size of its reply does not match the header", None)
+        rows = torch.frombuffer(bytearray(tensor.data), dtype=dtype).view(tensor.shape)
+        self._handles.keep(claims, rows)
+        return {"image_embeds": rows, "image_grid_thw": list(claims.grid)} if self._wants_grid else rows
+
+
+def started(config: Any, names: MmIdentifiers | None) -> None:
+    """Use the service for images of this process's engine, if it has no tower.
+
+    Reads the checkpoint's weights once. Raises ConfigError as `ServedImages.check`, and if the checkpoint
+    cannot be identified.
+    """
+    global _active
+    deactivate()
+    if names is None or not is_asked_for(config):
+        return
+    said = ours(settings_in(config))
+    model = config.model_config
+    try:
+        known = tower_identity(config)
+    except CornplugError as e:
+        raise ConfigError(
+            "--cornplug-tower service",
+            f"cannot identify the tower of {model.model}, or compare it with the tower of a service: {e}",
+            "Remove the option.",
+        ) from e
+    served = ServedImages(
+        said,
+        read_secret(said.store.secret_file),
+        names.tower,
+        names.handles,
+        family=str(model.hf_config.model_type),
+        dtype=dtype_name(model.dtype),
+    )
+    try:
+        served.check(known, str(model.model))
+    except ConfigError:
+        served.close()
+        raise
+    for module, target, wrapper in RETRY_AFTER_WRAPS:
+        compat.wrap(module, target, wrapper)
+    _active = served
+
+
+def deactivate() -> None:
+    """Leave images of this process's requests to vLLM, because its engine has a tower."""
+    global _active
+    if _active is not None:
+        _active.close()
+    _active = None
+
+
+_active: ServedImages | None = None
+
+
+def _is_remote(url: str, connector: Any) -> bool:
+    """Return whether the service fetches the URL. Raises vLLM's error for a host that
+    `--allowed-media-domains` excludes."""
+    if url[:5].lower() == "data:":
+        return False
+    parts = parse_url(url)
+    if parts.scheme not in ("http", "https"):
+        return False
+    connector._assert_url_in_allowed_media_domains(parts)
+    return True
+
+
+def _error(e: EncoderError) -> Exception:
+    if isinstance(e, EncoderRefused) and is_of_medium(e.reason):
+        return VLLMValidationError(str(e), parameter="image_url")
+    pause_s = getattr(e, "retry_after_s", None)
+    return ServiceUnavailable(str(e), _DOWN_S if pause_s is None else pause_s)
+
+
+def _create_parser(original: Callable[..., Any], tracker: Any, *args: Any, **kwargs: Any) -> Any:
+    parser = original(tracker, *args, **kwargs)
+    if _active is not None:
+        parser.parse_image = functools.partial(_parse_image, _active, tracker, parser)
+    return parser
+
+
+def _parse_image(
+    served: ServedImages, tracker: Any, parser: Any, image_url: str | None, uuid: str | None = None
+) -> None:
+    """Replacement of a content parser's method that turns the image into an embedding item."""
+    if not image_url:
+        raise VLLMValidationError(
+            "this server has no vision tower and does not keep images: send the image together with its uuid",
+            parameter="image_url",
+        )
+    if (tracker.media_io_kwargs or {}).get("image"):
+        raise VLLMValidationError(
+            "image: the encoder service decodes the images of this server, with vLLM's defaults. Remove "
+            "this option",
+            parameter="media_io_kwargs",
+        )
+    served.limit(len(tracker._items_by_modality["image_embeds"]) + 1)
+    salt = _salt.get()
+    item: Any
+    if isinstance(tracker, AsyncMultiModalItemTracker):
+
+        async def later() -> tuple[Any, str | None]:
+            return await served.item(image_url, parser._connector, salt), uuid
+
+        item = later
+    else:
+        item = served.item_now(image_url, parser._connector, salt), uuid
+    parser._add_placeholder("image", tracker.add("image_embeds", item))
+
+
+def _salted(prompt_extras: Mapping[str, Any] | None) -> Any:
+    return _salt.set((prompt_extras or {}).get("cache_salt"))
+
+
+def _render_chat(original: Callable[..., Any], this: Any, *args: Any, **kwargs: Any) -> Any:
+    token = _salted(kwargs.get("prompt_extras"))
+    try:
+        return original(this, *args, **kwargs)
+    finally:
+        _salt.reset(token)
+
+
+async def _render_chat_async(original: Callable[..., Any], this: Any, *args: Any, **kwargs: Any) -> Any:
+    token = _salted(kwargs.get("prompt_extras"))
+    try:
+        return await original(this, *args, **kwargs)
+    finally:
+        _salt.reset(token)
+
+
+def note_retry_after(seconds: float | None) -> float:
+    """Set the delay that the response to this request requests, if its status is 503."""
+    pause_s = math.ceil(max(_LEAST_S, seconds or 0.0))
+    noted = _noted.get()
+    if noted is not None:
+        noted.append(pause_s)
+    return pause_s
+
+
+class RetryAfter:
+    """ASGI middleware that adds the header for the delay passed to `note_retry_after`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # Tasks of this request have copies of the context, which refer to this same list.
+        noted: list[float] = []
+
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 503 and noted:
+                MutableHeaders(scope=message)["retry-after"] = f"{max(noted):.0f}"
+            await send(message)
+
+        token = _noted.set(noted)
+        try:
+            await self._app(scope, receive, marked)
+        finally:
+            _noted.reset(token)
+
+
+def _init_exception_handler(original: Callable[..., Any], app: Any) -> None:
+    original(app)
+    app.add_middleware(RetryAfter)
+
+
+RETRY_AFTER_WRAPS: Final[tuple[tuple[str, str, Callable[..., Any]], ...]] = (
+    ("vllm.entrypoints.launchers.app", "init_exception_handler", _init_exception_handler),
+)
+"""Used only in the API processes of an engine without a tower, which have imported this vLLM module."""
+
+
+WRAPS: Final[tuple[tuple[str, str, Callable[..., Any]], ...]] = (
+    ("vllm.renderers.chat_utils", "MultiModalItemTracker.create_parser", _create_parser),
+    ("vllm.renderers.chat_utils", "AsyncMultiModalItemTracker.create_parser", _create_parser),
+    ("vllm.renderers.base", "BaseRenderer.render_chat", _render_chat),
+    ("vllm.renderers.base", "BaseRenderer.render_chat_async", _render_chat_async),
+)

@@ -1,0 +1,284 @@
+"""Worker half of the encoder-cache connector: loads embeddings into the engine's cache, and saves them.
+
+`MappedRows` copies rows from the row memory to its device alongside the engine's work.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from vllm.v1.kv_offload.cpu.host_register import host_register, host_unregister
+
+from cornplug.engine_common.embedding_publisher import EmbeddingPublisher, TowerClock
+from cornplug.engine_common.load_policy import FadedRate
+from cornplug.engine_common.runtime import EngineRuntime
+from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory
+from cornplug.vllm_connector.media.metadata import (
+    CornplugECMetadata,
+    CornplugECWorkerMetadata,
+    RowPlace,
+    mapped,
+)
+from cornplug.vllm_connector.media.mm_identifiers import key_of
+
+_ARENA: Final = b"rows"
+
+
+class RowCopies(Protocol):
+    """Destination of row copies."""
+
+    def copy(self, runs: list[torch.Tensor], size_bytes: int) -> tuple[torch.Tensor, Any]:
+        """Copy `runs` into one tensor on the device, which the engine's later work can use. Returns the
+        tensor and the end event."""
+
+    def done(self, end: Any) -> bool:
+        """Return whether `end` has completed, so `runs` are no longer read."""
+
+    def wait(self, end: Any) -> None:
+        """Wait for `end`."""
+
+
+class CpuCopies:
+    """Synchronous copies to host memory."""
+
+    def copy(self, runs: list[torch.Tensor], size_bytes: int) -> tuple[torch.Tensor, None]:
+        return torch.cat(runs), None
+
+    def done(self, end: None) -> bool:
+        return True
+
+    def wait(self, end: None) -> None:
+        """Do nothing, because copies are synchronous."""
+
+
+class CudaCopies:
+    """Copies on a separate stream. The engine's kernels wait for the rows, but the engine's thread does
+    not."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    def copy(self, runs: list[torch.Tensor], size_bytes: int) -> tuple[torch.Tensor, torch.cuda.Event]:
+        engine = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            # The memory belongs to this stream, so no kernel of the engine still uses it.
+            there = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+            at = 0
+            for run in runs:
+                there[at : at + len(run)].copy_(run, non_blocking=True)
+                at += len(run)
+        end = torch.cuda.Event()
+        end.record(self._stream)
+        engine.wait_event(end)
+        there.record_stream(engine)
+        return there, end
+
+    def done(self, end: torch.cuda.Event) -> bool:
+        return end.query()
+
+    def wait(self, end: torch.cuda.Event) -> None:
+        end.synchronize()
+
+
+class MappedRows:
+    """Mapped rows of one rank. Used by the engine's thread.
+
+    Args:
+        register, unregister: see `RegisteredMemory`. None if nothing is registered.
+    """
+
+    def __init__(
+        self,
+        copies: RowCopies,
+        register: Callable[[int, int], bool] | None = None,
+        unregister: Callable[[int], None] = lambda address: None,
+        enter_thread: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._copies = copies
+        self._bytes: torch.Tensor | None = None
+        self._memory: memoryview | None = None
+        self._registered = (
+            RegisteredMemory(self, register, unregister, enter_thread) if register is not None else None
+        )
+        self._ongoing: deque[tuple[int, Any]] = deque()
+        """(offset, end) of copies, in order."""
+        if self._registered is not None:
+            self._registered.join(self._is_idle)
+
+    def map(self, address: str) -> bool:
+        """Map the memory at this address, and return whether it is accessible."""
+        if self._bytes is None and (found := mapped(address)) is not None:
+            self._memory = memoryview(found)
+            self._bytes = torch.from_numpy(np.frombuffer(found, np.uint8))
+        return self._bytes is not None
+
+    def mapped(self, arena_id: bytes) -> memoryview | None:
+        """The whole memory, for `RegisteredMemory`."""
+        return self._memory
+
+    def rows(self, place: RowPlace) -> torch.Tensor:
+        """Copy a place to the device, shape (bytes,). `copied` returns the place when it is free."""
+        assert self._bytes is not None, "the scheduler was notified that this rank has mapped its memory"
+        there, end = self._copies.copy(self._runs(self._bytes, place), place.size_bytes)
+        self._ongoing.append((place.offset, end))
+        return there
+
+    def copied(self) -> list[int]:
+        """Offsets of places that are no longer read, each once."""
+        found = []
+        while self._ongoing and self._copies.done(self._ongoing[0][1]):
+            found.append(self._ongoing.popleft()[0])
+        return found
+
+    def close(self) -> None:
+        """Wait for the copies, and unregister the memory."""
+        while self._ongoing:
+            self._copies.wait(self._ongoing.popleft()[1])
+        if self._registered is not None:
+            self._registered.leave(self._is_idle)
+
+    def _is_idle(self) -> bool:
+        return not self._ongoing
+
+    def _runs(self, memory: torch.Tensor, place: RowPlace) -> list[torch.Tensor]:
+        """Split a place, because no copy may cross two registered ranges or the end of the last one."""
+        at, end = place.offset, place.offset + place.size_bytes
+        if self._registered is None:
+            return [memory[at:end]]
+        if not self._registered.reaches(_ARENA, end):
+            return [memory[at:end].clone()]
+        runs = []
+        for _, size_bytes in self._registered.runs(_ARENA, at, end - at):
+            runs.append(memory[at : at + size_bytes])
+            at += size_bytes
+        return runs
+
+
+def mapped_rows(device: torch.device) -> MappedRows:
+    """Create a worker's side for its device."""
+    if device.type != "cuda":
+        return MappedRows(CpuCopies())
+    return MappedRows(
+        CudaCopies(device), host_register, host_unregister, lambda: torch.cuda.set_device(device)
+    )
+
+
+class ECWorker:
+    """Worker half of one rank. Only one rank of the engine saves.
+
+    In an engine that runs only its encoder, a step ends when its embeddings are in the store, because a
+    consumer may look them up as soon as the request has finished.
+    """
+
+    def __init__(
+        self,
+        runtime: EngineRuntime,
+        *,
+        publishes: bool,
+        device: str,
+        rank: int = 0,
+        encoder_only: bool = False,
+    ) -> None:
+        self._publishes = publishes
+        self._patience_s = runtime.background_timeout_s if encoder_only else 0.0
+        self._offered = False
+        """Whether something was offered since the last acknowledgements."""
+        self._device = torch.device(device)
+        self._rank = rank
+        self._rows: MappedRows | None = None
+        """Set when the scheduler has sent the memory's address."""
+        self._mapped: list[int] = []
+        """This rank, after it has mapped the memory and until the next acknowledgements."""
+        self._publisher = EmbeddingPublisher(runtime, self._note)
+        self._lock = threading.Lock()
+        self._saves: list[tuple[str, int]] = []
+        self._copied: list[tuple[int, float]] = []
+        self._tower = TowerClock(self._device)
+        self._encoding = FadedRate()
+        """Seconds of the tower by rows. The time of the current step is known too late for its own
+        embeddings."""
+
+    def load(self, cache: dict[str, torch.Tensor], moves: CornplugECMetadata) -> None:
+        """Copy arrived embeddings, of shape (rows, hidden), into the engine's encoder cache."""
+        if moves.row_memory and self._rows is None:
+            self._map(moves.row_memory)
+        began, size = time.perf_counter(), 0
+        for item in moves.arrived:
+            rows = self._on_device(item.data)
+            cache[item.identifier] = rows.view(getattr(torch, item.dtype)).view(item.shape)
+            size += rows.numel()
+        if self._publishes:
+            if moves.arrived:
+                self._copied.append((size, time.perf_counter() - began))
+            self._tower.begin()
+
+    def _map(self, address: str) -> None:
+        rows = mapped_rows(self._device)
+        if rows.map(address):
+            self._rows, self._mapped = rows, [self._rank]
+
+    def _on_device(self, data: bytearray | RowPlace) -> torch.Tensor:
+        """Return the bytes on the device, shape (bytes,)."""
+        if not isinstance(data, RowPlace):
+            return torch.frombuffer(data, dtype=torch.uint8).to(self._device, non_blocking=True)
+        assert self._rows is not None, "the scheduler was notified that this rank has mapped its memory"
+        return self._rows.rows(data)
+
+    def save(self, identifier: str, embedding: torch.Tensor, moves: CornplugECMetadata) -> None:
+        """Save an embedding that this engine had to compute. Returns immediately, because a thread saves
+        it."""
+        if self._publishes and embedding.ndim == 2:
+            self._tower.ran(len(embedding))
+        self._offer(identifier, embedding, moves)
+
+    def save_again(self, cache: dict[str, torch.Tensor], moves: CornplugECMetadata) -> None:
+        """Save embeddings of earlier steps that the store lacks."""
+        for identifier in moves.again:
+            if (embedding := cache.get(identifier)) is not None:
+                self._offer(identifier, embedding, moves)
+
+    def _offer(self, identifier: str, embedding: torch.Tensor, moves: CornplugECMetadata) -> None:
+        key = key_of(identifier, moves.epoch)
+        if key is None or not self._publishes or not moves.publish or embedding.ndim != 2:
+            return
+        cost_s = self._encoding.seconds(len(embedding)) or 0.0
+        self._publisher.offer(key, embedding, cost_s=cost_s, patience_s=self._patience_s)
+        self._offered = True
+
+    def stop_publishing(self) -> None:
+        """Stop saving. Embeddings that the scheduler half has promised are still loaded."""
+        self._publishes = False
+
+    def acks(self) -> CornplugECWorkerMetadata | None:
+        """Outcomes of earlier saves and new measurements, or None if there are none."""
+        if self._offered and self._patience_s:
+            self._publisher.flush(self._patience_s)
+        self._offered = False
+        with self._lock:
+            saves, self._saves = self._saves, []
+        copied, self._copied = self._copied, []
+        encoded = self._tower.measured()
+        for rows, seconds in encoded:
+            self._encoding.note(rows, seconds)
+        mapped, self._mapped = self._mapped, []
+        places = [] if self._rows is None else [(self._rank, offset) for offset in self._rows.copied()]
+        if not (saves or encoded or copied or mapped or places):
+            return None
+        return CornplugECWorkerMetadata(saves, encoded, copied, mapped, places)
+
+    def close(self) -> None:
+        """Finish pending saves, and the copies of received embeddings."""
+        self._publisher.close()
+        if self._rows is not None:
+            self._rows.close()
+
+    def _note(self, outcome: str, size: int) -> None:
+        with self._lock:
+            self._saves.append((outcome, size))

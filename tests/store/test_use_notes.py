@@ -1,0 +1,128 @@
+"""Pages in which clients note their reads, and what the daemon makes of them."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from cornplug.store.base import Reservation
+from cornplug.store.daemon.entry_table_writer import EntryTableWriter
+from cornplug.store.daemon.entry_watchers import EntryWatchers
+from cornplug.store.daemon.index import StoreIndex
+from cornplug.store.entry_table import TableShape
+from cornplug.store.use_notes import (
+    MOST_COUNTED,
+    NO_PAGE,
+    PAGE_BYTES,
+    PAGES,
+    RING,
+    ClientNotes,
+    NotedReads,
+    UseNotes,
+)
+from cornplug.testing.store import key
+
+
+@pytest.fixture
+def notes() -> Iterator[UseNotes]:
+    made = UseNotes()
+    yield made
+    made.close()
+
+
+def test_notes_reads_are_taken_once_in_order(notes: UseNotes) -> None:
+    page, other = notes.open(), notes.open()
+    mine, theirs = ClientNotes(notes.fd, page), ClientNotes(notes.fd, other)
+    assert notes.take(page) is None
+    for record in (3, 1, 3):
+        mine.hit(record)
+    theirs.miss()
+    assert notes.take(page) == NotedReads(3, 0, [3, 1, 3])
+    assert notes.take(page) is None
+    assert notes.take(other) == NotedReads(0, 1, [])
+    mine.hit(7)
+    assert notes.take(page) == NotedReads(1, 0, [7])
+
+
+def test_notes_keys_looked_up_are_taken_once_and_wrap(notes: UseNotes) -> None:
+    page = notes.open()
+    mine = ClientNotes(notes.fd, page)
+    mine.looked_up(3, 5)
+    assert notes.take(page) == NotedReads(0, 0, [], found=3, absent=5)
+    assert notes.take(page) is None
+    for _ in range(1 << 9):
+        mine.looked_up((1 << 23) - 1, 0)
+        notes.take(page)
+    mine.looked_up(1 << 10, 1)
+    assert notes.take(page) == NotedReads(0, 0, [], found=1 << 10, absent=1)
+
+
+def test_notes_that_say_more_than_a_client_can_read_are_clamped(notes: UseNotes) -> None:
+    page = notes.open()
+    notes._memory[page * PAGE_BYTES : page * PAGE_BYTES + 32] = b"\xfe" * 32
+    reads = notes.take(page)
+    assert reads is not None
+    assert (reads.hits, reads.misses, reads.found, reads.absent) == (MOST_COUNTED,) * 4
+
+
+def test_notes_beyond_the_ring_lose_the_oldest(notes: UseNotes) -> None:
+    page = notes.open()
+    mine = ClientNotes(notes.fd, page)
+    for record in range(3 * RING + 5):
+        mine.hit(record)
+    assert notes.take(page) == NotedReads(3 * RING + 5, 0, list(range(2 * RING + 5, 3 * RING + 5)))
+
+
+def test_notes_page_of_a_gone_client_is_empty_for_the_next(notes: UseNotes) -> None:
+    page = notes.open()
+    ClientNotes(notes.fd, page).hit(1)
+    notes.shut(page)
+    assert notes.open() == page
+    assert notes.take(page) is None
+
+
+def test_notes_client_without_a_page_has_none(notes: UseNotes) -> None:
+    pages = [notes.open() for _ in range(PAGES + 2)]
+    assert pages[PAGES:] == [NO_PAGE, NO_PAGE]
+    assert notes.take(NO_PAGE) is None
+    notes.shut(NO_PAGE)
+    notes.shut(pages[0])
+    assert notes.open() == pages[0]
+
+
+def test_notes_of_several_threads_are_all_counted(notes: UseNotes) -> None:
+    page = notes.open()
+    mine = ClientNotes(notes.fd, page)
+    threads = [threading.Thread(target=lambda: [mine.hit(1) for _ in range(100)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert notes.take(page) == NotedReads(400, 0, [1] * 400)
+
+
+def test_notes_hostile_bytes_change_only_counts_and_order(notes: UseNotes) -> None:
+    table = EntryTableWriter(TableShape.of(1 << 20))
+    watchers = EntryWatchers(table)
+    index = StoreIndex(b"\1" * 16, 64 * 8, quarantine_s=1.0, grow=lambda missing: missing, watchers=watchers)
+    for room in index.reserve(1, [(key(n), 64) for n in range(8)], app="a", now_s=0.0):
+        assert isinstance(room, Reservation)
+        index.commit(1, room.token, b"")
+    page = notes.open()
+    source = random.Random(1)
+    for _ in range(200):
+        notes._memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = source.randbytes(PAGE_BYTES)
+        reads = notes.take(page)
+        assert reads is not None
+        assert len(reads.records) <= RING
+        index.count_reads(reads)
+    assert index.contains([key(n) for n in range(8)]) == b"\1" * 8
+    assert 0 <= index.stat().hits < 1 << 64
+    for n in range(8, 20):
+        (room,) = index.reserve(1, [(key(n), 64)], app="a", now_s=0.0)
+        assert isinstance(room, Reservation)
+        index.commit(1, room.token, b"")
+    table.close()

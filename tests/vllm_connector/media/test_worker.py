@@ -1,0 +1,294 @@
+"""The encoder-cache worker, and what the service is sent: bytes in, bytes out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
+from vllm.model_executor.layers.fusion.mm_input_norm import FusedMMInputNorm, IdentityInputNorm
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+
+from cornplug.codec import PayloadKind
+from cornplug.engine_common import embedding_publisher
+from cornplug.errors import EncoderRefused
+from cornplug.store.memory import MemoryStore
+from cornplug.store.payload import get_payload
+from cornplug.testing import FaultyStore
+from cornplug.vllm_connector import ec_connector
+from cornplug.vllm_connector.ec_connector import CornplugECConnector
+from cornplug.vllm_connector.media.encoder_requests import MediaInputs
+from cornplug.vllm_connector.media.metadata import ArrivedEmbedding, CornplugECMetadata
+from cornplug.vllm_connector.media.worker import ECWorker
+
+from ..rig import runtime
+
+NAME, KEY = "cp1-" + "ab" * 32, b"\xab" * 32
+
+
+def published(worker: ECWorker) -> list[tuple[str, int]]:
+    """Outcomes, once the publisher has nothing to do."""
+    worker._publisher._thread.submit(lambda: None).result(60)
+    acks = worker.acks()
+    return acks.saves if acks is not None else []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_ec_worker_published_embedding_loads_in_another(store: MemoryStore, dtype: torch.dtype) -> None:
+    worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")
+    value = torch.randn(9, 8).to(dtype)[::3]  # not contiguous
+    worker.save(NAME, value, CornplugECMetadata())
+    assert published(worker) == [("stored", 3 * 8 * value.element_size())]
+    found = get_payload(store.connect(), KEY, deadline_s=1)
+    assert found is not None
+    header, payload = found
+    assert (header.kind, header.shape) == (PayloadKind.EMBEDDING, (3, 8))
+    cache: dict[str, torch.Tensor] = {}
+    worker.load(cache, CornplugECMetadata([ArrivedEmbedding(NAME, header.dtype, header.shape, payload)]))
+    assert cache[NAME].dtype == dtype
+    assert torch.equal(cache[NAME], value)
+    worker.save(NAME, value, CornplugECMetadata())
+    assert published(worker) == [("present", 3 * 8 * value.element_size())]
+    assert worker.acks() is None
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "moves", "publishes"),
+    [
+        ("uuid", torch.ones(2, 2), CornplugECMetadata(), True),
+        ("local-" + "ab" * 32, torch.ones(2, 2), CornplugECMetadata(), True),
+        ("3:" + NAME, torch.ones(2, 2), CornplugECMetadata(), True),
+        (NAME, torch.ones(2, 2), CornplugECMetadata(publish=False), True),
+        (NAME, torch.ones(2, 2), CornplugECMetadata(epoch=2), True),
+        (NAME + "-2", torch.ones(2, 2), CornplugECMetadata(epoch=4), True),
+        (NAME, torch.ones(2, 2), CornplugECMetadata(), False),
+        (NAME, torch.ones(2, 2, 2), CornplugECMetadata(), True),
+    ],
+)
+def test_ec_worker_foreign_or_disabled_is_not_published(
+    store: MemoryStore, name: str, value: torch.Tensor, moves: CornplugECMetadata, publishes: bool
+) -> None:
+    worker = ECWorker(runtime(store.connect()), publishes=publishes, device="cpu")
+    worker.save(name, value, moves)
+    assert published(worker) == []
+    assert store.connect().stat(deadline_s=1).entries == 0
+
+
+def test_ec_worker_store_failure_is_save_outcome(faulty: FaultyStore) -> None:
+    worker = ECWorker(runtime(faulty), publishes=True, device="cpu")
+    faulty.unavailable = True
+    worker.save(NAME, torch.ones(2, 2), CornplugECMetadata())
+    assert published(worker) == [("store_down", 16)]
+    faulty.unavailable, faulty.full = False, True
+    worker.save(NAME, torch.ones(2, 2), CornplugECMetadata())
+    assert published(worker) == [("full", 16)]
+
+
+def test_ec_worker_publish_error_frees_queue_place(store: MemoryStore) -> None:
+    worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")
+    with mock.patch.object(embedding_publisher, "put_payload", side_effect=RuntimeError("device")):
+        for _ in range(3 * embedding_publisher._MAX_WAITING):
+            worker.save(NAME, torch.ones(2, 2), CornplugECMetadata())
+            published(worker)
+    worker.save(NAME, torch.ones(2, 2), CornplugECMetadata())
+    assert published(worker) == [("stored", 16)]
+
+
+def test_ec_worker_slow_store_bounds_publish_queue(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding_publisher, "_MAX_WAITING", 2)
+    go = threading.Event()
+    with mock.patch.object(
+        embedding_publisher, "put_payload", side_effect=lambda *a, **k: go.wait(60) and "stored"
+    ):
+        worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")
+        for _ in range(5):
+            worker.save(NAME, torch.ones(2, 2), CornplugECMetadata())
+        acks = worker.acks()
+        assert acks is not None
+        assert acks.saves == [("busy", 0)] * 3
+        go.set()
+        assert published(worker) == [("stored", 16)] * 2
+
+
+def test_ec_connector_for_text_model_does_nothing() -> None:
+    connector = facade(None, ECConnectorRole.SCHEDULER)
+    request: Any = SimpleNamespace(mm_features=[])
+    output: Any = SimpleNamespace(
+        free_encoder_mm_hashes=[], total_num_scheduled_tokens=1, ec_connector_worker_meta=None
+    )
+    assert connector.ensure_cache_available(request, 0)
+    assert not connector.has_cache_item(NAME)
+    connector.update_state_after_alloc(request, 0)
+    assert connector.build_connector_meta(output) == CornplugECMetadata(publish=False)
+    connector.update_connector_output(output)
+    assert connector.request_finished(request) == (False, None)
+    assert connector.get_ec_connector_stats() is None
+    connector.shutdown()
+
+
+def test_ec_connector_worker_loads_and_saves(store: MemoryStore) -> None:
+    connector = facade(store, ECConnectorRole.WORKER)
+    cache = {NAME: torch.ones(2, 4)}
+    # A profiling run encodes outside of a step.
+    connector.save_caches(cache, NAME)
+    assert connector.build_connector_worker_meta() is None
+    connector.bind_connector_metadata(
+        CornplugECMetadata([ArrivedEmbedding("cp1-x", "float32", (1, 1), bytearray(4))])
+    )
+    connector.start_load_caches(cache)
+    assert torch.equal(cache["cp1-x"], torch.zeros(1, 1))
+    connector.save_caches(cache, NAME)
+    end_s = time.monotonic() + 30
+    metas: list[Any] = []
+    while not metas or not metas[-1].saves:
+        assert time.monotonic() < end_s
+        metas += [meta] if (meta := connector.build_connector_worker_meta()) is not None else []
+    assert metas[-1].saves == [("stored", 32)]
+    [(rows, encoded_s)] = metas[0].encoded
+    assert (rows, encoded_s > 0) == (2, True)
+    [(size, copied_s)] = metas[0].copied
+    assert (size, copied_s > 0) == (4, True)
+    connector.shutdown()
+
+
+def facade(store: MemoryStore | None, role: ECConnectorRole, *, consumer: bool = True) -> CornplugECConnector:
+    config: Any = SimpleNamespace(
+        ec_transfer_config=SimpleNamespace(
+            is_ec_producer=True, is_ec_consumer=consumer, ec_connector_extra_config={}
+        ),
+        model_config=SimpleNamespace(multimodal_config=object() if store is not None else None),
+        parallel_config=SimpleNamespace(rank=0),
+        device_config=SimpleNamespace(device="cpu"),
+    )
+    over = runtime((store or MemoryStore(capacity_bytes=1 << 16)).connect())
+    with mock.patch.object(ec_connector, "runtime", side_effect=lambda extra: over):
+        return CornplugECConnector(config, role)
+
+
+# -- what the service is sent -----------------------------------------------------------------
+
+
+def inputs(norm: Any) -> MediaInputs:
+    made = object.__new__(MediaInputs)
+    made._norm, made._in_workers_only = norm, False
+    made._wanted = {"image": ("pixel_values", "image_grid_thw")}
+    return made
+
+
+def item(**tensors: Any) -> MultiModalFeatureSpec:
+    data = MultiModalKwargsItem(
+        {name: MultiModalFieldElem(data=t, field=MultiModalBatchedField()) for name, t in tensors.items()}
+    )
+    return MultiModalFeatureSpec(data, "image", NAME, PlaceholderRange(0, 4))
+
+
+def test_media_inputs_keep_values_dtype_and_shape() -> None:
+    pixels = torch.randn(3, 4, 4, dtype=torch.bfloat16)
+    grid = torch.tensor([1, 2, 2])
+    sent = inputs(IdentityInputNorm()).of(
+        item(pixel_values=pixels.transpose(1, 2), image_grid_thw=grid, other=torch.ones(1))
+    )
+    assert set(sent) == {"pixel_values", "image_grid_thw"}
+    assert (sent["pixel_values"].dtype, sent["pixel_values"].shape) == ("bfloat16", (3, 4, 4))
+    read = torch.frombuffer(bytearray(sent["pixel_values"].data), dtype=torch.bfloat16).view(3, 4, 4)
+    assert torch.equal(read, pixels.transpose(1, 2))
+    assert (sent["image_grid_thw"].dtype, sent["image_grid_thw"].shape) == ("int64", (3,))
+
+
+def test_media_inputs_scalar_keeps_shape_and_value() -> None:
+    sent = inputs(IdentityInputNorm()).of(item(pixel_values=torch.ones(1), image_grid_thw=torch.tensor(7)))
+    assert sent["image_grid_thw"].shape == ()
+    assert int.from_bytes(sent["image_grid_thw"].data, "little") == 7
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sent"),
+    [
+        ("llava", {"pixel_values"}),
+        ("llava_next", {"pixel_values", "image_sizes"}),
+        ("internvl", {"pixel_values"}),
+        ("gemma3", {"pixel_values"}),
+        ("qwen2_vl", {"pixel_values", "image_grid_thw"}),
+    ],
+)
+def test_media_inputs_hold_only_fields_of_family(model_type: str, sent: set[str]) -> None:
+    """Not what else a processor counts: the service refuses what its tower does not take."""
+    from vllm.config import VllmConfig
+
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(
+        hf_config=SimpleNamespace(model_type=model_type),
+        multimodal_config=None,
+        supports_multimodal_inputs=False,
+    )
+    made = MediaInputs(config)
+    fields = ("pixel_values", "image_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
+    assert set(made.of(item(**dict.fromkeys(fields, torch.ones(2))))) == sent
+
+
+def test_media_inputs_raw_pixels_are_normalised() -> None:
+    mean, std = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
+    pixels = torch.randint(0, 256, (5, 12), dtype=torch.uint8)
+    found = inputs(norm(mean, std)).of(item(pixel_values=pixels))["pixel_values"]
+    wanted = (pixels.view(5, 3, 4) / 255 - torch.tensor(mean)[:, None]) / torch.tensor(std)[:, None]
+    read = torch.frombuffer(bytearray(found.data), dtype=torch.float32).view(found.shape)
+    assert found.dtype == "float32"
+    torch.testing.assert_close(read, wanted.view(5, 12))
+    raw = inputs(IdentityInputNorm()).of(item(pixel_values=pixels))["pixel_values"]
+    assert torch.equal(torch.frombuffer(bytearray(raw.data), dtype=torch.float32).view(5, 12), pixels.float())
+
+
+def norm(mean: list[float], std: list[float]) -> FusedMMInputNorm:
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    with set_current_vllm_config(VllmConfig()):
+        return FusedMMInputNorm(mean, std, 1 / 255)
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("lru", "no_inputs"), ("shm", "shm_cache")])
+def test_media_inputs_in_workers_only_are_refused(
+    kind: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.config import VllmConfig
+
+    cache = SimpleNamespace(mm_processor_cache_type=kind, mm_processor_cache_gb=4)
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(  # type: ignore[assignment]
+        hf_config=SimpleNamespace(model_type="llava"),
+        multimodal_config=None,
+        supports_multimodal_inputs=True,
+        get_multimodal_config=lambda: cache,
+    )
+    with pytest.raises(EncoderRefused) as error:
+        MediaInputs(config).of(item(address=torch.ones(1), monotonic_id=torch.ones(1)))
+    assert error.value.reason == reason
+    assert ("--mm-processor-cache-type" in caplog.text) is (kind == "shm")
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        MultiModalFeatureSpec(None, "image", NAME, PlaceholderRange(0, 4)),
+        item(image_grid_thw=torch.ones(3)),
+        item(pixel_values=[torch.ones(3), torch.ones(4)]),
+        MultiModalFeatureSpec(item(pixel_values=torch.ones(3)).data, "video", NAME, PlaceholderRange(0, 4)),
+    ],
+)
+def test_media_inputs_without_pixels_are_refused(feature: MultiModalFeatureSpec) -> None:
+    with pytest.raises(EncoderRefused) as error:
+        inputs(IdentityInputNorm()).of(feature)
+    assert error.value.reason == "no_inputs"
