@@ -139,7 +139,8 @@ STORE_METRICS: Mapping[str, Metric] = {
         ("outcome",),
         '"read"; "full", "too_large": memory could not be allocated; '
         '"pending": the entry is being written; "refused": too many concurrent reads; "damaged": the record '
-        'failed authentication and was discarded; "disk_error"; "late": the entry was deleted during the read.',
+        'failed authentication and was discarded; "disk_error"; "late": the entry was deleted during the '
+        "read.",
     ),
     "cornplug_store_far_up": Metric(
         "gauge", "1 if the far store responds, 0 if it is not used because it failed.", ("far",)
@@ -164,7 +165,8 @@ STORE_METRICS: Mapping[str, Metric] = {
         "Attempts to write an entry to a far store, by outcome.",
         ("far", "outcome"),
         '"written"; "present": another host had written it; "gone": evicted '
-        'before it was written; "dropped": the queue was full; "too_large" for this type of far store; "error".',
+        'before it was written; "dropped": the queue was full; "too_large" for this type of far store; '
+        '"error".',
     ),
     "cornplug_store_far_bytes_total": Metric(
         "counter", "Bytes of encrypted records read from or written to a far store.", ("far", "direction")
