@@ -220,7 +220,7 @@ class BatchDispatcher:
         if error is None:
             return None
         if isinstance(error, PassAbandoned):
-            # Sent only to a request that has joined one of these jobs since, or while the service stops.
+            # Sent only to a request that has joined one of these jobs since then, or while the service stops.
             why = "the pass was ended, as nobody waited for it"
             return self._refuse(batch, why, retry_after_s=_POLL_S, reason="overloaded")
         if len(batch) == 1 and not isinstance(error, ReplicaLost):

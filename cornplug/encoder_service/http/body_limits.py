@@ -5,7 +5,7 @@
            the number of values, which a parser turns into objects of fifty times their size
     time   the whole body within `read_s` seconds
 
-(The kernel ends a connection whose client does not read its answer: `server.Listeners` sets
+(The kernel ends a connection whose client does not read its reply, because `server.BoundListeners` sets
 TCP_USER_TIMEOUT.)
 """
 
