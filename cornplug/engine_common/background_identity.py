@@ -66,7 +66,9 @@ class BackgroundIdentity(Generic[T]):
         return self.wait(self.first_wait_s())
 
     def first_wait_s(self) -> float:
-        """Seconds left of `FIRST_WAIT_S` since the first call, or 0 once `identify` has finished."""
+        """Return the seconds left of `FIRST_WAIT_S` since the first call, or 0 after `identify` has
+        finished.
+        """
         now = time.monotonic()
         if self._waits_until_s is None:
             self._waits_until_s = now + FIRST_WAIT_S

@@ -85,8 +85,8 @@ class EncoderRequestPolicy:
         """Return the model identity for a request to the service.
 
         Args:
-            tower: the engine's tower, or None. `identified` tells whether the engine has no tower or has not
-                identified it yet.
+            tower: the engine's tower, or None. `identified` distinguishes an engine without a tower from an
+            engine that has not identified it yet.
             refusal: the error with which the connection would reject a request immediately, if any.
 
         Raises EncoderError if no request should be sent. Packing pixels takes tens of milliseconds, so call
