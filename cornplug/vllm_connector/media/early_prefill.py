@@ -1,6 +1,6 @@
 """Prefill of the tokens before the first medium whose embedding is in flight.
 
-    ECScheduler.available     True where the tokens before that medium are worth a step
+    ECScheduler.available     True if the tokens before that medium are worth a step
     EncoderCacheManager       `can_allocate` is False for a medium in flight: vLLM ends the chunk before it
 
 vLLM's scheduler (`_try_schedule_encoder_inputs` of 0.32 and 0.33) ends a chunk before a medium for which its
@@ -119,7 +119,7 @@ def early_prefill(config: VllmConfig, *, wanted: bool) -> EarlyPrefill:
 
 
 def why_not(config: Any) -> str:
-    """Reason why vLLM does not prefill requests while their media are encoded, or "" if it does."""
+    """Return why vLLM does not prefill requests while their media are encoded, or "" if it does."""
     model = config.model_config
     if config.ec_manager_config.encoder_cache_manager_cls not in (None, _MANAGER):
         return "--ec-manager-config sets an encoder cache manager"

@@ -67,7 +67,7 @@ class MediaInputs:
         self._wanted: Mapping[Modality, tuple[str, ...]] = family.inputs if family is not None else {}
 
     def of(self, feature: Any) -> dict[str, WireTensor]:
-        """Name -> tensor of one item.
+        """Return the tensors of one item by name.
 
         Raises EncoderRefused: "no_inputs" if vLLM kept no inputs, "shm_cache" if only its workers have them.
         """

@@ -167,7 +167,7 @@ class ECScheduler:
         self._early = early or EarlyPrefill()
         self._early.follow(self._in_flight, lambda: tally.count("cornplug_early_prefills_total", runtime.app))
 
-    # -- the engine's questions -------------------------------------------------------------
+    # -- the engine's calls ------------------------------------------------------------------
 
     def available(self, request: Request, computed: int) -> bool:
         """Return False while `request` has nothing to compute before an embedding in flight.
