@@ -288,7 +288,7 @@ class DiskTier:
         if at is None:
             self._open_segment()
             at = self._space.place(size_bytes)
-        assert at is not None, "a new segment has room for what fits"
+        assert at is not None, "a new segment has space for a record that fits"
         self._writing[entry.key] = False
         self._writing_bytes[name] += size_bytes
         work = functools.partial(

@@ -14,7 +14,7 @@ MOVE_S: Final = 2.0
 
 
 class FarFailure(OSError):
-    """A far store did not reply in time, or replied with an error."""
+    """Raised if a far store does not reply in time, or replies with an error."""
 
 
 class FarStore(Protocol):

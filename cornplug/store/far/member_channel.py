@@ -72,7 +72,9 @@ class MemberChannel:
         message = self._take(within_s, MOST_BYTES + _MAC_BYTES, meanwhile, every_s)
         mac, body = message[:_MAC_BYTES], message[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(self._gets, next(self._got), body)):
-            raise PermissionError("the other side has not this domain's secret, or its messages were changed")
+            raise PermissionError(
+                "the other side does not have this domain's secret, or its messages were changed"
+            )
         return body
 
     def close(self) -> None:

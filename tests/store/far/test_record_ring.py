@@ -56,7 +56,7 @@ def test_record_ring_deleted_record_is_absent_and_its_room_is_used_again() -> No
 def test_record_ring_record_that_is_larger_than_its_room_is_refused_and_costs_nothing() -> None:
     ring = RecordRing(memoryview(bytearray(ROOM)))
     ring.put("a", b"kept")
-    with pytest.raises(ValueError, match="a record of 65 bytes, in a room of 64"):
+    with pytest.raises(ValueError, match="a record of 65 bytes exceeds the memory of 64 bytes"):
         ring.put("b", bytes(ROOM + 1))
     assert ring.get("a") == b"kept"
 
