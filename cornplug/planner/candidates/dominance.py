@@ -1,4 +1,5 @@
-"""Removal of cells and variants that no plan needs, because others do as much with no more resources.
+"""Removal of cells and variants that no plan needs, because other cells or variants do the same work with no
+more resources.
 
 Pruning is exact for cost, stock and packing. In any plan, a dominated replica can be replaced by the smaller
 cell's replicas on the same GPUs, because footprints divide each other. If two variants need the same work,

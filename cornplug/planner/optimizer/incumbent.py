@@ -59,7 +59,9 @@ class Incumbent:
         return run
 
     def _keep(self, values: Values, *, equals: bool) -> None:
-        """Keep a cheaper plan. With `equals`, also keep one of equal cost: it is better by the potential."""
+        """Keep a cheaper plan. With `equals`, also keep a plan of equal cost, because its potential is
+        better.
+        """
         dollars = sum(weight * values[v] for v, weight in self.cost.items())
         if dollars < self.dollars - 1e-6:
             self.dollars, self.values = dollars, values
