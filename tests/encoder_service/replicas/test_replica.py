@@ -223,7 +223,7 @@ def test_open_replicas_unloadable_model_stops_the_start(tmp_path: Path) -> None:
         ("cpu", cores() + 1, f"{cores()} cores"),
         ("cpu", -1, "asked for"),
         ("cuda", 4096, "GPUs"),
-        ("cuda:1", 2, "is one GPU"),
+        ("cuda:1", 2, "is a single GPU"),
     ],
 )
 def test_devices_of_more_replicas_than_devices_is_an_error(device: str, replicas: int, words: str) -> None:
