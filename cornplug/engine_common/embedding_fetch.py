@@ -1,7 +1,7 @@
 """Policy for fetching an embedding from the encoder service, used by both plugins.
 
-    not in the store ──may ask──> asked ──valid reply────────> "service_*"
-                          │         └─ error, late, invalid ─> a miss; the service's failures start a back-off
+    not in the store ──allowed──> requested ──valid reply────────> "service_*"
+                          │         └─ error, late, invalid ─> a miss; a failed service starts a back-off
                           └─ unidentified, not served, down, backed off ─> a miss
 
 This module has no I/O, threads or clock. The vLLM plugin polls it from an engine's loop, the SGLang plugin

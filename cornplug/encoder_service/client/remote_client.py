@@ -122,7 +122,7 @@ def copy_of(error: EncoderError | None) -> EncoderError:
 
 @dataclass(slots=True, eq=False)
 class _Service:
-    """One service as this client sees it. Written by the thread; others read `error` and `proved`."""
+    """State of one service. Only the client's thread writes it. Other threads read `error` and `proved`."""
 
     url: str
     error: EncoderError | None = None

@@ -221,7 +221,7 @@ class BatchDispatcher:
             return None
         if isinstance(error, PassAbandoned):
             # Sent only to a request that has joined one of these jobs since then, or while the service stops.
-            why = "the pass was ended, as nobody waited for it"
+            why = "the pass was ended, because no request waited for it"
             return self._refuse(batch, why, retry_after_s=_POLL_S, reason="overloaded")
         if len(batch) == 1 and not isinstance(error, ReplicaLost):
             return self._fail(batch, error)
@@ -290,7 +290,8 @@ class BatchDispatcher:
 
     def _timed(self, executor: BatchExecutor, batch: EncodeBatch) -> tuple[BatchResult, float]:
         """Return a batch's result, and the seconds for which it had the device. A batch that is submitted
-        while another runs starts when that one ends."""
+        while another runs starts when the other batch ends.
+        """
         handed_s = time.monotonic()
         result = executor.run(batch)
         with self._lock:

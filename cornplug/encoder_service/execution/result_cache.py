@@ -54,7 +54,7 @@ class StoreQuota:
         """Time until which the store's capacity is cached, and the capacity in bytes."""
 
     def evict_for(self, account: str, size_bytes: int) -> bool:
-        """Delete the account's oldest entries until this one fits. Return False if it never will."""
+        """Delete the account's oldest entries until a new entry fits. Return False if it can never fit."""
         ceiling = self._ceiling_bytes()
         if size_bytes > ceiling:
             return False

@@ -27,7 +27,7 @@ from cornplug.errors import EncoderRefused
 from cornplug.qos import QosClasses
 
 MAX_FRAMES: Final = 4096
-"""Maximum number of images, separated by commas, that one video may be sent as."""
+"""Maximum number of images in a video that is sent as images, separated by commas."""
 _FORM_OVERHEAD_BYTES: Final = 64 << 10
 _SMALL_BYTES: Final = 64 << 10
 """Maximum body of a route without media."""

@@ -16,8 +16,8 @@ refusal is a status with {"message"}, which SGLang hands to its client. But the 
 stock 0.5.23 dies of any encoder's error on a text prompt, with `zmq_to_scheduler`: without the
 plugin, which keeps it alive and encodes refused images in the server, use `zmq_to_tokenizer`.
 
-SGLang's protocol knows no tenants. A server with cornplug's plugin adds its request's salt, and the proof
-that it has the secret; a stock server's embeddings are kept in the deployment's shared domain.
+SGLang's protocol has no tenants. A server with cornplug's plugin adds its request's salt, and the proof that
+it has the secret; a stock server's embeddings are kept in the deployment's shared domain.
 """
 
 from __future__ import annotations

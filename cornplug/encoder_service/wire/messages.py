@@ -107,7 +107,7 @@ class EncodeReply(msgspec.Struct, frozen=True, tag="encoded"):
     id: int
     key: bytes
     origin: Literal["computed", "coalesced", "cached"]
-    """"computed" for this request, "coalesced" with another one in flight, or "cached" features."""
+    """"computed" for this request, "coalesced" with another request in flight, or "cached" features."""
     stored: bool
     """Whether the store has it under `key`. If false, `tensor` contains it."""
     tensor: WireTensor | None

@@ -57,7 +57,7 @@ def loosest(variants: Iterable[PathVariant]) -> tuple[PathVariant, ...]:
 
 
 def _tighter(variant: PathVariant, place: int, same: list[PathVariant]) -> bool:
-    """Return whether a variant is tighter than another, or equal to an earlier one."""
+    """Return whether a variant is tighter than another, or equal to an earlier variant."""
     tiers = [n.tier for n in variant.needs]
     for i, other in enumerate(same):
         others = [n.tier for n in other.needs]

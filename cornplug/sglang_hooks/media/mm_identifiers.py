@@ -203,7 +203,9 @@ class _Tokenizer:
 
 
 def _one_host() -> bool:
-    """Return whether all ranks use this host's store. An embedding that one rank lacks is used by none."""
+    """Return whether all ranks use this host's store. An embedding that one rank lacks is not used by any
+    rank.
+    """
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_server_args
 

@@ -66,8 +66,8 @@ class MemberChannel:
     ) -> bytes:
         """Return the next message. Until it arrives, call `meanwhile` repeatedly, with pauses of `every_s`.
 
-        Raises TimeoutError after `within_s`, and PermissionError for a message that a member did not send to
-        this side now.
+        Raises TimeoutError after `within_s`, and PermissionError for a message that is not authenticated as
+        the next message to this side.
         """
         message = self._take(within_s, MOST_BYTES + _MAC_BYTES, meanwhile, every_s)
         mac, body = message[:_MAC_BYTES], message[_MAC_BYTES:]

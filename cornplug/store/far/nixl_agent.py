@@ -45,7 +45,7 @@ class RecordRing:
             return name in self._places
 
     def put(self, name: str, record: bytes) -> None:
-        """Store a record, replacing an older one of its name.
+        """Store a record, and replace an older record of its name.
 
         Raises ValueError if the record is larger than the ring, and TimeoutError if bytes in its location are
         held for longer than 2 s.

@@ -210,7 +210,7 @@ class KVScheduler(SchedulerHalf):
         self._idle = IdleSaves(runtime, geometry, self._requests, self._saves, unseen)
 
     def bind(self, manager: KVCacheManager, spec: KVCacheSpec) -> None:
-        """Set the engine's manager of blocks of `spec`, which knows the blocks of a request."""
+        """Set the engine's block manager for `spec`, which returns a request's blocks."""
         self._saves.bind(manager, spec.block_size)
         self._idle.bind(manager.block_pool, spec.block_size)
         self._announce(manager.block_pool, spec, 0, self._saves, self._idle)

@@ -46,8 +46,9 @@ class EarlyPrefill:
         self._attached = True
 
     def follow(self, in_flight: Callable[[str], bool], began: Callable[[], None]) -> None:
-        """Set `in_flight`, which tells whether an identifier is in flight, and `began`, which is called once
-        for each identifier that a request does not wait for."""
+        """Set `in_flight`, which returns whether an identifier is in flight, and `began`, which is called
+        once for each identifier that a request does not wait for.
+        """
         self._in_flight, self._began = in_flight, began
 
     def holds_back(self, identifier: str) -> bool:

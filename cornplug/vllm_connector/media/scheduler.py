@@ -1,7 +1,7 @@
 """Scheduler half of the encoder-cache connector, which fetches embeddings with a deadline.
 
     unknown ──in the store──────────────────────────────> arrived ──> engine's own cache
-       └──ask the service──> asked ──verified, in hand──────┘
+       └──send a request──> requested ──verified, in hand───┘
                                └──absent, refused, late──> failed ──> the engine encodes
 
 An item counts as available only when its verified bytes are in this process, so a later failure of the store

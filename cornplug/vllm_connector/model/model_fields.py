@@ -237,7 +237,7 @@ CACHE: Final = FieldTables(
             "the geometry of pages contains shapes, dtypes and tokens",
             "mamba_page_size_padded mamba_block_size mamba_cache_dtype mamba_ssm_cache_dtype",
         ),
-        **listed("states are shared in one mode, and refused in the others", "mamba_cache_mode"),
+        **listed("states are shared in one mode and refused in all others", "mamba_cache_mode"),
         **listed(
             "selects the states that vLLM caches, each by the hash of its tokens",
             "enable_mamba_shared_prefix_checkpoint",
