@@ -22,7 +22,7 @@ _NOT_SHARED: Final = {
 
 
 class BackgroundIdentity(Generic[T]):
-    """Identifies a model on a thread, starting at construction. Thread-safe.
+    """Identification of a model on a thread, which starts at construction. Thread-safe.
 
     Args:
         identify: returns the identity. Raises CheckpointError if the model cannot be identified.

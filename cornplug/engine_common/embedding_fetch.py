@@ -73,8 +73,9 @@ class ExpectedEmbedding:
 
 
 class EncoderRequestPolicy:
-    """Decides whether to send a request to the encoder service and whether to accept its reply. Times are
-    seconds of one monotonic clock. Used by one thread."""
+    """Decisions whether to send a request to the encoder service, and whether to accept its reply. Times are
+    seconds of one monotonic clock. Used by one thread.
+    """
 
     def __init__(self) -> None:
         self._backoff = BackOff()

@@ -79,7 +79,7 @@ class StepSlope:
 
 
 class LoadRule:
-    """Loads a prefix only if that is faster than computing it. Used by one thread."""
+    """Rule that loads a prefix only if that is faster than computing it. Used by one thread."""
 
     def __init__(self, when: When, clock: Callable[[], float] = time.monotonic) -> None:
         self._when = when
@@ -148,8 +148,9 @@ class LoadRule:
 
 
 class FetchRule:
-    """Takes an embedding only if that is faster than encoding, and limits the wait for a service accordingly.
-    Used by one thread."""
+    """Rule that fetches an embedding only if that is faster than encoding, and limits the wait for a service
+    accordingly. Used by one thread.
+    """
 
     def __init__(self, when: When, clock: Callable[[], float] = time.monotonic) -> None:
         self._when = when

@@ -48,7 +48,7 @@ def free_pages(runtime: EngineRuntime, page: PageSize) -> int | None:
 
 
 class PagePublisher:
-    """Saves pages of one engine. Methods do not raise if the store fails; the failure is counted as the
+    """Saves of one engine's pages. Methods do not raise if the store fails; the failure is counted as the
     pages' outcome.
 
     Args:

@@ -112,7 +112,9 @@ class BatchDispatcher:
         *,
         urgent_lanes: bool,
     ) -> None:
-        """`urgent_lanes` adds a lane to each executor for jobs of better classes than all running jobs."""
+        """Create the threads. `urgent_lanes` adds a lane to each executor for jobs of better classes than all
+        running jobs.
+        """
         self._shares_features = shares_features
         self._batcher = batcher
         self._executors = tuple(executors)

@@ -49,7 +49,9 @@ class IdleBackups:
         most_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`most_tokens` is the size of the device pool, which limits the prompts that are remembered."""
+        """Create the backups. `most_tokens` is the size of the device pool, which limits the prompts that are
+        remembered.
+        """
         self._free_tokens, self._most_tokens, self._clock = free_tokens, most_tokens, clock
         self._finished: deque[RadixKey] = deque()
         """Oldest first."""

@@ -68,7 +68,7 @@ class MediaIdentifiers:
     """Identity of the model of this tokenizer process."""
 
     def __init__(self, processor: Any) -> None:
-        """`processor` is SGLang's BaseMultimodalProcessor."""
+        """Identify the model. `processor` is SGLang's BaseMultimodalProcessor."""
         # Reading a large checkpoint the first time takes seconds. Start-up continues in the meantime.
         self._towers = CurrentIdentity(lambda: _identify(processor), "embeddings", compat.logger.warning)
 

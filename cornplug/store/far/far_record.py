@@ -79,8 +79,9 @@ class FarSealer:
     """Names, seals and opens records of one sharing domain. Thread-safe."""
 
     def __init__(self, secret: bytes, sealing: Sequence[bytes] = ()) -> None:
-        """`secret` names records. `sealing` are secrets that open them, and the first seals new records.
-        Empty: `secret`."""
+        """Create a sealer. `secret` names records. `sealing` are the secrets that open records, and the first
+        of them seals new records. If empty, `secret` does both.
+        """
         self._name_key = derive_key(secret, salt=None, info=_NAME_DOMAIN)
         self._sealing = {
             derive_key(one, salt=None, info=_SECRET_DOMAIN)[:4]: one for one in sealing or (secret,)

@@ -78,7 +78,7 @@ class PageSaves:
         store_ops: DeferredStoreOps,
         share: float = 1.0,
     ) -> None:
-        """`share` is the share of the maximum bytes of open saves."""
+        """Create the saves. `share` is the share of the maximum bytes of open saves."""
         self._page = page
         self._requests = requests
         self._publisher = publisher

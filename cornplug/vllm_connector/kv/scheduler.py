@@ -40,8 +40,9 @@ class SchedulerHalf:
         *,
         whole: PageSize | None = None,
     ) -> None:
-        """`page` is the page of full attention, for which requests have keys. `whole` is the size of the
-        pages of all groups together."""
+        """Create the scheduler half. `page` is the page of full attention, for which requests have keys.
+        `whole` is the size of the pages of all groups together.
+        """
         self._app, self._page_tokens = runtime.app, page.page_tokens
         self._tally = tally
         self._costs = LoadCosts(runtime.config.store, whole or page)

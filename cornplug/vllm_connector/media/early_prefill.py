@@ -29,8 +29,9 @@ _MAX_SEQS_PART: Final = 0.25
 
 
 class EarlyPrefill:
-    """Decides which requests vLLM prefills up to their first medium in flight. Admits none before
-    `attach`."""
+    """Selection of the requests that vLLM prefills up to their first medium in flight. Selects none before
+    `attach`.
+    """
 
     def __init__(self, *, max_tokens: int = 0, max_requests: int = 0) -> None:
         self._max_tokens = max_tokens

@@ -59,9 +59,10 @@ class ReceivedHandles:
         dtype: str,
         alone: bool = True,
     ) -> None:
-        """`identity` returns the identity of this engine's tower, or None while it is being read or if it is
-        unknown. If not `alone`, another connector's encoder cache may have an embedding that a request leaves
-        out."""
+        """Create an empty memory of handles. `identity` returns the identity of this engine's tower, or None
+        while it is being read or if it is unknown. If not `alone`, another connector's encoder cache may have
+        an embedding that a request leaves out.
+        """
         self._config = config
         self._secret = secret
         self._identity = identity

@@ -103,7 +103,9 @@ class ServedImages:
         family: str,
         dtype: str,
     ) -> None:
-        """`tower` returns the identity of the checkpoint's tower, or None while it is unknown."""
+        """Create a client. `tower` returns the identity of the checkpoint's tower, or None while it is
+        unknown.
+        """
         self._config = config
         self._secret = secret
         self._tower = tower
