@@ -59,7 +59,7 @@ class SchedulerHalf:
     def _publisher(
         self, runtime: EngineRuntime, page: PageGeometry, share: float = 1.0, *, only_seen: bool = False
     ) -> PagePublisher:
-        """Create a publisher of pages with this share of the bytes of their tokens."""
+        """Create a publisher of these pages. `share` is their share of the cost of their tokens."""
         return PagePublisher(
             runtime,
             page,
