@@ -176,7 +176,7 @@ def _steps(steps: PlanTransition) -> list[str]:
 
 
 class _Events:
-    """Reports events of processes: as progress during the start, later as lines, and to `--apply`."""
+    """Reporter of process events: as progress during the start, later as lines, and to `--apply`."""
 
     def __init__(self, control: ControlSocket, progress: Progress | None) -> None:
         self.progress = progress
@@ -196,7 +196,7 @@ class _Events:
 
 
 class _Warming:
-    """Runs `cornplug warm` with the applications' prompts while the engines serve other requests."""
+    """Runs of `cornplug warm` with the applications' prompts, while the engines serve other requests."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir

@@ -93,7 +93,7 @@ class HeadTimeoutProtocol(AutoHTTPProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self._before: object = self  # no cycle is it
+        self._before: object = self  # a value that no cycle is equal to
         self._look: asyncio.TimerHandle = self.loop.call_later(HEAD_S, self._tick)
         if len(self.others) >= self.most:
             self._evicted().transport.abort()
@@ -339,15 +339,15 @@ def _open_models(args: argparse.Namespace, report: Report) -> tuple[ModelRegistr
     devices = devices_of(args.device, args.replicas) if args.replicas else []
     threads = args.threads or max(1, cores() // max(1, len(devices)))
     if not devices:
-        # On a CPU one core is left to the engines and to this process's other threads: threads that compute
-        # wait for each other at each operation, so all wait when one is interrupted. Beside a GPU the cores
-        # only prepare media, by a thread each, which would start a thread of torch's a core.
+        # On a CPU one core is left to the engines and to this process's other threads, because computing
+        # threads wait for each other at each operation: if one is interrupted, all wait. With a GPU the cores
+        # only prepare media. Each preparing thread would start as many torch threads as there are cores.
         threads = args.threads or (max(1, cores() - 1) if args.device == "cpu" else 1)
         torch.set_num_threads(threads)
         return ModelRegistry.open(
             args.model, dtype=args.dtype, device=args.device, compile=args.compile, report=report
         ), []
-    torch.set_num_threads(1)  # as beside a GPU
+    torch.set_num_threads(1)  # as with a GPU in this process
     registry = ModelRegistry.open(args.model, dtype=args.dtype, device="meta", report=report)
     report(f"starting {len(devices)} replicas of {threads} threads on {', '.join(devices)}")
     settings = ReplicaSettings(dtype=args.dtype, threads=threads, compile=args.compile)

@@ -70,8 +70,7 @@ class TowerClock:
 
 
 class EmbeddingPublisher:
-    """Saves embeddings in the background. Calls `report(outcome, bytes)` once for each offer, from any
-    thread."""
+    """Background saves of embeddings. Calls `report(outcome, bytes)` once for each offer, from any thread."""
 
     def __init__(self, runtime: EngineRuntime, report: Callable[[str, int], None]) -> None:
         self._run = runtime

@@ -39,13 +39,13 @@ class FadedRate:
             self._at = self._clock()
 
     def seconds(self, units: float, *, fresh_s: float = math.inf) -> float | None:
-        """Seconds for `units` of work, or None if nothing was measured in the last `fresh_s`."""
+        """Return the seconds for `units` of work, or None if nothing was measured in the last `fresh_s`."""
         if not self._units or self._clock() - self._at > fresh_s:
             return None
         return self._seconds / self._units * units
 
     def per_second(self) -> float:
-        """Units per second, or 0 if nothing was measured."""
+        """Return the units per second, or 0 if nothing was measured."""
         return self._units / self._seconds if self._seconds else 0.0
 
 
@@ -67,7 +67,7 @@ class StepSlope:
         self._xx, self._xy = self._xx * _FADE + tokens * tokens, self._xy * _FADE + tokens * seconds
 
     def seconds(self, tokens: int) -> float | None:
-        """Seconds to compute `tokens` more tokens, or None if nothing was measured."""
+        """Return the seconds to compute `tokens` more tokens, or None if nothing was measured."""
         if not self._x:
             return None
         ratio = self._y / self._x
@@ -79,7 +79,7 @@ class StepSlope:
 
 
 class LoadRule:
-    """Loads a prefix only if that is faster than computing it. Used by one thread."""
+    """Rule that loads a prefix only if that is faster than computing it. Used by one thread."""
 
     def __init__(self, when: When, clock: Callable[[], float] = time.monotonic) -> None:
         self._when = when
@@ -110,17 +110,18 @@ class LoadRule:
         return first_s + (load_s or 0.0) < compute_s
 
     def load_s(self, size_bytes: int) -> float | None:
-        """Seconds to load `size_bytes`, or None if no load was measured recently."""
+        """Return the seconds to load `size_bytes`, or None if no load was measured recently."""
         moving = self._moving.seconds(size_bytes, fresh_s=_FRESH_S)
         return None if moving is None else moving + (self._noticing.seconds(1) or 0.0)
 
     def compute_s(self, tokens: int) -> float | None:
-        """Seconds to compute `tokens`, or None before the first measured step."""
+        """Return the seconds to compute `tokens`, or None before the first measured step."""
         return self._prefill.seconds(tokens)
 
     def far_wait_s(self, tokens: int) -> float:
-        """Maximum wait of a request for far stores, for a lookup of `tokens`: a twentieth of the time to
-        compute the tokens, within bounds. An engine without a measurement uses the upper bound."""
+        """Return the maximum wait of a request for far stores, for a lookup of `tokens`: a twentieth of the
+        time to compute the tokens, within bounds. An engine without a measurement uses the upper bound.
+        """
         compute_s = self.compute_s(tokens)
         if compute_s is None:
             return _FAR_MOST_S
@@ -147,8 +148,9 @@ class LoadRule:
 
 
 class FetchRule:
-    """Takes an embedding only if that is faster than encoding, and limits the wait for a service accordingly.
-    Used by one thread."""
+    """Rule that fetches an embedding only if that is faster than encoding, and limits the wait for a service
+    accordingly. Used by one thread.
+    """
 
     def __init__(self, when: When, clock: Callable[[], float] = time.monotonic) -> None:
         self._when = when
@@ -176,15 +178,16 @@ class FetchRule:
         return fetch_s + (self._copying.seconds(size_bytes) or 0.0) < encode_s
 
     def encode_s(self, rows: int) -> float | None:
-        """Seconds that this engine's tower takes for `rows`, or None before it has run."""
+        """Return the seconds that this engine's tower takes for `rows`, or None before it has run."""
         return self._encoding.seconds(rows)
 
     def encode_deadline_s(self, rows: int, *, floor_s: float, ceiling_s: float) -> float:
-        """Maximum wait in seconds for a service that would encode `rows`."""
+        """Return the maximum wait in seconds for a service that would encode `rows`."""
         return encode_deadline_s(self.encode_s(rows), floor_s=floor_s, ceiling_s=ceiling_s)
 
 
 def encode_deadline_s(encode_s: float | None, *, floor_s: float, ceiling_s: float) -> float:
-    """Maximum wait in seconds for a service: three times the engine's own encode time, within bounds. The
-    upper bound if that time was not measured (None)."""
+    """Return the maximum wait in seconds for a service: three times the engine's own encode time, within
+    bounds. The upper bound if that time was not measured (None).
+    """
     return ceiling_s if encode_s is None else min(ceiling_s, max(min(floor_s, ceiling_s), 3 * encode_s))

@@ -21,7 +21,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 RoomAnswer = Reservation | ReserveRefusal | None
-"""The store's reply for a page, or None if it did not reply."""
+"""The store's reply for a page, or None without a reply."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,9 @@ class PageCost:
 
 
 def free_pages(runtime: EngineRuntime, page: PageSize) -> int | None:
-    """Number of pages that fit into the store without an eviction, or None if the store does not reply."""
+    """Return the number of pages that fit into the store without an eviction, or None if the store does not
+    reply.
+    """
     try:
         stat = runtime.store.stat(deadline_s=runtime.deadline_s)
     except CornplugError:
@@ -46,7 +48,7 @@ def free_pages(runtime: EngineRuntime, page: PageSize) -> int | None:
 
 
 class PagePublisher:
-    """Saves pages of one engine. Methods do not raise if the store fails; the failure is counted as the
+    """Saves of one engine's pages. Methods do not raise if the store fails; the failure is counted as the
     pages' outcome.
 
     Args:

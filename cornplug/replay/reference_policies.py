@@ -1,8 +1,8 @@
 """Well-known policies for comparison with the store's: byte-sized caches that ignore apps and locations.
 
 Compared with libCacheSim's of the same names by a test: LRU, FIFO and SIEVE agree in every hit, GDSF to 0.1 %
-where the cache has a tenth of the bytes or more. An entry that misses is inserted; one larger
-than the cache is not.
+if the cache has at least a tenth of the bytes. A missing entry is inserted unless it is larger than the
+cache.
 
 `offline_optimum` bounds the hits and saved seconds of any policy, also of one that knows the future. For
 equal sizes it is Belady's MIN with bypass, which is exact for hits. Otherwise it is the bound PFOO-L (Berger,
@@ -27,7 +27,7 @@ _NONE: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class OfflineOptimum:
-    """At most so many hits, and at most so many seconds saved."""
+    """Upper bounds on the hits and on the saved seconds of any policy."""
 
     name: str
     hits: float
@@ -35,7 +35,7 @@ class OfflineOptimum:
 
 
 def offline_optimum(accesses: Sequence[TraceAccess], capacity_bytes: int) -> OfflineOptimum:
-    """The optimum of accesses that each may be served alone: prefixes can only save less."""
+    """Return the optimum if each access could be served alone. With prefixes, less can be saved."""
     sizes = {access.size_bytes for access in accesses}
     costs = {access.cost_s for access in accesses}
     if len(sizes) == 1 and len(costs) <= 1:
@@ -49,7 +49,9 @@ def offline_optimum(accesses: Sequence[TraceAccess], capacity_bytes: int) -> Off
 
 
 def _belady(accesses: Sequence[TraceAccess], slots: int) -> int:
-    """Hits of MIN, which keeps the entries whose next use is nearest, and may keep the new one out."""
+    """Return the hits of MIN, which keeps the entries whose next use is nearest and may leave out a new
+    entry.
+    """
     never = len(accesses)
     following = [never] * len(accesses)
     last: dict[int, int] = {}
@@ -76,7 +78,7 @@ def _belady(accesses: Sequence[TraceAccess], slots: int) -> int:
 def _pfoo(
     accesses: Sequence[TraceAccess], capacity_bytes: int, value: Callable[[TraceAccess], float]
 ) -> float:
-    """The value of the best stays whose room, times accesses, is no more than there is."""
+    """Return the value of the best stays that fit into the cache's bytes times the number of accesses."""
     last: dict[int, int] = {}
     stays: list[tuple[float, float, float]] = []
     for at, access in enumerate(accesses):
@@ -97,7 +99,7 @@ def _pfoo(
 
 
 class ReferenceCache:
-    """A cache of `capacity_bytes`. Subclasses define the effect of a use, and the victim."""
+    """Cache of `capacity_bytes`. Subclasses define the effect of a use, and the victim."""
 
     newcomers_compete = False
     """Whether a new entry can be the victim of its own insertion."""

@@ -38,8 +38,9 @@ _left_out: Final[list[str]] = []
 
 
 def why_not() -> str:
-    """Reason why the last configuration that this process made does not share KV, or "" if it does or if
-    cornplug was not configured."""
+    """Return the reason why the last configuration that this process made does not share KV, or "" if it does
+    or if cornplug was not configured.
+    """
     return _left_out[0] if _left_out else ""
 
 

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 
 class CornplugECConnector(ECConnectorBase):
-    """Loads embeddings from the store and the encoder service, and saves embeddings that this engine
-    computes."""
+    """Encoder-cache connector that loads embeddings from the store and the encoder service, and saves
+    embeddings that this engine computes.
+    """
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)

@@ -183,7 +183,7 @@ class AsyncEncoderClient:
     def window(
         self, put: Callable[[Result], None], *, model: str, cache_salt: str | None, deadline_s: float | None
     ) -> EncodeManyBatch:
-        """Return a batch of items to send together. `put` gets each result."""
+        """Send a batch of items together. `put` gets each result."""
         return EncodeManyBatch(
             self, put, model=model, cache_salt=cache_salt, deadline_s=deadline_s or self._deadline_s
         )

@@ -34,7 +34,7 @@ Item = Medium | Mapping[Modality, Medium]
 """An image, or {"image" | "video" | "audio": medium}."""
 ITEMS: Final = 16
 BYTES: Final = 16 << 20
-"""Limits of one request. A service accepts 64 items and 64 MiB."""
+"""Maximum bytes of media in one request. A service accepts 64 items and 64 MiB."""
 _TOO_MUCH: Final = frozenset({"too_large", "too_many_items"})
 """Reasons that concern a request, not its items."""
 Result = tuple[int, EmbeddingRef | CornplugError]
@@ -209,7 +209,7 @@ class EncodeManyBatch:
             circuits.answered(url)
 
     def _read(self, url: str, index: int, answer: HttpAnswer) -> None:
-        """Settle an item that has its embedding or a final refusal; others are retried."""
+        """Record the result if it is an embedding or a final refusal. Other items are retried."""
         try:
             ref = self._sender.embedding(url, answer)
         except EncoderRefused as e:
@@ -240,9 +240,9 @@ class EncodeManyBatch:
 
 
 def part_answer(url: str, head: Mapping[str, str], body: bytes) -> tuple[int, HttpAnswer]:
-    """A part of a streamed answer as (position, the answer that its medium alone would have got)."""
+    """Return a part of a streamed response as (position, the response to a request for its medium alone)."""
     position = head.get("x-cornplug-index", "")
     if not position.isdigit():
-        raise EncoderUnavailable(f"{url}: a part without its index", reason="encoder_bad_response")
+        raise EncoderUnavailable(f"{url}: a part has no index", reason="encoder_bad_response")
     status = 200 if "x-cornplug-key" in head else responses.status_in(body)
     return int(position), HttpAnswer(url=url, status=status, headers=dict(head), body=body)

@@ -39,7 +39,7 @@ def trace_headers() -> dict[str, str]:
 
 @functools.cache
 def _inject() -> Callable[[dict[str, str]], None] | None:
-    # Asked for at the first request, and no import statement: an app without it pays nothing.
+    # Imported at the first request, so that an app without it pays nothing.
     try:
         propagate = importlib.import_module("opentelemetry.propagate")
     except ImportError:
@@ -52,7 +52,7 @@ class MultipartReader:
     """Parser of a response's bytes. Each part has a content-length, so the boundary is never searched for."""
 
     def __init__(self, content_type: str) -> None:
-        """Raises EncoderUnavailable("encoder_bad_response") for another content type."""
+        """Raise EncoderUnavailable("encoder_bad_response") for another content type."""
         kind, _, boundary = content_type.partition("boundary=")
         if not kind.startswith(MIXED) or not boundary:
             raise _bad_response(f"content-type {content_type[:80]!r}")

@@ -112,7 +112,9 @@ class BatchDispatcher:
         *,
         urgent_lanes: bool,
     ) -> None:
-        """`urgent_lanes` adds a lane to each executor for jobs of better classes than all running jobs."""
+        """Create the threads. `urgent_lanes` adds a lane to each executor for jobs of better classes than all
+        running jobs.
+        """
         self._shares_features = shares_features
         self._batcher = batcher
         self._executors = tuple(executors)
@@ -220,8 +222,8 @@ class BatchDispatcher:
         if error is None:
             return None
         if isinstance(error, PassAbandoned):
-            # Sent only to a request that has joined one of these jobs since, or while the service stops.
-            why = "the pass was ended, as nobody waited for it"
+            # Sent only to a request that has joined one of these jobs since then, or while the service stops.
+            why = "the pass was ended, because no request waited for it"
             return self._refuse(batch, why, retry_after_s=_POLL_S, reason="overloaded")
         if len(batch) == 1 and not isinstance(error, ReplicaLost):
             return self._fail(batch, error)
@@ -290,7 +292,8 @@ class BatchDispatcher:
 
     def _timed(self, executor: BatchExecutor, batch: EncodeBatch) -> tuple[BatchResult, float]:
         """Return a batch's result, and the seconds for which it had the device. A batch that is submitted
-        while another runs starts when that one ends."""
+        while another runs starts when the other batch ends.
+        """
         handed_s = time.monotonic()
         result = executor.run(batch)
         with self._lock:

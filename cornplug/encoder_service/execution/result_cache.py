@@ -42,7 +42,7 @@ class StoreQuota:
     def __init__(
         self, store: Store, fraction: float, *, deadline_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`fraction` of the store's capacity is each account's limit."""
+        """Create quotas. `fraction` of the store's capacity is each account's limit."""
         self._store = store
         self._fraction = fraction
         self._deadline_s = deadline_s
@@ -54,7 +54,7 @@ class StoreQuota:
         """Time until which the store's capacity is cached, and the capacity in bytes."""
 
     def evict_for(self, account: str, size_bytes: int) -> bool:
-        """Delete the account's oldest entries until this one fits. Return False if it never will."""
+        """Delete the account's oldest entries until a new entry fits. Return False if it can never fit."""
         ceiling = self._ceiling_bytes()
         if size_bytes > ceiling:
             return False
@@ -107,7 +107,9 @@ class ResultCache:
         kept_bytes: int = KEPT_BYTES,
         account_fraction: float = 1.0,
     ) -> None:
-        """`account_fraction` of the store is the maximum that one account's entries fill."""
+        """Create a cache. `account_fraction` is the maximum fraction of the store for one account's
+        entries.
+        """
         self.on_failure: Callable[[str], None] = lambda reason: None
         self._store = store
         self._deadline_s = deadline_s

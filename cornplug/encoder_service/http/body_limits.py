@@ -5,7 +5,7 @@
            the number of values, which a parser turns into objects of fifty times their size
     time   the whole body within `read_s` seconds
 
-(The kernel ends a connection whose client does not read its answer: `server.Listeners` sets
+(The kernel ends a connection whose client does not read its reply, because `server.BoundListeners` sets
 TCP_USER_TIMEOUT.)
 """
 
@@ -27,7 +27,7 @@ from cornplug.errors import EncoderRefused
 from cornplug.qos import QosClasses
 
 MAX_FRAMES: Final = 4096
-"""Maximum number of images, separated by commas, that one video may be sent as."""
+"""Maximum number of images in a video that is sent as images, separated by commas."""
 _FORM_OVERHEAD_BYTES: Final = 64 << 10
 _SMALL_BYTES: Final = 64 << 10
 """Maximum body of a route without media."""

@@ -168,7 +168,9 @@ def router(report: StatusReport) -> APIRouter:
     async def status(
         since: Annotated[int, Query(ge=0, description="Return samples after this number.")] = 0,
     ) -> Response:
-        """Current state of the service and its last fifteen minutes, as shown by the page at `/`."""
+        """Return the current state of the service and its last fifteen minutes, as the page at `/` shows
+        them.
+        """
         body = msgspec.json.encode(report.overview(since))
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 

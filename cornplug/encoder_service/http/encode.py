@@ -99,7 +99,7 @@ class EncodeRoute:
         *,
         secret: bytes,
     ) -> None:
-        """`held` counts fetched media, in addition to request bodies."""
+        """Create the route. `held` counts fetched media, in addition to request bodies."""
         self._held = held
         self._encoder = encoder
         self._door = door

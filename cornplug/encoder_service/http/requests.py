@@ -1,9 +1,8 @@
 """Schema and parsing of `POST /v1/encode` requests.
 
-Parsing of request bodies off the event loop.
-
-Parsing tens of megabytes holds the GIL for tenths of a second. Large bodies of one class are therefore parsed
-one after another, so that the event loop and small bodies get their turn in between.
+Bodies are parsed off the event loop, because parsing tens of megabytes holds the GIL for tenths of a second.
+Large bodies of one class are parsed one after another, so that the event loop and small bodies get their turn
+in between.
 """
 
 from __future__ import annotations

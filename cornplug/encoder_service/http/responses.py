@@ -137,7 +137,7 @@ Outcome = EncodedMedium | FailedMedium
 
 
 def one(outcome: Outcome, accept: str) -> Response:
-    """Return the reply to a request for one medium."""
+    """Return the reply to a request for a single medium."""
     if isinstance(outcome, FailedMedium):
         return refused(outcome)
     tensor = outcome.answer.tensor
@@ -185,7 +185,9 @@ async def _lines(outcomes: AsyncIterator[tuple[int, Outcome]]) -> AsyncIterator[
 
 
 async def _parts(outcomes: AsyncIterator[tuple[int, Outcome]], boundary: str) -> AsyncIterator[bytes]:
-    """RFC 2046, 5.1.1. A part has the bytes and `x-cornplug-*` headers, or JSON if there are no bytes."""
+    """Yield the body as in RFC 2046, 5.1.1. A part has the bytes and `x-cornplug-*` headers, or JSON if there
+    are no bytes.
+    """
     async for index, outcome in outcomes:
         tensor = outcome.answer.tensor if isinstance(outcome, EncodedMedium) else None
         if isinstance(outcome, EncodedMedium) and tensor is not None:

@@ -51,8 +51,9 @@ _NAT64: Final = IPv6Network("64:ff9b::/96")
 _GLOBAL_UNICAST: Final = IPv6Network("2000::/3")
 _NOT_PUBLIC: Final = (
     IPv4Network("192.88.99.0/24"),  # 6to4's anycast: any network may announce it and receive its traffic
-    IPv4Network("192.0.0.0/24"),  # protocol assignments; 192.0.0.192 has metadata in Oracle's cloud
-    IPv4Network("168.63.129.16/32"),  # the platform's agent in each of Azure's machines
+    # protocol assignments; 192.0.0.192 is the metadata service of Oracle's cloud
+    IPv4Network("192.0.0.0/24"),
+    IPv4Network("168.63.129.16/32"),  # the platform's agent on every Azure machine
 )
 """Non-public networks that `ipaddress` does not know."""
 _HEADERS: Final = {"accept-encoding": "identity", "user-agent": f"cornplug/{__version__}", "accept": "*/*"}

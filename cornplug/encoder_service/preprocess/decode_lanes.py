@@ -32,17 +32,20 @@ from cornplug.errors import EncoderRefused
 from cornplug.qos import ServiceClass
 
 STUCK_S: Final = 10.0
-"""Time for which all lanes may be in one job each before the service is not ready."""
+"""Time in seconds after which the service is not ready if every lane is still in the same job."""
 _MAX_WORK: Final = 1 << 40
 _END_S: Final = 1.0
 """Maximum time that a stopping service waits for a running image processor."""
 _UNTIL_ANOTHER_S: Final = 1.0
 _MIN_DEADLINE_S: Final = 0.001
 _MIN_MEASURED: Final = 8
-"""Media of a modality to measure before their times predict other sizes. The first ones load and compile."""
+"""Number of media of a modality to measure before their times predict other sizes. The first media load and
+compile code.
+"""
 _BASE_COST: Final = 1000
-"""A processor takes about as long as decoding a million pixels, for any size. Without this term, the time
-of small images would predict hours for a large image."""
+"""Constant cost of a medium, because a processor takes about as long as decoding a million pixels, for any
+size. Without this term, the time of small images would predict hours for a large image.
+"""
 
 ResultT = TypeVar("ResultT")
 log = logging.getLogger(__name__)

@@ -41,7 +41,7 @@ _STATUS: Final[Mapping[str, int]] = {
 
 _OF_THE_MEDIUM: Final = frozenset({413, 415, 422, 424})
 OF_THE_FETCH: Final = frozenset({"remote_failed", "remote_timeout", "fetches_full"})
-"""Reasons for which another service, with another route to the URL's host, may succeed."""
+"""Reasons for which another service, with another network route to the URL's host, may succeed."""
 
 A_FAULT: Final = "internal error of the service; see its log"
 """Message for an internal error. An exception's text may contain paths, addresses and data of other

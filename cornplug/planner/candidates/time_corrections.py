@@ -46,8 +46,9 @@ def by_place(corrections: Iterable[TimesCorrection]) -> dict[Place, TimesCorrect
 
 
 def merged(earlier: Iterable[TimesCorrection], later: Iterable[TimesCorrection]) -> list[TimesCorrection]:
-    """Return one correction per place. Later corrections replace earlier ones, because both are relative to
-    the profile."""
+    """Return one correction per place. Later corrections replace earlier corrections, because both are
+    relative to the profile.
+    """
     return list({**by_place(earlier), **by_place(later)}.values())
 
 

@@ -13,7 +13,7 @@ from cornplug.planner.inputs.component_shapes import kv_bytes_per_token, weights
 from cornplug.planner.inputs.schema import Engine, GpuSpec, LLMShape
 
 UTILISATION: Final = 0.92
-"""vLLM's default for --gpu-memory-utilization."""
+"""Default of vLLM's --gpu-memory-utilization."""
 GIB: Final = 2**30
 BLOCK_TOKENS: Final = 16
 
@@ -28,10 +28,11 @@ _LOGITS_BYTES_PER_REQUEST: Final = 150_000 * 6
 """Logits of a vocabulary of 150,000 in 16 and in 32 bits."""
 _SGLANG_MOST_GRAPHS: Final = 512
 _SGLANG_BESIDE_TOWERS: Final = 0.95
-"""Factor with a tower of CLIP-L's size. SGLang changes it by 1 % for each 10 % that a tower is larger or
-smaller."""
+"""Factor for a tower of CLIP-L's size. SGLang changes it by 1 % for each 10 % that a tower is larger or
+smaller.
+"""
 _CPU_BYTES: Final = 500_000_000
-"""A Python process with torch and its scratch memory, without graphs."""
+"""Memory of a Python process with torch, and its scratch memory, without graphs."""
 
 
 def kv_tokens(

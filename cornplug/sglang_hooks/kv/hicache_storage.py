@@ -248,7 +248,7 @@ class CornplugStorage(FurtherPools):
         logger.info("cornplug: KV of the draft model is shared with servers that have the same draft model")
 
     def _only_seen(self) -> bool:
-        """Whether the store counts the requests that use a page, because SGLang's tree does not."""
+        """Return whether the store counts the requests that use a page, because SGLang's tree does not."""
         by_tree = self._controller.write_policy == SECOND_SIGHT
         return self._run.config.engine.save == "second" and not by_tree
 
@@ -332,8 +332,9 @@ class CornplugStorage(FurtherPools):
         return [True] * done + [False] * (len(keys) - done)
 
     def _free_tokens(self, page: PageSize) -> int | None:
-        """Number of tokens that fit into the store without an eviction, 0 if none are shared, None if the
-        store does not reply."""
+        """Return the number of tokens that fit into the store without an eviction, 0 if none are shared, None
+        if the store does not reply.
+        """
         if self._off or weights_guard.replaced():
             return 0
         pages = free_pages(self._run, page)

@@ -40,7 +40,9 @@ class LayerGroup:
     """Number of tokens that they attend to, or 0 for all."""
 
     def page(self, page: PageGeometry) -> PageGeometry:
-        """Geometry of this group's pages. Other engines do not read them, because that is not tested."""
+        """Return the geometry of this group's pages. Other engines do not read them, because that is not
+        tested.
+        """
         return replace(page, engine="sglang", group=self.layers, window=self.window)
 
 
@@ -52,7 +54,9 @@ class LayerGroups(NamedTuple):
 
 
 def window_pools(pool: Any) -> tuple[Any, Any] | None:
-    """SGLang's device pools of full attention and of windows, if pages of both can be shared, else None."""
+    """Return SGLang's device pools of full attention and of windows, if pages of both can be shared, else
+    None.
+    """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
@@ -119,7 +123,9 @@ class WindowPool:
         self._page_size, self._least = page_size, least
 
     def with_full(self, full: PageGeometry) -> PageSize:
-        """Size of a page of full attention plus a page of windows, the maximum for the tokens of a page."""
+        """Return the size of a page of full attention plus a page of windows, the maximum for the tokens of a
+        page.
+        """
         return WholePage(full.page_tokens, full.page_bytes + self._page.page_bytes)
 
     def close(self) -> None:
@@ -159,8 +165,9 @@ class WindowPool:
         return ends
 
     def reach(self, hashes: Sequence[str], *, at_start: bool) -> int:
-        """Largest number of leading pages whose window the store has, including on disk. Called on the
-        scheduler's thread, and reads no page. Raises CornplugError."""
+        """Return the largest number of leading pages whose window the store has, including on disk. Called on
+        the scheduler's thread, and reads no page. Raises CornplugError.
+        """
         ends = _ends(self._reader.tiers(hashes, asking=True), self._least, at_start)
         return ends[-1] if ends else 0
 
@@ -178,8 +185,9 @@ class WindowPool:
             self._writer.save(*self._pages(transfers[0]))
 
     def _pages(self, transfer: PoolTransfer) -> tuple[list[str], list[int]]:
-        """Hashes and first slots of a transfer's pages, or none if SGLang passes an unexpected number of
-        slots."""
+        """Return the hashes and first slots of a transfer's pages, or none if SGLang passes an unexpected
+        number of slots.
+        """
         keys, at = transfer.keys or [], transfer.host_indices
         if at is None or at.numel() != len(keys) * self._page_size:
             return [], []
@@ -191,7 +199,7 @@ def _of_windows(transfers: Sequence[PoolTransfer]) -> bool:
 
 
 def _ends(tiers: Sequence[Tier], window: int, at_start: bool) -> list[int]:
-    """Numbers of leading pages whose last `window` pages are available."""
+    """Return the numbers of leading pages whose last `window` pages are available."""
     ends: list[int] = []
     run = 0
     for end, tier in enumerate(tiers, 1):

@@ -47,7 +47,7 @@ def announce(model: Any) -> None:
 
 
 def announced() -> Any:
-    """The argument of the last call of `announce`."""
+    """Return the argument of the last call of `announce`."""
     return _model
 
 
@@ -120,8 +120,9 @@ class DraftPages:
         )
 
     def present(self, hashes: Sequence[str]) -> int:
-        """Number of leading pages for which the store has the draft page. Does not raise if the store
-        fails."""
+        """Return the number of leading pages for which the store has the draft page. Does not raise if the
+        store fails.
+        """
         found = 0
         with miss(self._tally, self._run.app, KV_PAGE):
             found = self._reader.present(hashes)

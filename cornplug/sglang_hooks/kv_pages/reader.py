@@ -53,8 +53,9 @@ class PageWaits:
         self._again_s = 0.0
 
     def disk_s(self, entries: int) -> float:
-        """Seconds that the store takes to read `entries` entries from disk, or 0 if it has not read any
-        recently."""
+        """Return the seconds that the store takes to read `entries` entries from disk, or 0 if it has not
+        read any recently.
+        """
         return self._disk_pace.seconds(entries * self._entry_bytes, fresh_s=_RECALL_FRESH_S) or 0.0
 
     def begin(self, store: Store, keys: Sequence[bytes], *, tokens: int) -> bool:
@@ -87,7 +88,9 @@ class PageWaits:
         return found
 
     def recalled(self, parts: Sequence[Sequence[bytes]]) -> dict[bytes, int]:
-        """Like `sought`, but also waits for entries on disk. A wait without a result starts a pause."""
+        """Return the same as `sought`, but also wait for entries on disk. A wait without a result starts a
+        pause.
+        """
         store, deadline_s = self._run.store, self._run.deadline_s
         if time.monotonic() < self._again_s:
             keys = unique(parts)
@@ -162,7 +165,7 @@ class PageReader:
         return RootsOfCall(self._roots)
 
     def keys(self, page: HashedPage, part: PageOverlap, roots: RootsOfCall) -> list[bytes]:
-        """Keys of a part in the store, newest continuation first. Raises CheckpointError."""
+        """Return the keys of a part in the store, newest continuation first. Raises CheckpointError."""
         root = roots.root(page.space)
         return [
             page_key(self._run.secret, root, self._index.page_tokens, link) for link in reversed(part.links)
@@ -304,8 +307,9 @@ class PageReader:
         slots: Sequence[int],
         leases: Mapping[bytes, Lease],
     ) -> tuple[list[tuple[Lease, list[PagePart]]], list[int]]:
-        """(store pages and their places on the host, up to the plan's first page without a lease; for each
-        page of the plan, how many leading store pages it needs)"""
+        """Return the store pages to copy, with their places on the host, up to the plan's first page without
+        a lease. Also return, for each page of the plan, how many leading store pages it needs.
+        """
         jobs: list[tuple[Lease, list[PagePart]]] = []
         ends: list[int] = []
         at_hand: bytes | None = None
@@ -323,7 +327,7 @@ class PageReader:
         return jobs, ends
 
     def _plan(self, pages: Sequence[HashedPage | None]) -> Iterator[list[tuple[PageOverlap, list[bytes]]]]:
-        """Parts of each page and their keys, up to the first page without a key in the store."""
+        """Yield the parts of each page and their keys, up to the first page without a key in the store."""
         made: dict[tuple[CacheNamespace, tuple[bytes, ...]], list[bytes]] = {}
         roots = self.roots()
         for page in pages:
@@ -372,10 +376,10 @@ class PageReader:
 
 
 def _nearest(tiers: Sequence[Tier]) -> Tier:
-    """Best tier of several entries, if any one is sufficient."""
+    """Return the best tier of several entries, if any one is sufficient."""
     return min((tier for tier in tiers if tier), default=Tier.ABSENT)
 
 
 def _farthest(tiers: Sequence[Tier]) -> Tier:
-    """Worst tier of several entries, if all are needed."""
+    """Return the worst tier of several entries, if all are needed."""
     return Tier.ABSENT if Tier.ABSENT in tiers else max(tiers)

@@ -124,7 +124,7 @@ class PageWriter:
     # -- complete pages of the store -----------------------------------------------------------
 
     def _wanted(self, hashes: Sequence[str], slots: Sequence[int]) -> _Wanted:
-        """Key -> parts of the store pages that these pages complete."""
+        """Return the parts of the store pages that these pages complete, by key."""
         at = dict(zip(hashes, slots, strict=True))
         roots = self._reader.roots()
         found: dict[bytes, Sequence[PagePart | _Stored]] = {}
@@ -151,7 +151,7 @@ class PageWriter:
         return self._reader.keys(page, part._replace(links=(page.link,)), roots)[0]
 
     def _gathered(self, closing: str, at: Mapping[str, int]) -> list[PagePart | _Stored] | None:
-        """The small pages of one store page, or None if one of them is lost."""
+        """Return the small pages of one store page, or None if one of them is lost."""
         found: list[PagePart | _Stored] = []
         for name, page in self._index.siblings(closing):
             parts = self._index.overlaps(page)

@@ -1,9 +1,9 @@
 """Gets an image's embedding into the store before the request goes to the scheduler.
 
     in the store ──────────────────────────────> the scheduler takes it from there
-    else: ask the encoder service ──stored─────> the same
+    else: request to the service ──stored────> the same
                 └─ absent, refused, late ──────> a counted miss: the engine encodes
-    where the tower is quicker than the store ─> a counted miss, without a lookup
+    if the tower is faster than the store ─> a counted miss, without a lookup
 
 This runs in the tokenizer process. Only this request waits, up to a deadline that depends on the scheduler
 process's measurements of its tower. The origin of the embedding is sent with the item, and the scheduler
@@ -175,7 +175,9 @@ class EmbeddingPrefetcher:
 
 
 def _inputs(item: Any, wanted: Sequence[str]) -> dict[str, WireTensor]:
-    """Name -> tensor of one item, in the form its tower receives. Raises EncoderRefused("no_inputs")."""
+    """Return the tensors of one item by name, in the form its tower receives. Raises
+    EncoderRefused("no_inputs").
+    """
     known = {**item.model_specific_data, "pixel_values": item.feature}
     values = {name: known[name] for name in wanted if name in known}
     found = {}

@@ -32,7 +32,7 @@ class EntryWatchers:
         self._far: FarTier | None = None
 
     def open_disk(self, disk: OpenedDisk, index: StoreIndex, arena: SharedArena, fences: WriteFences) -> None:
-        """Also store entries on this disk. Raises OSError."""
+        """Store entries on this disk too. Raises OSError if the disk cannot be used."""
         from cornplug.store.disk.disk_tier import DiskTier
 
         assert self._table is not None, "clients see in the table which entries are on disk"

@@ -36,11 +36,13 @@ if TYPE_CHECKING:
 
 
 MOST_LINES: Final = 10
-"""Lines of one kind within PERIOD_S. Further ones are counted in the next line of that kind."""
+"""Maximum number of lines of one kind within PERIOD_S. Further lines are counted in the next line of that
+kind.
+"""
 PERIOD_S: Final = 60.0
 _ENDS: Final = (signal.SIGTERM, signal.SIGINT)
 EXIT_TAKEN: Final = 3
-"""Another store serves this socket."""
+"""Exit status if another store serves this socket."""
 _LOCK_WAIT_S: Final = 2.0
 _DESCRIPTORS: Final = 65536
 _log = logging.getLogger("cornplug.store")
@@ -157,7 +159,7 @@ def _serve(options: argparse.Namespace, settings: config.StoreConfig) -> int:
     try:
         claim = SocketClaim(path, setting="store.socket", wait_s=_LOCK_WAIT_S)
     except SocketTaken:
-        _log.error("another store serves %s: not starting a second", path)
+        _log.error("another store serves %s: not starting a second store", path)
         return EXIT_TAKEN
     try:
         _serve_claimed(claim, options, secret, settings, early)
@@ -284,11 +286,11 @@ def _raise_descriptor_limit() -> None:
 
 
 class BoundedLog(logging.StreamHandler[TextIO]):
-    """Writes at most `MOST_LINES` lines of one kind a minute. Lines are of one kind if their text is the same
-    before its arguments are filled in.
+    """Log handler that writes at most `MOST_LINES` lines of one kind per minute. Lines are of one kind if
+    their text is the same before its arguments are filled in.
 
     Args:
-        most_bytes: Size beyond which the log is emptied, if it is a file opened for appending; None: never.
+        most_bytes: Size beyond which the log is emptied, if it is a file opened for appending. None: never.
     """
 
     def __init__(self, stream: TextIO, *, most_bytes: int | None = None) -> None:

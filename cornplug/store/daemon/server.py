@@ -51,12 +51,12 @@ _TURN_S: Final = 2e-3
 """Time for which one client's requests are handled before those of the others, in seconds."""
 _FAULT_CHARS: Final = 300
 _REQUEST_FAULTS: Final = (ValueError, OverflowError, RecursionError, MemoryError, msgspec.MsgspecError)
-"""All errors that decoding and validation of hostile bytes can raise."""
+"""Errors that decoding and validation of hostile bytes can raise."""
 _log = logging.getLogger("cornplug.store")
 
 
 class ClientFault(Exception):
-    """A client must be disconnected, for the reason in the message."""
+    """Raised to disconnect a client. The message is the reason."""
 
 
 class ClientSession:
@@ -292,7 +292,7 @@ class StoreServer:
         except _REQUEST_FAULTS as e:
             raise ClientFault(f"not a request: {e}") from e
         if not isinstance(hello, messages.ClientHello):
-            raise ClientFault("a request before its hello")
+            raise ClientFault("the client sent a request before its hello")
         if hello.version != messages.PROTOCOL_VERSION:
             message = f"this store speaks protocol {messages.PROTOCOL_VERSION}, the client {hello.version}"
             session.send(messages.ClientRejected("version", message))
@@ -361,7 +361,7 @@ class StoreServer:
                 self._collect_reads()
                 return messages.PurgeReply(*index.purges.portion(owner, rule, begins=begins, now_s=now_s))
             case _:
-                raise ValueError(f"no request: {type(request).__name__}")
+                raise ValueError(f"not a request: {type(request).__name__}")
 
     def _collect_reads(self) -> None:
         """Collect the clients' notes of reads: before choosing victims or reporting counts, and at each tick,
@@ -382,7 +382,7 @@ class StoreServer:
         self.telemetry.tick()
         for session in list(self._sessions.values()):
             if not session.welcomed and now_s - session.since_s > HELLO_WITHIN_S:
-                self._end(session, ClientFault("said no hello"))
+                self._end(session, ClientFault("the client sent no hello"))
         if self._sessions:
             self._last_busy_s = now_s
         elif self._idle_exit_s and now_s - self._last_busy_s > self._idle_exit_s:

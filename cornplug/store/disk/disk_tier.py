@@ -288,7 +288,7 @@ class DiskTier:
         if at is None:
             self._open_segment()
             at = self._space.place(size_bytes)
-        assert at is not None, "a new segment has room for what fits"
+        assert at is not None, "a new segment has space for a record that fits"
         self._writing[entry.key] = False
         self._writing_bytes[name] += size_bytes
         work = functools.partial(
@@ -335,7 +335,8 @@ class DiskTier:
                 self._counters.writes["written"] += 1
         entry = self._index.find(key)
         if entry is not None:
-            # Does nothing if the entry has its record now. Otherwise it is a new entry with the same key.
+            # If the entry has its record now, `_offer` does nothing. Otherwise it is a new entry with the
+            # same key.
             self._offer(key)
         elif self._space.find(key) is not None:
             self._marks.show_on_disk(key)

@@ -179,10 +179,10 @@ class SegmentFiles:
         """
         header = found.header
         if into.nbytes != header.payload_bytes:
-            raise ValueError(f"payload of {header.payload_bytes} bytes, room of {into.nbytes}")
+            raise ValueError(f"payload of {header.payload_bytes} bytes, target of {into.nbytes}")
         file = self._files.get(found.segment)
         if file is None:
-            raise RecordDamaged("its segment is gone")
+            raise RecordDamaged("its segment was deleted")
         head = encode_record_header(header, self._sealer.header_tag)
         cipher = self._sealer.cipher(header.key, header.salt, head)
         buffer = memoryview(bytearray(max(header.meta_bytes, CHUNK_BYTES) + TAG_BYTES))
@@ -251,7 +251,7 @@ class SegmentFiles:
     def _file(self, segment: int) -> _OpenFile:
         file = self._files.get(segment)
         if file is None:
-            raise OSError(errno.ENOENT, "the segment is gone")
+            raise OSError(errno.ENOENT, "the segment was deleted")
         return file
 
     def close(self) -> None:

@@ -52,8 +52,9 @@ class ArenaMoves:
         slots: int,
         discard: Callable[[Sequence[bytes]], None],
     ) -> None:
-        """`slots` is the number of tokens per block of the caches. `discard` deletes pages by key without
-        waiting."""
+        """Create the copies. `slots` is the number of tokens per block of the caches. `discard` deletes pages
+        by key without waiting.
+        """
         self._pages, self._reports = pages, reports
         self.memory = memory
         self._out, self._in = out, into

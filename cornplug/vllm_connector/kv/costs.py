@@ -119,7 +119,7 @@ class LoadCosts:
         tokens = output.total_num_scheduled_tokens
         more = tokens - len(output.num_scheduled_tokens)
         wanted = more >= _TIMED_TOKENS or (tokens and not self._steps % _TIMED_STEPS)
-        # The duration of a step that runs the tower says nothing about its tokens.
+        # The duration of a step that runs the tower does not depend on its tokens alone.
         if not wanted or getattr(output, "scheduled_encoder_inputs", None):
             return 0
         if len(self._timed) >= _TIMED_OPEN:

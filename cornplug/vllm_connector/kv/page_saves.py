@@ -78,7 +78,7 @@ class PageSaves:
         store_ops: DeferredStoreOps,
         share: float = 1.0,
     ) -> None:
-        """`share` is the share of the maximum bytes of open saves."""
+        """Create the saves. `share` is the share of the maximum bytes of open saves."""
         self._page = page
         self._requests = requests
         self._publisher = publisher
@@ -104,7 +104,7 @@ class PageSaves:
         return bool(self._open or self._posted or self._last)
 
     def bind(self, manager: KVCacheManager, block_size: int, group: int = 0) -> None:
-        """Set the engine's cache manager, which knows the blocks of a request in this cache group."""
+        """Set the engine's cache manager, which returns a request's blocks in this cache group."""
         self.manager, self._block_size, self._group = manager, block_size, group
 
     @property

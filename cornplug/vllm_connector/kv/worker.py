@@ -51,9 +51,11 @@ class KVWorker:
         share: float = 1.0,
         scales: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
-        """`background_timeout_s` is the timeout of the mover's calls to the store. `beside` is the worker of
-        another cache group, whose mover this worker uses. `share` is the share of slab memory on an
-        accelerator. `scales` maps layer names to the scales of K and V, if pages are quantised."""
+        """Create the worker half. `background_timeout_s` is the timeout of the mover's calls to the store.
+        `beside` is the worker of another cache group, whose mover this worker uses. `share` is the share of
+        slab memory on an accelerator. `scales` maps layer names to the scales of K and V, if pages are
+        quantised.
+        """
         self._scales = scales or {}
         self._page, self._mine = pages.page, pages.held
         self._pages = pages

@@ -288,7 +288,7 @@ class GroupsScheduler(SchedulerHalf):
         return _Group(kind, requests, saves, IdleSaves(runtime, kind.geometry, requests, saves, unseen))
 
     def bind(self, manager: KVCacheManager, specs: Sequence[KVCacheSpec]) -> None:
-        """Set the engine's manager of blocks of these specs, which knows the blocks of a request."""
+        """Set the engine's block manager for these specs, which returns a request's blocks."""
         self._group_offers.bind(manager.block_pool.null_block.block_id)
         # Like vLLM's own offloading, events cover only full attention.
         first = next(i for i, group in enumerate(self._groups) if group.kind.whole)

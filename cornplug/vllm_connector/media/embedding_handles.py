@@ -1,8 +1,8 @@
 """Embeddings that an app sends instead of images: by handle, or by value if the operator allows it.
 
     part ──vLLM loads its tensors──> `load_embedding`: a handle becomes the store's rows
-         ──vLLM names its items───> `name`: rows that a handle brought get the image's name
-         ──the request's salt────> `identifier`: the key is made here, and must be the handle's
+         ──vLLM names its items───> `name`: rows from a handle get the image's name
+         ──the request's salt────> `identifier`: the key is computed, and must equal the handle's
 
 A handle is valid if it is signed with the store's secret, for this engine's own model. Its key only locates
 the rows. An invalid handle, and a handle of evicted rows, end the request with status 400, because there are
@@ -59,9 +59,10 @@ class ReceivedHandles:
         dtype: str,
         alone: bool = True,
     ) -> None:
-        """`identity` returns the identity of this engine's tower, or None while it is being read or if it is
-        unknown. If not `alone`, another connector's encoder cache may have an embedding that a request leaves
-        out."""
+        """Create an empty memory of handles. `identity` returns the identity of this engine's tower, or None
+        while it is being read or if it is unknown. If not `alone`, another connector's encoder cache may have
+        an embedding that a request leaves out.
+        """
         self._config = config
         self._secret = secret
         self._identity = identity

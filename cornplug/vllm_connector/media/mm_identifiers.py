@@ -92,7 +92,7 @@ def _identifier(key: bytes, epoch: int) -> str:
 
 
 def _extra_config(config: VllmConfig) -> Mapping[str, Any] | None:
-    """Settings of cornplug's connectors, or None if the engine has none of them."""
+    """Return the settings of cornplug's connectors, or None if the engine has none of them."""
     kv, ec = config.kv_transfer_config, config.ec_transfer_config
     if ec is not None and ec.ec_connector == EC_CONNECTOR:
         return dict(ec.ec_connector_extra_config)
@@ -133,7 +133,9 @@ class MmIdentifiers:
         return tower.identity if tower is not None else None
 
     def tower(self) -> TowerIdentity | None:
-        """Identity of the current tower, or None while it is being read or if it cannot be identified."""
+        """Return the identity of the current tower, or None while it is being read or if it cannot be
+        identified.
+        """
         return self._known_tower()[1]
 
     def _known_tower(self) -> tuple[int, TowerIdentity | None]:

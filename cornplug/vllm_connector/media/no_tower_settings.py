@@ -40,7 +40,7 @@ def is_asked_for(config: Any) -> bool:
 
 
 def settings_in(config: Any) -> list[dict[str, Any]]:
-    """cornplug's settings of each connector in engine arguments or a VllmConfig."""
+    """Return cornplug's settings of each connector in engine arguments or a VllmConfig."""
     kv, ec = getattr(config, "kv_transfer_config", None), getattr(config, "ec_transfer_config", None)
     found = [our_settings(kv)]
     if ec is not None and ec.ec_connector == EC_CONNECTOR:
@@ -49,7 +49,7 @@ def settings_in(config: Any) -> list[dict[str, Any]]:
 
 
 def ours(said: list[dict[str, Any]]) -> Config:
-    """The Config of `settings_in`. The encoder connector's settings take precedence."""
+    """Return the Config of `settings_in`. The encoder connector's settings take precedence."""
     return settings(dict(said[-1]))
 
 
@@ -109,7 +109,7 @@ def check_model(config: Any) -> None:
 
 
 def _count(limit: Any) -> int | None:
-    """Maximum count in one modality's limit, in any of vLLM's forms, or None if there is no limit."""
+    """Return the maximum count in one modality's limit, in any of vLLM's forms, or None without a limit."""
     if isinstance(limit, Mapping):
         limit = limit.get("count")
     count = getattr(limit, "count", limit)

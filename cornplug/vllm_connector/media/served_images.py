@@ -1,7 +1,7 @@
 """Converts images of a chat request to embeddings, in the API process of an engine without a tower.
 
     image_url ──parser──> medium: its bytes, or an http(s) URL ──> service: fetch, decode, encode
-    image_embeds <──rows, whose signed claims are this engine's tower, this salt and no other──┘
+    image_embeds <──rows, whose signed claims match this engine's tower and this salt──┘
 
 The items are then handled like embeddings by handle (`media/embedding_handles.py`), so that an image has the
 same identifier in engines with and without a tower. If the service fails, the request ends with status 503
@@ -103,7 +103,9 @@ class ServedImages:
         family: str,
         dtype: str,
     ) -> None:
-        """`tower` returns the identity of the checkpoint's tower, or None while it is unknown."""
+        """Create a client. `tower` returns the identity of the checkpoint's tower, or None while it is
+        unknown.
+        """
         self._config = config
         self._secret = secret
         self._tower = tower
@@ -166,7 +168,7 @@ class ServedImages:
         return self._taken(reply, salt)
 
     def item_now(self, url: str, connector: Any, salt: str | None) -> Any:
-        """Like `item`, for an engine without an event loop."""
+        """Return the same as `item`, for an engine without an event loop."""
         if _is_remote(url, connector):
             request = self._request(salt, url=url)
         else:
@@ -196,7 +198,7 @@ class ServedImages:
         )
 
     def _served(self) -> bytes:
-        """Identity for requests to the service. Raises ServiceUnavailable while it is unknown."""
+        """Return the identity for requests to the service. Raises ServiceUnavailable while it is unknown."""
         if weights_guard.replaced():
             raise ServiceUnavailable("this server's weights were replaced", _DOWN_S)
         tower = self._tower()

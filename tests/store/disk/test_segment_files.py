@@ -278,6 +278,6 @@ def test_segment_flush_of_missing_segment_is_an_os_error(folder: Path) -> None:
     assert files.free_bytes() > 0
     files.drop(1)
     for call in (lambda: files.flush(1), lambda: files.kill(1, 0), lambda: _write(files, 1, 0, 1)):
-        with pytest.raises(OSError, match="the segment is gone"):
+        with pytest.raises(OSError, match="the segment was deleted"):
             call()
     files.close()
