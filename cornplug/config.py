@@ -49,12 +49,6 @@ __all__ = [
     "load",
 ]
 
-_IMAGE_FORMATS: Final = (
-    "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP",
-)  # fmt: skip
-"""Copy of `encoder_service.media.FORMATS`, which cannot be imported here. A test compares the two."""
-
-
 class EncoderConfig(Section):
     """The shared encoder service."""
 
@@ -79,8 +73,6 @@ class EncoderConfig(Section):
     """Minimum time that an engine waits for an embedding, even if its own tower is faster."""
     language_only_timeout_s: float = Field(default=60.0, gt=0)
     """Maximum time that an engine without a tower waits for an embedding before the request fails."""
-    max_batch_items: int = Field(default=16, gt=0)
-    """Maximum number of media in one batch of a tower."""
     max_batch_tokens: int | None = Field(default=None, gt=0)
     """Maximum number of tokens in one batch of a tower, which bounds the tower's memory. The tokens of the
     first medium do not count. None: 2048 on a CPU, 32,768 on a GPU."""
@@ -89,34 +81,15 @@ class EncoderConfig(Section):
     )
     """Number of media that are decoded and preprocessed concurrently. Each uses one process and one thread.
     Default: the number of cores, between 2 and 16."""
-    decode_deadline_s: float = Field(default=30.0, gt=0)
-    """Maximum time for decoding one medium. After that, the decoding process is killed and the medium is
-    rejected (`too_slow`)."""
-    max_prepared_bytes: ByteSize | None = Field(default=None, gt=0)
-    """Maximum bytes of decoded and preprocessed media in memory. None: a quarter of the memory of the host or
-    control group."""
     drain_s: float = Field(default=25.0, gt=0)
     """Maximum time that a stopping service spends on admitted requests. The default fits within the usual
     30 s between SIGTERM and SIGKILL."""
-    max_deadline_s: float = Field(default=120.0, gt=0)
-    """Upper limit for the deadline that a client requests. A class of service can set its own limit."""
     max_pixels: int = Field(default=64_000_000, gt=0)
     """Maximum size of an image, in pixels after decoding."""
-    max_audio_s: float = Field(default=600.0, gt=0)
-    """Maximum length of an audio clip."""
-    max_video_s: float = Field(default=600.0, gt=0)
-    """Maximum length of a video."""
-    max_frames: int = Field(default=768, gt=0)
-    """Maximum number of frames sampled from a video. Together, the frames may have four times
-    `max_pixels`."""
+    max_media_s: float = Field(default=600.0, gt=0)
+    """Maximum length of an audio clip or a video."""
     max_body_bytes: ByteSize = Field(default=64 << 20, gt=0)
     """Maximum body size of an HTTP request."""
-    max_held_bytes: ByteSize = Field(default=1 << 30, gt=0)
-    """Maximum bytes of all HTTP request bodies that are held at the same time, at least four times
-    `max_body_bytes`. Half of it is divided by the shares of the classes of service. A quarter is reserved for
-    engines."""
-    body_deadline_s: float = Field(default=30.0, gt=0)
-    """Maximum time for receiving the body of an HTTP request."""
     admin_key: SecretStr = SecretStr("")
     """Key that allows a client to reload weights over HTTP. Empty: clients on this host can reload
     weights."""
@@ -132,21 +105,6 @@ class EncoderConfig(Section):
     """Host names ("encoder, encoder.example.org") under which HTTP clients reach the service, in addition to
     localhost, the name of this host and its addresses. A request for another name is rejected unless it has a
     key."""
-    max_connections: int | None = Field(default=None, gt=0)
-    """Maximum number of HTTP connections. When it is reached, a new connection closes the one that has been
-    idle longest. None: the limit on the process's file descriptors, at most 4096."""
-    image_formats: str = "JPEG, PNG, WEBP, GIF, BMP"
-    """Image formats that are decoded, by Pillow's names."""
-    tenant_part: float = Field(default=0.5, gt=0, le=1)
-    """Maximum fraction of the store for entries from the HTTP requests of one tenant. The same limit applies
-    to all requests without a tenant together."""
-    max_items: int = Field(default=64, gt=0)
-    """Maximum number of media in one HTTP request."""
-    remembered_files: int = Field(default=32_768, ge=0)
-    """Number of decoded files that the service recognizes by their bytes. A repeated file with a cached
-    embedding is then not decoded again. Each takes about 400 bytes. 0: every file is decoded."""
-    max_waiting: int = Field(default=256, gt=0)
-    """Maximum number of items in the queue. Beyond it, the service returns status 503."""
     sglang: bool = False
     """Also serve SGLang's `--language-only` servers on the HTTP port."""
     receivers: str = ""
@@ -154,17 +112,11 @@ class EncoderConfig(Section):
     A server that receives only embeddings that it requested itself needs no entry."""
     allow_hosts: tuple[str, ...] = ("*",)
     """Hosts ("images.example.org, *.cdn.example.org") from which http(s) URLs are fetched. "*" allows every
-    host. Empty: URLs are not fetched. If a host resolves to a private, loopback or link-local address or to a
+    host. Ports 80 and 443 are allowed, or only the port that an entry names ("images.example.org:8080").
+    Empty: URLs are not fetched. If a host resolves to a private, loopback or link-local address or to a
     cloud's metadata address, it must also match `allow_networks`."""
     allow_networks: str = ""
     """Networks ("10.2.0.0/16") that are not public, but from which URLs of allowed hosts are fetched."""
-    allow_ports: str = "80, 443"
-    """Ports from which URLs are fetched."""
-    fetch_deadline_s: float = Field(default=5.0, gt=0)
-    """Maximum time for fetching one URL, including redirects, from the start of its fetch."""
-    max_fetches: int = Field(default=64, gt=0)
-    """Number of URLs that are fetched concurrently. Each class of service has its share. At most
-    `max_waiting` further fetches wait. Beyond that, the service returns status 503."""
 
     @field_validator("urls", "engine_urls", "allow_hosts", mode="before")
     @classmethod
@@ -185,19 +137,6 @@ class EncoderConfig(Section):
     def engine_weights(self) -> dict[str, float]:
         """Return the weight of each URL in `engine_urls`."""
         return _weighted(self.engine_urls)
-
-    @field_validator("image_formats")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        known = {name.upper() for name in _IMAGE_FORMATS}
-        wrong = [name for name in _words(value) if name.upper() not in known]
-        if wrong or not _words(value):
-            raise ValueError(f"{', '.join(wrong) or 'none'}: use one of {', '.join(_IMAGE_FORMATS)}")
-        return value
-
-    def formats(self) -> tuple[str, ...]:
-        """Return the names in `image_formats`, in upper case."""
-        return tuple(name.upper() for name in _words(self.image_formats))
 
     @field_validator("receivers")
     @classmethod

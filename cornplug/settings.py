@@ -209,8 +209,6 @@ class ClassConfig(Section):
     """Order in which classes get the tower's time beyond their shares, highest first."""
     deadline_s: float | None = Field(default=None, gt=0)
     """Deadline of requests that do not set one. None: `encoder.deadline_s`."""
-    max_deadline_s: float | None = Field(default=None, gt=0)
-    """Upper limit for the deadline of a request. None: `encoder.max_deadline_s`."""
     api_keys: tuple[str, ...] = ()
     """API keys of this class, in plain text or as "sha256:" followed by 64 hex digits. Only the digest is
     kept."""
