@@ -49,6 +49,10 @@ __all__ = [
     "load",
 ]
 
+CARRIED: Final = "engine_flag."
+"""Prefix of an engine's own flags that travel beside the settings of `portable`."""
+
+
 class EncoderConfig(Section):
     """The shared encoder service."""
 
@@ -68,9 +72,7 @@ class EncoderConfig(Section):
     `host` and `port`."""
     deadline_s: float = Field(default=10.0, gt=0)
     """Maximum time that an engine waits for an embedding before it runs its own tower. Once an engine has
-    measured its own tower, it waits three times that duration, within this limit."""
-    deadline_floor_s: float = Field(default=0.5, gt=0)
-    """Minimum time that an engine waits for an embedding, even if its own tower is faster."""
+    measured its own tower, it waits three times that duration, at least 0.5 s and at most this limit."""
     language_only_timeout_s: float = Field(default=60.0, gt=0)
     """Maximum time that an engine without a tower waits for an embedding before the request fails."""
     max_batch_tokens: int | None = Field(default=None, gt=0)
@@ -185,15 +187,8 @@ class EngineConfig(Section):
     """When the engine saves a KV page. "always": after computing it. "second": when a second request uses it,
     on this engine or (vLLM only) on another engine of the same store. While the engine is idle, it also saves
     other pages if the store has free memory. "never": the engine saves no pages."""
-    max_open_saves_bytes: ByteSize = Field(default=1 << 30, gt=0)
-    """Maximum bytes of pages that are being saved. Beyond it, pages are not saved, so that a slow store never
-    delays the end of a request."""
     share_embeddings: bool = True
     """Load and save embeddings, and use the encoder service."""
-    prefill_while_encoding: bool = True
-    """Let vLLM prefill the tokens before the first medium whose embedding has not arrived. This has no effect
-    with a draft model, a custom encoder cache manager (`--ec-manager-config`), recurrent states in aligned
-    blocks or pruned videos, or if chunked prefill is off."""
     sglang_preprocessing: Literal["auto", "cpu", "device"] = "auto"
     """Where an SGLang server with a GPU decodes and resizes images. "cpu": on the CPU, like vLLM and the
     encoder service, so that all of them share embeddings. "device": on the GPU, SGLang's default. Such
@@ -209,11 +204,6 @@ class EngineConfig(Section):
     """Where the vision tower of a vLLM server runs. "engine": in the server. "service": the server loads no
     tower, and the services at `encoder.engine_urls` fetch, decode and encode the images of its requests. Such
     requests get status 503 if no service responds within `encoder.language_only_timeout_s`."""
-    images_per_prompt: int | None = Field(default=None, ge=0)
-    """Maximum number of images in a prompt of a server without a tower. vLLM's `--limit-mm-per-prompt` sets
-    it. None: no limit."""
-    embeddings_by_value: bool = False
-    """Accept embeddings in requests. vLLM's `--enable-mm-embeds` sets it."""
 
 
 class Config(Section):
@@ -297,8 +287,9 @@ def portable(config: Config) -> dict[str, Any]:
 def load_portable(values: Mapping[str, Any]) -> Config:
     """Restore settings from the result of `portable`. Any other mapping is passed to `load`.
 
-    Raises ConfigError like `load`.
+    Keys that begin with `CARRIED` are left out. Raises ConfigError like `load`.
     """
+    values = {name: value for name, value in values.items() if not name.startswith(CARRIED)}
     complete = {f"{s}.{name}" for s, kind in _SECTIONS.items() if s != "qos" for name in kind.model_fields}
     # Complete settings ignore this process's file and environment, which may belong to another engine.
     is_complete = values.keys() >= complete - {"encoder.admin_key"}
