@@ -51,6 +51,7 @@ HEAD_S: Final = 10.0
 BACKLOG: Final = 128
 """Connections waiting to be accepted. All may be accepted before the first is closed again."""
 _MOST: Final = 4096
+"""Maximum number of HTTP connections. A further connection closes the connection that is idle longest."""
 _FOR_OTHERS: Final = 512
 """File descriptors reserved for engines, replicas, files, fetches, and connections that are being closed."""
 _LEAST: Final = 64
@@ -59,6 +60,11 @@ _LAST_S: Final = 1.0
 """Time to send the last refusals to requests that are cut off at the end of `encoder.drain_s`."""
 CPU_BATCH_TOKENS: Final = 2048
 """A few images use a core fully. Larger batches would only increase latency."""
+TENANT_FRACTION: Final = 0.5
+"""Maximum fraction of the store for entries from the HTTP requests of one tenant. The same limit applies to
+all requests without a tenant together."""
+PREPARED_FRACTION: Final = 0.25
+"""Maximum fraction of the memory of the host or control group for decoded and preprocessed media."""
 UNREAD_S: Final = 30.0
 """Maximum time that a client may leave its reply unread."""
 RENEW_S: Final = 5.0
@@ -183,10 +189,9 @@ class BoundListeners:
 
 def web_settings(app: ASGIApp, config: EncoderConfig) -> uvicorn.Config:
     """Return uvicorn's settings for the HTTP server."""
-    most = config.max_connections or connections_allowed()
     return uvicorn.Config(
         app,
-        http=limited(most),
+        http=limited(connections_allowed()),
         ws="none",
         # The client is the peer of the connection. Forwarding headers are ignored, even from this host.
         proxy_headers=False,
@@ -289,7 +294,7 @@ def main(argv: Sequence[str]) -> int:
         store = None if args.no_store else open_store(config.store, autostart=False)
         # No engine's loop waits here. If the store fails, results are only not shared.
         cache = ResultCache(
-            store, deadline_s=config.store.background_timeout_s, account_fraction=config.encoder.tenant_part
+            store, deadline_s=config.store.background_timeout_s, account_fraction=TENANT_FRACTION
         )
         tracing = open_tracing()
         encoder = EncoderCore(
@@ -299,11 +304,9 @@ def main(argv: Sequence[str]) -> int:
             executors=replicas,
             tracing=tracing,
             limits=EncoderLimits(
-                max_batch_items=config.encoder.max_batch_items,
                 max_batch_tokens=config.encoder.max_batch_tokens
                 or (CPU_BATCH_TOKENS if args.device == "cpu" else MAX_BATCH_TOKENS),
-                max_waiting=config.encoder.max_waiting,
-                max_prepared_bytes=config.encoder.max_prepared_bytes or host_memory().total_bytes // 4,
+                max_prepared_bytes=int(host_memory().total_bytes * PREPARED_FRACTION),
                 admission_threads=config.encoder.prepare_threads,
             ),
             classes=QosClasses(config.qos),

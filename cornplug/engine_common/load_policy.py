@@ -14,6 +14,8 @@ from cornplug.store.payload import FAR_WAIT_S
 
 When = Literal["pays", "always"]
 
+DEADLINE_FLOOR_S: Final = 0.5
+"""Minimum time in seconds that an engine waits for an embedding, even if its own tower is faster."""
 _FADE: Final = 0.9
 """Decay of a sample's weight per new sample, so about ten samples count."""
 _FRESH_S: Final = 60.0
@@ -181,13 +183,17 @@ class FetchRule:
         """Return the seconds that this engine's tower takes for `rows`, or None before it has run."""
         return self._encoding.seconds(rows)
 
-    def encode_deadline_s(self, rows: int, *, floor_s: float, ceiling_s: float) -> float:
+    def encode_deadline_s(self, rows: int, *, ceiling_s: float) -> float:
         """Return the maximum wait in seconds for a service that would encode `rows`."""
-        return encode_deadline_s(self.encode_s(rows), floor_s=floor_s, ceiling_s=ceiling_s)
+        return encode_deadline_s(self._when, self.encode_s(rows), ceiling_s=ceiling_s)
 
 
-def encode_deadline_s(encode_s: float | None, *, floor_s: float, ceiling_s: float) -> float:
-    """Return the maximum wait in seconds for a service: three times the engine's own encode time, within
-    bounds. The upper bound if that time was not measured (None).
+def encode_deadline_s(when: When, encode_s: float | None, *, ceiling_s: float) -> float:
+    """Return the maximum wait in seconds for a service: three times the engine's own encode time, at least
+    `DEADLINE_FLOOR_S` and at most `ceiling_s`.
+
+    It is `ceiling_s` if that time was not measured (None), or if the engine always loads.
     """
-    return ceiling_s if encode_s is None else min(ceiling_s, max(min(floor_s, ceiling_s), 3 * encode_s))
+    if when == "always" or encode_s is None:
+        return ceiling_s
+    return min(ceiling_s, max(DEADLINE_FLOOR_S, 3 * encode_s))

@@ -44,6 +44,7 @@ FAR_WAIT_S: Final = 5e-3
 _PAUSE_S: Final = 0.005
 PIECE_BYTES: Final = 1 << 20
 LEASE_S: Final = 30.0
+"""Time in seconds that an engine has to copy a leased entry. After that, the entry can be evicted."""
 _Found = TypeVar("_Found")
 Outcome = Literal["stored", "present", "pending", "growing", "full", "too_large", "lost"]
 """Result of `put_payload`. "lost" means that the reservation ended before the commit."""

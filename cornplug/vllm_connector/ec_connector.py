@@ -49,7 +49,7 @@ class CornplugECConnector(ECConnectorBase):
         if vllm_config.model_config.multimodal_config is None:
             return
         if role == ECConnectorRole.SCHEDULER:
-            early = early_prefill(vllm_config, wanted=run.config.engine.prefill_while_encoding)
+            early = early_prefill(vllm_config)
             self._scheduler = ECScheduler(
                 vllm_config, run, self._tally, early, encoder_only=not self.is_consumer
             )

@@ -85,7 +85,7 @@ def _kv(config: VllmConfig) -> SharingVerdict:
     ours = our_settings(config.kv_transfer_config)
     if ours is None:
         return SharingVerdict(what="KV", shared=False, why=why_not() or "another KV connector is configured")
-    engine = settings.load(ours).engine
+    engine = settings.load_portable(ours).engine
     if not engine.share_kv:
         return SharingVerdict(what="KV", shared=False, why="engine.share_kv is false")
     config = _one_rank(config)

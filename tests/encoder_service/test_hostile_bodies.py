@@ -19,6 +19,7 @@ import pytest
 from time_limits import TimeLimits
 
 from cornplug.config import Config, load
+from cornplug.encoder_service.http import body_limits
 from cornplug.encoder_service.wire.engine_seal import MEDIA_TYPE, PATH, EngineSeal
 from cornplug.encoder_service.wire.messages import MediumRefusal, Reply
 from cornplug.qos import QosClasses
@@ -97,11 +98,15 @@ def test_medium_base64_of_any_length_is_decoded(size: int) -> None:
 
 
 def test_body_guard_classes_have_a_part_of_the_bytes_each(
-    make_encoder: MakeEncoder, config: Config, llava_pair: tuple[Path, Path]
+    make_encoder: MakeEncoder,
+    config: Config,
+    llava_pair: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before: bodies of anyone that do not end kept everyone out for `encoder.body_deadline_s`."""
+    """Before: bodies of anyone that do not end kept everyone out for `BODY_DEADLINE_S`."""
+    monkeypatch.setattr(body_limits, "_HELD_BODIES", 1)
     qos = QosClasses(load({"qos.classes": {"premium": {"share": 0.5, "api_keys": ["k"]}}}, environ={}).qos)
-    limits = config.encoder.model_copy(update={"max_body_bytes": 100_000, "max_held_bytes": 1})
+    limits = config.encoder.model_copy(update={"max_body_bytes": 100_000})
     service = Service(make_encoder(classes=qos), config.model_copy(update={"encoder": limits}))
     image = png(sample_image(1))
     key = {"authorization": "Bearer k"}

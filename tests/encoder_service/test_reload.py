@@ -194,7 +194,7 @@ def test_reload_that_fails_serves_as_before(
 
 
 def test_reload_other_preprocessing_is_another_model(encoder: EncoderCore, pair: tuple[Path, Path]) -> None:
-    limits = MediumLimits(max_pixels=10**6, max_audio_s=10.0)
+    limits = MediumLimits(max_pixels=10**6, max_media_s=10.0)
     preparer = MediaPreparer(encoder.registry, secret=SECRET, limits=limits)
 
     def prepared() -> PreprocessedMedium:

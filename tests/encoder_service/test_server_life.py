@@ -181,7 +181,9 @@ def test_server_used_connection_stays_open(port: int) -> None:
 @pytest.mark.parametrize(
     "sent", [b"", b"GET / HT", b"POST / HTTP/1.1\r\nhost: e\r\ncontent-length: 9\r\n\r\nab"]
 )
-def test_server_idle_connections_give_way_to_new_ones(sent: bytes, config: Config) -> None:
+def test_server_idle_connections_give_way_to_new_ones(
+    sent: bytes, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To each that comes, one that asks nothing or has not finished asking; never one that is waiting."""
     slow, asked = asyncio.Event(), threading.Event()
 
@@ -197,9 +199,9 @@ def test_server_idle_connections_give_way_to_new_ones(sent: bytes, config: Confi
                     pass
             await _app(scope, receive, send)
 
-    limited = config.encoder.model_copy(update={"max_connections": 20})
+    monkeypatch.setattr(server, "connections_allowed", lambda: 20)
     listener = socket.create_server(("127.0.0.1", 0))
-    web = uvicorn.Server(web_settings(app, limited))
+    web = uvicorn.Server(web_settings(app, config.encoder))
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def run() -> None:

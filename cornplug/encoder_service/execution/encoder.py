@@ -30,7 +30,7 @@ from cornplug.encoder_service.preprocess.byte_budget import BudgetShare, ByteBud
 from cornplug.encoder_service.preprocess.decode_lanes import DecodeLanes, DecodeLimits
 from cornplug.encoder_service.scheduling.admission import AdmissionRefusal, EncodeAdmission
 from cornplug.encoder_service.scheduling.batcher import Answer, Batcher, EncodeJob, PendingRequest
-from cornplug.encoder_service.scheduling.fair_queue import QueueLimit
+from cornplug.encoder_service.scheduling.fair_queue import MAX_WAITING, QueueLimit
 from cornplug.encoder_service.telemetry.observer import RequestObserver
 from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics
 from cornplug.encoder_service.telemetry.tracing import OFF, RequestTracing
@@ -58,8 +58,9 @@ class EncoderLimits:
     """Limits of a service's batches, queue and memory."""
 
     max_batch_items: int = 16
+    """Maximum number of media in one batch of a tower."""
     max_batch_tokens: int = MAX_BATCH_TOKENS
-    max_waiting: int = 256
+    max_waiting: int = MAX_WAITING
     max_prepared_bytes: int = 4 << 30
     admission_threads: int = 2
 
@@ -140,10 +141,8 @@ class EncoderCore:
             self.classes.all(),
             lanes=config.prepare_threads,
             limits=DecodeLimits(
-                decode_s=config.decode_deadline_s,
                 max_bytes=_DECODER_BYTES + _DECODER_BYTES_A_PIXEL * config.max_pixels,
             ),
-            max_waiting=config.max_waiting,
             on_killed=lambda why: self.meters.decoders_killed.labels(why).inc(),
             clock=time.monotonic,
         )

@@ -29,7 +29,7 @@ from cornplug.config import EncoderConfig
 from cornplug.encoder_service.access import AuditLog
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake
-from cornplug.encoder_service.http import dashboard, openapi
+from cornplug.encoder_service.http import body_limits, dashboard, openapi
 from cornplug.encoder_service.http.access_control import AccessControlMiddleware, json_only
 from cornplug.encoder_service.http.body_limits import BodyGuard, body_budget
 from cornplug.encoder_service.http.dashboard import StatusReport
@@ -55,12 +55,7 @@ def create_app(
 ) -> FastAPI:
     """Create the ASGI application of an encoder, with the limits of `config`. Closing `gate` drains it."""
     gate = gate or DrainState()
-    preparer = MediaPreparer(
-        encoder.registry,
-        secret=secret,
-        limits=MediumLimits.of(config),
-        remembered_files=config.remembered_files,
-    )
+    preparer = MediaPreparer(encoder.registry, secret=secret, limits=MediumLimits.of(config))
     # For JSON, base64 and headers. Longer work is done after admission.
     threads = ThreadPoolExecutor(config.prepare_threads, "cornplug-read")
     parser = BodyParser(threads)
@@ -100,10 +95,9 @@ def create_app(
     app.add_middleware(
         BodyGuard,
         classes=encoder.classes,
-        max_items=config.max_items,
+        max_items=body_limits.MAX_ITEMS,
         max_bytes=config.max_body_bytes,
         held=held,
-        read_s=config.body_deadline_s,
         count=encoder.meters.refused,
     )
     # A part that is being encoded waits for its receivers to register at this path.
@@ -129,7 +123,7 @@ def create_app(
 
     # Without the package the path does not exist. An engine's client reports which extra is missing.
     if importlib.util.find_spec("cryptography") is not None:
-        route = EngineRoute(encoder, door, threads, parser, encodes)
+        route = EngineRoute(encoder, threads, parser, encodes)
 
         @app.post(engine_seal.PATH, response_class=Response, include_in_schema=False)
         async def engine(request: Request) -> Response:

@@ -3,7 +3,7 @@
     head   Content-Length at most the path's limit
     body   each piece, before it is kept: bytes of the body, bytes of all bodies of its class, and for JSON
            the number of values, which a parser turns into objects of fifty times their size
-    time   the whole body within `read_s` seconds
+    time   the whole body within `BODY_DEADLINE_S` seconds
 
 (The kernel ends a connection whose client does not read its reply, because `server.BoundListeners` sets
 TCP_USER_TIMEOUT.)
@@ -26,6 +26,13 @@ from cornplug.encoder_service.wire import engine_seal
 from cornplug.errors import EncoderRefused
 from cornplug.qos import QosClasses
 
+MAX_ITEMS: Final = 64
+"""Maximum number of media in one HTTP request."""
+BODY_DEADLINE_S: Final = 30.0
+"""Maximum time in seconds for receiving the body of an HTTP request."""
+_HELD_BODIES: Final = 16
+"""Number of bodies of the maximum size that are held at the same time. Half of their bytes is divided by the
+shares of the classes of service, and a quarter is reserved for engines."""
 MAX_FRAMES: Final = 4096
 """Maximum number of images in a video that is sent as images, separated by commas."""
 _FORM_OVERHEAD_BYTES: Final = 64 << 10
@@ -73,7 +80,7 @@ def body_budget(classes: QosClasses, config: EncoderConfig) -> ByteBudget:
     """Return the budget for bytes of incoming bodies. It always has capacity for one body of each class."""
     return ByteBudget(
         {qos: _CLASSES_SHARE * qos.share for qos in classes.all()} | {ENGINES: _ENGINES_SHARE},
-        max(config.max_held_bytes, 4 * (config.max_body_bytes + _FORM_OVERHEAD_BYTES)),
+        max(_HELD_BODIES * config.max_body_bytes, 4 * (config.max_body_bytes + _FORM_OVERHEAD_BYTES)),
         purpose="to receive it",
     )
 
@@ -90,7 +97,6 @@ class BodyGuard:
         held: ByteBudget,
         max_bytes: int,
         max_items: int,
-        read_s: float,
         count: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """Args:
@@ -102,7 +108,6 @@ class BodyGuard:
         self._classes = classes
         self._max_bytes = max_bytes + _FORM_OVERHEAD_BYTES
         self._max_items = max_items
-        self._read_s = read_s
         self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,7 +123,7 @@ class BodyGuard:
             return
         shape = None if _is_opaque(scope["path"], headers) else JsonShape(self._max_items)
         qos = ENGINES if SEAL in scope else self._classes.of_headers(headers).qos
-        end = asyncio.get_running_loop().time() + self._read_s
+        end = asyncio.get_running_loop().time() + BODY_DEADLINE_S
         seen = 0
         whole = False
 
@@ -131,7 +136,7 @@ class BodyGuard:
                 async with asyncio.timeout_at(end):
                     message = await receive()
             except TimeoutError:
-                problem = f"body: not complete after {self._read_s:g} s"
+                problem = f"body: not complete after {BODY_DEADLINE_S:g} s"
                 raise EncoderRefused(problem, reason="slow_body") from None
             whole = not message.get("more_body", False)
             piece = message.get("body", b"")

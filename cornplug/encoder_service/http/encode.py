@@ -23,8 +23,8 @@ from starlette.requests import ClientDisconnect
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.access import salt_of
 from cornplug.encoder_service.execution.encoder import EncoderCore
-from cornplug.encoder_service.execution.media_intake import MediaIntake
-from cornplug.encoder_service.http import requests, responses
+from cornplug.encoder_service.execution.media_intake import MediaIntake, limited_deadline_s
+from cornplug.encoder_service.http import body_limits, requests, responses
 from cornplug.encoder_service.http.requests import BodyParser, ParsedRequest, RequestMedium
 from cornplug.encoder_service.http.responses import EncodedMedium, FailedMedium, Outcome
 from cornplug.encoder_service.http.url_fetcher import UrlFetcher
@@ -117,12 +117,12 @@ class EncodeRoute:
         """Return the reply to a request. Raises EncoderRefused and MediaError for errors of the whole
         request, and ClientDisconnect."""
         caller = self._encoder.classes.of_headers(request.headers)
-        asked = await requests.read(request, self._parser, caller.qos, max_items=self._config.max_items)
+        asked = await requests.read(request, self._parser, caller.qos, max_items=body_limits.MAX_ITEMS)
         if self._encoder.registry.by_name(asked.model) is None:
             raise unknown_model(asked.model)
         salt = salt_of(caller, asked.cache_salt, self._config)
         wanted_s = asked.deadline_s or caller.qos.deadline_s or self._config.deadline_s
-        deadline_s = self._door.deadline_s(caller.qos, wanted_s)
+        deadline_s = limited_deadline_s(wanted_s)
         decoding = _decoding(request.headers.get(decodings.HEADER, decodings.DEFAULT))
         end = time.monotonic() + deadline_s
         job = _HttpRequest(asked=asked, caller=caller, salt=salt, end=end, decoding=decoding)
@@ -160,7 +160,7 @@ class EncodeRoute:
             modality=asked.modality, field=f"{asked.modality}_url", content=asked.url or asked.data
         )
         caller = QosCaller(qos=self._encoder.classes.of_app(asked.app), app=asked.app)
-        deadline_s = self._door.deadline_s(caller.qos, asked.deadline_s)
+        deadline_s = limited_deadline_s(asked.deadline_s)
         parsed = ParsedRequest(
             model=loaded.served.name,
             sources=(source,),

@@ -33,7 +33,7 @@ class AudioPreprocessor:
     """
 
     def __init__(self, loaded: LoadedModel, limits: MediumLimits) -> None:
-        self._max_s = limits.max_audio_s
+        self._max_s = limits.max_media_s
         self._features: LogMelFeatures
         if loaded.checkpoint.family.generic:
             processor = WholeProcessor(loaded, "audio")

@@ -25,12 +25,15 @@ from cornplug.encoder_service.preprocess.sandbox.decoder_process import DecoderP
 from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
 from cornplug.encoder_service.scheduling.admission import AdmissionRefusal, EncodeAdmission
 from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
-from cornplug.encoder_service.scheduling.fair_queue import QueueLimit
+from cornplug.encoder_service.scheduling.fair_queue import MAX_WAITING, QueueLimit
 from cornplug.encoder_service.telemetry.service_metrics import Queue
 from cornplug.encoder_service.wire.messages import EncodeRequest
 from cornplug.errors import EncoderRefused
 from cornplug.qos import ServiceClass
 
+DECODE_DEADLINE_S: Final = 30.0
+"""Maximum time in seconds for decoding one medium. After that, the decoding process is killed and the medium
+is rejected (`too_slow`)."""
 STUCK_S: Final = 10.0
 """Time in seconds after which the service is not ready if every lane is still in the same job."""
 _MAX_WORK: Final = 1 << 40
@@ -72,7 +75,7 @@ class _LaneTask:
 class DecodeLimits:
     """Limits of decoding one medium."""
 
-    decode_s: float = 30.0
+    decode_s: float = DECODE_DEADLINE_S
     max_bytes: int = 4 << 30
     """Address space of a decoding process in bytes."""
 
@@ -94,7 +97,7 @@ class DecodeLanes:
         *,
         lanes: int,
         limits: DecodeLimits,
-        max_waiting: int = 256,
+        max_waiting: int = MAX_WAITING,
         on_killed: Callable[[str], None] = lambda why: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -39,7 +39,7 @@ from cornplug.config import EncoderConfig
 from cornplug.encoder_service.access import AuditLog, salt_of
 from cornplug.encoder_service.client.endpoints import url_name
 from cornplug.encoder_service.execution.encoder import EncoderCore
-from cornplug.encoder_service.execution.media_intake import MediaIntake
+from cornplug.encoder_service.execution.media_intake import MediaIntake, limited_deadline_s
 from cornplug.encoder_service.models.registry import LoadedModel, ModelRegistry
 from cornplug.encoder_service.preprocess.preparer import (
     SGLANG,
@@ -134,7 +134,7 @@ class SglangParts:
 
         Raises EncoderRefused or MediaError, and then sends nothing.
         """
-        end = time.monotonic() + self._door.deadline_s(caller.qos, self._timeout_s)
+        end = time.monotonic() + limited_deadline_s(self._timeout_s)
         known = None
         if part.prefill_host is not None and part.embedding_port is not None:
             known = await self._guard.endpoint(part.prefill_host, part.embedding_port, asked_by=asked_by)

@@ -135,7 +135,7 @@ class ServiceMetrics:
         )
         self.decoders_killed = Counter(
             "cornplug_encoder_decoders_killed_total",
-            "Decoding processes that ended during a medium: too_slow (encoder.decode_deadline_s), too_late "
+            "Decoding processes that ended during a medium: too_slow (30 s), too_late "
             "(the request's deadline), gone (client disconnected), crashed, stopping.",
             ("reason",),
             registry=registry,

@@ -27,7 +27,7 @@ from cornplug.sglang_hooks.kv_pages.page_hash_index import (
     PageOverlap,
 )
 from cornplug.store.base import FarReads, Lease, Store, Tier
-from cornplug.store.payload import FAR_WAIT_S, recalled, sought, tiers_of
+from cornplug.store.payload import FAR_WAIT_S, LEASE_S, recalled, sought, tiers_of
 
 _RECALL_FRESH_S: Final = 60.0
 """Age at which measurements of a disk expire, so a disk that was too slow is tried again."""
@@ -346,7 +346,7 @@ class PageReader:
         if not unique:
             yield {}
             return
-        found = store.lease(unique, ttl_s=self._run.config.store.lease_s, deadline_s=deadline_s)
+        found = store.lease(unique, ttl_s=LEASE_S, deadline_s=deadline_s)
         leases = [lease for lease in found if lease is not None]
         try:
             yield {lease.key: lease for lease in leases}

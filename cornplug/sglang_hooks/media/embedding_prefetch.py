@@ -143,9 +143,9 @@ class EmbeddingPrefetcher:
         return source
 
     def _deadline_s(self, rows: int) -> float:
-        ours, row_s = self._run.config.encoder, engine_state.current().encode_row_s()
+        config, row_s = self._run.config, engine_state.current().encode_row_s()
         encode_s = None if row_s is None else rows * row_s
-        return encode_deadline_s(encode_s, floor_s=ours.deadline_floor_s, ceiling_s=ours.deadline_s)
+        return encode_deadline_s(config.store.load_when, encode_s, ceiling_s=config.encoder.deadline_s)
 
     async def _in_thread(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)

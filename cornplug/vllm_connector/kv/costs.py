@@ -10,6 +10,7 @@ from cornplug.config import StoreConfig
 from cornplug.engine_common.load_policy import FadedRate, LoadRule
 from cornplug.engine_common.page_publish import PageCost
 from cornplug.kv_page import PageSize
+from cornplug.store.payload import LEASE_S
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata
 
@@ -86,7 +87,7 @@ class LoadCosts:
     def deadline_s(self, tokens: int) -> float:
         """Return the maximum seconds of a load before the rest of it is computed."""
         # The lease has used at most a third of its time when the engine accepts the offer.
-        leased_s, compute_s = self._config.lease_s * 2 / 3, self.rule.compute_s(tokens)
+        leased_s, compute_s = LEASE_S * 2 / 3, self.rule.compute_s(tokens)
         if compute_s is None or self._config.load_when == "always":
             return leased_s
         return min(leased_s, max(_LOAD_FLOOR_S, 3 * compute_s))

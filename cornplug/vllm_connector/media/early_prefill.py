@@ -105,10 +105,10 @@ _offered: Final[weakref.WeakValueDictionary[int, EarlyPrefill]] = weakref.WeakVa
 cache manager with the same configuration."""
 
 
-def early_prefill(config: VllmConfig, *, wanted: bool) -> EarlyPrefill:
+def early_prefill(config: VllmConfig) -> EarlyPrefill:
     """Return the EarlyPrefill of the scheduler that is being created. It admits nothing if `why_not` returns
     a reason."""
-    if not wanted or why_not(config):
+    if why_not(config):
         return EarlyPrefill()
     cache, seqs = config.cache_config, config.scheduler_config.max_num_seqs
     early = EarlyPrefill(

@@ -58,16 +58,18 @@ class ReceivedHandles:
         *,
         dtype: str,
         alone: bool = True,
+        by_value: bool = False,
     ) -> None:
         """Create an empty memory of handles. `identity` returns the identity of this engine's tower, or None
         while it is being read or if it is unknown. If not `alone`, another connector's encoder cache may have
-        an embedding that a request leaves out.
+        an embedding that a request leaves out. `by_value` is whether requests may contain other embeddings.
         """
         self._config = config
         self._secret = secret
         self._identity = identity
         self._dtype = dtype
         self._alone = alone
+        self._by_value = by_value
         self._store: Store | None = None
         self._lock = threading.Lock()
         self._brought: OrderedDict[bytes, EmbeddingHandle] = OrderedDict()
@@ -125,7 +127,7 @@ class ReceivedHandles:
         grid = item.get(f"{modality}_grid_thw") if isinstance(item, Mapping) else None
         claims = self._known(rows, tuple(grid.flatten().tolist()) if isinstance(grid, torch.Tensor) else ())
         if claims is None or claims.modality != modality:
-            if self._config.engine.embeddings_by_value or not self._alone:
+            if self._by_value or not self._alone:
                 return None
             raise _refused(
                 f"{modality}_embeds: this server accepts embeddings only by handle, with the grid of the "

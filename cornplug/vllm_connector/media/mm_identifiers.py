@@ -41,6 +41,7 @@ from cornplug.errors import ConfigError
 from cornplug.identity import array_digest, digest, embedding_key, medium_with_options
 from cornplug.private_paths import read_secret
 from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.carried_flags import EMBEDDINGS_BY_VALUE
 from cornplug.vllm_connector.compat import EC_CONNECTOR
 from cornplug.vllm_connector.media.embedding_handles import PREFIX as HANDLE
 from cornplug.vllm_connector.media.embedding_handles import ReceivedHandles, is_handle
@@ -113,6 +114,7 @@ class MmIdentifiers:
             self._known_identity,
             dtype=dtype_name(config.model_config.dtype),
             alone=ec is None or ec.ec_connector == EC_CONNECTOR,
+            by_value=bool(extra.get(EMBEDDINGS_BY_VALUE)),
         )
         self._processor_kwargs = dict(config.model_config.get_multimodal_config().mm_processor_kwargs or {})
         self._own_options = processor_arguments(config)

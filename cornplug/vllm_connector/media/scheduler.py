@@ -343,10 +343,7 @@ class ECScheduler:
         key = key_of(feature.identifier, weights_guard.epoch())
         if key is None:
             return self._unshared(feature.identifier, rows, now)
-        ours = self._run.config.encoder
-        deadline = now + self._rule.encode_deadline_s(
-            rows, floor_s=ours.deadline_floor_s, ceiling_s=ours.deadline_s
-        )
+        deadline = now + self._rule.encode_deadline_s(rows, ceiling_s=self._run.config.encoder.deadline_s)
         expected = ExpectedEmbedding(key, rows, self._width, self._dtype)
         size = rows * self._width * ITEM_BYTES[self._dtype]
         item = PendingEmbedding(feature.identifier, expected, size, deadline, now)

@@ -44,6 +44,7 @@ from cornplug.errors import CodecError, ConfigError, CornplugError, EncoderError
 from cornplug.identity import embedding_key
 from cornplug.private_paths import read_secret
 from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.carried_flags import IMAGES_PER_PROMPT
 from cornplug.vllm_connector.media.embedding_handles import ReceivedHandles
 from cornplug.vllm_connector.media.mm_identifiers import MmIdentifiers
 from cornplug.vllm_connector.media.no_tower_settings import (
@@ -102,9 +103,10 @@ class ServedImages:
         *,
         family: str,
         dtype: str,
+        max_images: int | None = None,
     ) -> None:
         """Create a client. `tower` returns the identity of the checkpoint's tower, or None while it is
-        unknown.
+        unknown. `max_images` is the maximum number of images in a prompt, or None for no limit.
         """
         self._config = config
         self._secret = secret
@@ -112,6 +114,7 @@ class ServedImages:
         self._handles = handles
         self._wants_grid = TAKES_EMBEDDINGS[family]
         self._dtype = dtype
+        self._max_images = max_images
         self._client = RemoteEncoder(config.encoder.engine_weights(), secret)
 
     def check(self, tower: TowerIdentity, model: str) -> None:
@@ -149,7 +152,7 @@ class ServedImages:
 
     def limit(self, count: int) -> None:
         """Raise VLLMValidationError if a prompt has more images than the operator allows."""
-        most = self._config.engine.images_per_prompt
+        most = self._max_images
         if most is not None and count > most:
             raise VLLMValidationError(
                 f"At most {most} image(s) may be provided in one prompt.", parameter="image", value=count
@@ -246,7 +249,8 @@ def started(config: Any, names: MmIdentifiers | None) -> None:
     deactivate()
     if names is None or not is_asked_for(config):
         return
-    said = ours(settings_in(config))
+    carried = settings_in(config)
+    said = ours(carried)
     model = config.model_config
     try:
         known = tower_identity(config)
@@ -263,6 +267,7 @@ def started(config: Any, names: MmIdentifiers | None) -> None:
         names.handles,
         family=str(model.hf_config.model_type),
         dtype=dtype_name(model.dtype),
+        max_images=carried[-1].get(IMAGES_PER_PROMPT),
     )
     try:
         served.check(known, str(model.model))

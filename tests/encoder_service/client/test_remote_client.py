@@ -240,7 +240,7 @@ def test_engine_route_replay_stolen_proof_and_unsealed_body_are_refused(
 def test_engine_route_body_limits_and_drain_are_those_of_other_routes(
     stage: Stage, request_for: Requests, qwen: Path
 ) -> None:
-    client = stage.ask(stage.serve(max_body_bytes=1, max_held_bytes=1).url)
+    client = stage.ask(stage.serve(max_body_bytes=1).url)
     large = {
         "pixel_values": msgspec.structs.replace(
             request_for(qwen, 1).inputs["pixel_values"], data=bytes(1 << 17)

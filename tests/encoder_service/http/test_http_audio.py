@@ -31,7 +31,7 @@ def hearing(heard: Path) -> ModelRegistry:
 
 @pytest.fixture
 def service(make_encoder: MakeEncoder, config: Config, hearing: ModelRegistry) -> Service:
-    small = config.encoder.model_copy(update={"max_audio_s": 10.0})
+    small = config.encoder.model_copy(update={"max_media_s": 10.0})
     return Service(make_encoder(registry=hearing), config.model_copy(update={"encoder": small}))
 
 

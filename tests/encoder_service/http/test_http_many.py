@@ -17,6 +17,7 @@ import pytest
 from time_limits import TimeLimits
 
 from cornplug.config import Config
+from cornplug.encoder_service.http import body_limits
 from cornplug.encoder_service.preprocess.preparer import OpenMedium
 from cornplug.encoder_service.towers.tiles import TileTower
 
@@ -29,9 +30,9 @@ def image64(data: bytes) -> str:
 
 
 @pytest.fixture
-def service(make_encoder: MakeEncoder, config: Config) -> Service:
-    small = config.encoder.model_copy(update={"max_items": 6})
-    return Service(make_encoder(), config.model_copy(update={"encoder": small}))
+def service(make_encoder: MakeEncoder, config: Config, monkeypatch: pytest.MonkeyPatch) -> Service:
+    monkeypatch.setattr(body_limits, "MAX_ITEMS", 6)
+    return Service(make_encoder(), config)
 
 
 @pytest.fixture
@@ -244,8 +245,11 @@ def test_http_ready_without_towers_is_503(make_encoder: MakeEncoder, config: Con
     assert (answer.status_code, answer.json()["error"]["reason"]) == (503, "down")
 
 
-def test_body_guard_all_bodies_share_a_budget(make_encoder: MakeEncoder, config: Config, llava: str) -> None:
-    small = config.encoder.model_copy(update={"max_body_bytes": 100_000, "max_held_bytes": 1})
+def test_body_guard_all_bodies_share_a_budget(
+    make_encoder: MakeEncoder, config: Config, llava: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_limits, "_HELD_BODIES", 1)
+    small = config.encoder.model_copy(update={"max_body_bytes": 100_000})
     service = Service(make_encoder(), config.model_copy(update={"encoder": small}))
     image = png(sample_image(1))
 
@@ -273,9 +277,11 @@ def test_body_guard_all_bodies_share_a_budget(make_encoder: MakeEncoder, config:
     assert anyio.run(scenario) == [503, 422, 422, 422, 200]
 
 
-def test_body_guard_trickling_body_is_refused(make_encoder: MakeEncoder, config: Config) -> None:
-    short = config.encoder.model_copy(update={"body_deadline_s": 0.2})
-    service = Service(make_encoder(), config.model_copy(update={"encoder": short}))
+def test_body_guard_trickling_body_is_refused(
+    make_encoder: MakeEncoder, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_limits, "BODY_DEADLINE_S", 0.2)
+    service = Service(make_encoder(), config)
 
     async def trickle() -> Any:
         for _ in range(100):

@@ -35,7 +35,7 @@ def on_header(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def preparer(on_header: Path) -> MediaPreparer:
     registry = ModelRegistry.open([str(on_header)], dtype="float32", device="cpu")
-    return MediaPreparer(registry, secret=SECRET, limits=MediumLimits(max_audio_s=10))
+    return MediaPreparer(registry, secret=SECRET, limits=MediumLimits(max_media_s=10))
 
 
 def source(path: Path, modality: Modality, *parts: bytes, **fields: Any) -> MediumSource:

@@ -9,6 +9,7 @@ from subprocess import Popen
 import pytest
 from time_limits import TimeLimits
 
+from cornplug import settings
 from cornplug.config import StoreConfig
 from cornplug.sglang_hooks.kv_pages import writer as kv_writer
 from cornplug.store.client import PoolStore
@@ -53,9 +54,7 @@ def test_kv_save_of_first_long_prompt_into_young_daemon_is_whole(
 def test_kv_save_in_slow_rounds_offers_refused_pages_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds that take longer than one answer of the store may: as on a busy host."""
     engine = Engine(MemoryStore(capacity_bytes=16 << 20).connect())
-    engine.run.config = engine.run.config.model_copy(
-        update={"store": engine.run.config.store.model_copy(update={"background_timeout_s": 0.2})}
-    )
+    monkeypatch.setattr(settings, "BACKGROUND_TIMEOUT_S", 0.2)
     monkeypatch.setattr(kv_writer, "_ROUND_BYTES", 4 * engine.geometry.page_bytes)
     engine.faulty.growing, engine.faulty.slow_s = 1, 0.15
     engine.save(TOKENS, sequence(engine.geometry, len(TOKENS)))

@@ -23,7 +23,7 @@ from cornplug.store.client import PoolStore
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv import tracked_requests
+from cornplug.vllm_connector.kv import page_saves, tracked_requests
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata
 from devkit.processes import StoreProcess
 
@@ -788,7 +788,8 @@ def test_kv_save_over_byte_limit_is_busy(
     engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page_bytes = 4 * 4 * 2 * 32 * 8 * 4
-    first = engine(max_open_saves_bytes=3 * page_bytes)
+    monkeypatch.setattr(page_saves, "MAX_OPEN_SAVES_BYTES", 3 * page_bytes)
+    first = engine()
     slow_views(monkeypatch, first, 0.05)
     first.run("a", PROMPT)
     assert first.counts["saves", "kv_page", "busy"] == 1

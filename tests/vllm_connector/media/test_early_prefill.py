@@ -209,18 +209,6 @@ def test_early_prefill_text_before_first_image_is_computed(core: Callable[..., C
     assert here.step().num_scheduled_tokens == {"r1": ROWS + BETWEEN}
 
 
-def test_early_prefill_off_defers_whole_request(core: Callable[..., Core]) -> None:
-    here = core(prefill_while_encoding=False)
-    assert type(here.scheduler.encoder_cache_manager) is EncoderCacheManager
-    here.add(1, 2, text=300)
-    assert here.step().num_scheduled_tokens == {}
-    here.asked(2)
-    here.answer(1)
-    assert here.step().num_scheduled_tokens == {}
-    here.answer(2)
-    assert here.step().num_scheduled_tokens == {"r1": 300 + 2 * (ROWS + BETWEEN)}
-
-
 def test_early_prefill_without_its_manager_defers_whole_request(core: Callable[..., Core]) -> None:
     with mock.patch.object(
         InFlightEncoderCacheManager,
@@ -355,7 +343,7 @@ def test_why_not_names_what_excludes_early_prefill(section: str, field: str, val
     parts[section][field] = value
     config = _config(parts)
     assert reason in why_not(config)
-    early = early_prefill.early_prefill(config, wanted=True)
+    early = early_prefill.early_prefill(config)
     assert id(config) not in early_prefill._offered
     request: Any = SimpleNamespace(request_id="a", num_preemptions=0)
     assert not early.admits(request, 0, 1000)

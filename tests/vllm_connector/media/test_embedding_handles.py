@@ -32,6 +32,7 @@ from cornplug.identity import embedding_key
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import put_payload
 from cornplug.vllm_connector import compat, connector_config
+from cornplug.vllm_connector.carried_flags import EMBEDDINGS_BY_VALUE
 from cornplug.vllm_connector.media import mm_identifiers
 from cornplug.vllm_connector.media.embedding_handles import ReceivedHandles
 from cornplug.vllm_connector.media.mm_identifiers import MmIdentifiers, key_of
@@ -265,7 +266,7 @@ def test_embedding_by_value_without_flag_is_refused(
     rows = loaded(part)
     with pytest.raises(VLLMValidationError, match="--enable-mm-embeds"):
         names(rows)
-    make(extra={"engine.embeddings_by_value": True})
+    make(extra={EMBEDDINGS_BY_VALUE: True})
     [name] = names(rows)
     assert key_of(final(name)) is None, "nobody says what it is of"
 
@@ -298,13 +299,13 @@ def test_connector_config_enable_mm_embeds_reaches_extra_config() -> None:
         return made.ec_transfer_config.ec_connector_extra_config
 
     for asked in (True, False):
-        assert config(asked)["engine.embeddings_by_value"] is asked
+        assert config(asked).get(EMBEDDINGS_BY_VALUE, False) is asked
 
 
 @pytest.mark.parametrize("by_value", [False, True])
 def test_embedding_missing_from_request_is_refused(make: Make, by_value: bool) -> None:
     """vLLM trusts that a connector like ours has it; its worker dies where it has not."""
-    make(extra={"engine.embeddings_by_value": by_value})
+    make(extra={EMBEDDINGS_BY_VALUE: by_value})
     with pytest.raises(VLLMValidationError, match="missing"):
         names({"image_grid_thw": torch.tensor([GRID])})
 
@@ -321,7 +322,7 @@ def test_embedding_handle_forged_rows_get_no_key(
     llava: Path,  # noqa: F811
     store: MemoryStore,
 ) -> None:
-    make(extra={"engine.embeddings_by_value": True})
+    make(extra={EMBEDDINGS_BY_VALUE: True})
     ref = kept(store, identity_of(llava))
     rows = loaded(ref.to_vllm_content_part())
     [name] = names(rows)

@@ -823,7 +823,7 @@ def test_ec_scheduler_computed_request_is_not_iterated(
 def test_ec_scheduler_deadline_follows_measured_tower_time(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch, within: TimeLimits
 ) -> None:
-    stage = Stage(store.connect(), monkeypatch)
+    stage = Stage(store.connect(), monkeypatch, load_when="pays")
     unmeasured = stage.request("a", 1)
     assert not stage.half.available(unmeasured, 0)
     stage.asked(1)
