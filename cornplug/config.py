@@ -140,8 +140,6 @@ class EncoderConfig(Section):
     tenant_part: float = Field(default=0.5, gt=0, le=1)
     """Maximum fraction of the store for entries from the HTTP requests of one tenant. The same limit applies
     to all requests without a tenant together."""
-    max_items: int = Field(default=64, gt=0)
-    """Maximum number of media in one HTTP request."""
     remembered_files: int = Field(default=32_768, ge=0)
     """Number of decoded files that the service recognizes by their bytes. A repeated file with a cached
     embedding is then not decoded again. Each takes about 400 bytes. 0: every file is decoded."""

@@ -100,7 +100,6 @@ def create_app(
     app.add_middleware(
         BodyGuard,
         classes=encoder.classes,
-        max_items=config.max_items,
         max_bytes=config.max_body_bytes,
         held=held,
         read_s=config.body_deadline_s,
