@@ -123,7 +123,7 @@ def create_app(
 
     @app.post("/v1/encode", response_model=EncodeAnswer, responses=openapi.ENCODE, openapi_extra=openapi.BODY)
     async def encode(request: Request) -> Response:
-        """Return the embedding of one medium, or of several media as each finishes."""
+        """Return the embedding of a medium."""
         return await encodes(request)
 
     # Without the package the path does not exist. An engine's client reports which extra is missing.
