@@ -42,7 +42,6 @@ from cornplug.encoder_service.http.responses import EncodeAnswer, FailedMedium, 
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer
 from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
 from cornplug.encoder_service.sglang import epd_server
-from cornplug.encoder_service.telemetry.history import ServiceHistory
 from cornplug.encoder_service.telemetry.tracing import TraceRequests
 from cornplug.encoder_service.wire import engine_seal
 from cornplug.encoder_service.wire.engine_seal import SealChecker
@@ -68,9 +67,7 @@ def create_app(
     served = ModelsRoute(encoder.registry, preparer)
     held = body_budget(encoder.classes, config)
     encodes = EncodeRoute(encoder, preparer, parser, config, door, held, secret=secret)
-    history = ServiceHistory(encoder.meters)
     audit = AuditLog()
-
     parts = epd_server.SglangParts(encoder, preparer, threads, config, door, secret=secret)
 
     @contextlib.asynccontextmanager
@@ -79,7 +76,6 @@ def create_app(
         await asyncio.to_thread(encoder.start_decoding)
         async with (
             parts.running() if config.sglang else contextlib.nullcontext(),
-            history.running(),
             contextlib.aclosing(encodes),
         ):
             yield
@@ -95,7 +91,7 @@ def create_app(
     )
     if config.sglang:
         app.include_router(epd_server.router(parts, encoder, parser, audit))
-    app.include_router(dashboard.router(StatusReport(encoder, history, gate, served)))
+    app.include_router(dashboard.router(StatusReport(encoder, gate, served)))
     app.include_router(reload_router(encoder, served, config, audit))
     app.add_middleware(
         BodyGuard,
