@@ -1,4 +1,4 @@
-"""Hits and saved seconds of policies on one trace.
+"""Hits and saved seconds of a cache on one trace.
 
 `StoreReplay` is the policy of the store: its index, as a daemon runs it, without memory, sockets or a clock.
 """
@@ -94,7 +94,7 @@ class AccessCounts:
 
 @dataclass(slots=True)
 class ReplayScore:
-    """Result of one policy."""
+    """Result of one cache."""
 
     total: AccessCounts = field(default_factory=AccessCounts)
     by_app: dict[str, AccessCounts] = field(default_factory=lambda: defaultdict(AccessCounts))

@@ -29,7 +29,7 @@ from cornplug.config import EncoderConfig
 from cornplug.encoder_service.access import AuditLog
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake
-from cornplug.encoder_service.http import body_limits, dashboard, openapi
+from cornplug.encoder_service.http import dashboard, openapi
 from cornplug.encoder_service.http.access_control import AccessControlMiddleware, json_only
 from cornplug.encoder_service.http.body_limits import BodyGuard, body_budget
 from cornplug.encoder_service.http.dashboard import StatusReport
@@ -42,7 +42,6 @@ from cornplug.encoder_service.http.responses import EncodeAnswer, FailedMedium, 
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer
 from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
 from cornplug.encoder_service.sglang import epd_server
-from cornplug.encoder_service.telemetry.history import ServiceHistory
 from cornplug.encoder_service.telemetry.tracing import TraceRequests
 from cornplug.encoder_service.wire import engine_seal
 from cornplug.encoder_service.wire.engine_seal import SealChecker
@@ -63,9 +62,7 @@ def create_app(
     served = ModelsRoute(encoder.registry, preparer)
     held = body_budget(encoder.classes, config)
     encodes = EncodeRoute(encoder, preparer, parser, config, door, held, secret=secret)
-    history = ServiceHistory(encoder.meters)
     audit = AuditLog()
-
     parts = epd_server.SglangParts(encoder, preparer, threads, config, door, secret=secret)
 
     @contextlib.asynccontextmanager
@@ -74,7 +71,6 @@ def create_app(
         await asyncio.to_thread(encoder.start_decoding)
         async with (
             parts.running() if config.sglang else contextlib.nullcontext(),
-            history.running(),
             contextlib.aclosing(encodes),
         ):
             yield
@@ -90,12 +86,11 @@ def create_app(
     )
     if config.sglang:
         app.include_router(epd_server.router(parts, encoder, parser, audit))
-    app.include_router(dashboard.router(StatusReport(encoder, history, gate, served)))
+    app.include_router(dashboard.router(StatusReport(encoder, gate, served)))
     app.include_router(reload_router(encoder, served, config, audit))
     app.add_middleware(
         BodyGuard,
         classes=encoder.classes,
-        max_items=body_limits.MAX_ITEMS,
         max_bytes=config.max_body_bytes,
         held=held,
         count=encoder.meters.refused,
@@ -118,7 +113,7 @@ def create_app(
 
     @app.post("/v1/encode", response_model=EncodeAnswer, responses=openapi.ENCODE, openapi_extra=openapi.BODY)
     async def encode(request: Request) -> Response:
-        """Return the embedding of one medium, or of several media as each finishes."""
+        """Return the embedding of a medium."""
         return await encodes(request)
 
     # Without the package the path does not exist. An engine's client reports which extra is missing.

@@ -26,8 +26,6 @@ from cornplug.encoder_service.wire import engine_seal
 from cornplug.errors import EncoderRefused
 from cornplug.qos import QosClasses
 
-MAX_ITEMS: Final = 64
-"""Maximum number of media in one HTTP request."""
 BODY_DEADLINE_S: Final = 30.0
 """Maximum time in seconds for receiving the body of an HTTP request."""
 _HELD_BODIES: Final = 16
@@ -38,8 +36,8 @@ MAX_FRAMES: Final = 4096
 _FORM_OVERHEAD_BYTES: Final = 64 << 10
 _SMALL_BYTES: Final = 64 << 10
 """Maximum body of a route without media."""
-_MIN_MEDIA: Final = 256
-"""Number of media in one request of SGLang's servers (`sglang.wire.EncodePart`)."""
+_MAX_MEDIA: Final = 256
+"""Maximum media in one request, which is one of SGLang's servers (`sglang.wire.EncodePart`)."""
 _QUOTES_A_MEDIUM: Final = 32
 """A medium has at most five fields, each with four quotation marks for name and value."""
 _BRACKETS_A_MEDIUM: Final = 4
@@ -50,18 +48,16 @@ _CLASSES_SHARE: Final = 0.5
 class JsonShape:
     """Counter of quotation marks, brackets and commas in one JSON text, fed in pieces.
 
-    They bound the number and depth of its values. `add` raises EncoderRefused("too_many_items") if there are
-    more than a request with `media` media can have.
+    They bound the number and depth of its values. `add` raises EncoderRefused("too_large") if there are more
+    than a request can have.
     """
 
-    def __init__(self, media: int) -> None:
-        self._media = media
-        media = max(media, _MIN_MEDIA)
-        quotes = _QUOTES_A_MEDIUM * media
+    def __init__(self) -> None:
+        quotes = _QUOTES_A_MEDIUM * _MAX_MEDIA
         self._left = {
             (b'"',): quotes,
-            (b"[", b"{"): _BRACKETS_A_MEDIUM * media,
-            (b",",): MAX_FRAMES * media + quotes,
+            (b"[", b"{"): _BRACKETS_A_MEDIUM * _MAX_MEDIA,
+            (b",",): MAX_FRAMES * _MAX_MEDIA + quotes,
         }
 
     def add(self, piece: bytes) -> None:
@@ -69,10 +65,7 @@ class JsonShape:
         for marks, left in self._left.items():
             left -= sum(map(piece.count, marks))
             if left < 0:
-                raise EncoderRefused(
-                    f"body: more values than a request with {self._media} media can have; split the request",
-                    reason="too_many_items",
-                )
+                raise EncoderRefused("body: more values than a request can have", reason="too_large")
             self._left[marks] = left
 
 
@@ -96,7 +89,6 @@ class BodyGuard:
         classes: QosClasses,
         held: ByteBudget,
         max_bytes: int,
-        max_items: int,
         count: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """Args:
@@ -107,7 +99,6 @@ class BodyGuard:
         self._count = count
         self._classes = classes
         self._max_bytes = max_bytes + _FORM_OVERHEAD_BYTES
-        self._max_items = max_items
         self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,7 +112,7 @@ class BodyGuard:
             self._count("too_large")
             await refused(FailedMedium.of(_too_large(max_bytes)))(scope, receive, send)
             return
-        shape = None if _is_opaque(scope["path"], headers) else JsonShape(self._max_items)
+        shape = None if _is_opaque(scope["path"], headers) else JsonShape()
         qos = ENGINES if SEAL in scope else self._classes.of_headers(headers).qos
         end = asyncio.get_running_loop().time() + BODY_DEADLINE_S
         seen = 0

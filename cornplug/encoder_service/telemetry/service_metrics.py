@@ -7,7 +7,6 @@ choose, get a separate series up to `APPS_MAX`; further names count as "other".
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal, get_args
 
@@ -23,7 +22,6 @@ OTHER: Final = "other"
 APPS_MAX: Final = 64
 _ITEMS: Final = (1, 2, 4, 8, 16, 32, 64)
 _TOKENS: Final = (64, 256, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
-_RECENT_MAX: Final = 8192
 
 Queue = Mapping[str, tuple[int, int]]
 """Class -> (requests waiting for a batch, their tokens)."""
@@ -78,8 +76,6 @@ class ServiceMetrics:
         self.prepared_bytes: Final = prepared_bytes
         self.models: Final = models
         self.executors: Final = executors
-        self.recent_s: deque[float] = deque(maxlen=_RECENT_MAX)
-        """Seconds from receipt to reply of the latest requests. `ServiceHistory` drains it."""
         self._apps = BoundedLabels(APPS_MAX, known_apps)
         registry.register(_Live(self))
         self.batch_items = Histogram(
@@ -150,7 +146,6 @@ class ServiceMetrics:
         """Count one embedding, returned `seconds` after its request was received."""
         self.answers.labels(self._apps.label(app), origin, qos).inc()
         self.seconds.labels(qos).observe(seconds)
-        self.recent_s.append(seconds)
 
     def refused(self, reason: str, qos: str = "default") -> None:
         """Count one refused request."""
@@ -233,3 +228,13 @@ def _model_info(models: Sequence[ServedModel]) -> Metric:
         digests = (digest.hex() for digest in (m.identity, m.tower_fp, m.projector_fp, m.spec_fp))
         info.add_metric((m.name, m.family, *digests, m.dtype, str(m.epoch)), 1)
     return info
+
+
+def totals(counter: Counter) -> dict[tuple[str, ...], float]:
+    """Return a counter's values by its label values."""
+    return {
+        tuple(sample.labels.values()): sample.value
+        for family in counter.collect()
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    }

@@ -15,7 +15,6 @@ _STATUS: Final[Mapping[str, int]] = {
     "too_large": 413,
     "too_large_prepared": 413,
     "too_many_pixels": 413,
-    "too_many_items": 413,
     "slow_body": 408,
     "media_type": 415,
     "not_found": 404,
