@@ -125,7 +125,7 @@ class StatusReport:
     def overview(self, since: int) -> dict[str, Any]:
         """Return an `Overview` with the samples after number `since`."""
         encoder, meters = self._encoder, self._encoder.meters
-        alive, total = meters.executors()
+        alive, total = meters.gauges.executors()
         answers = totals(meters.answers)
         apps: dict[str, int] = {}
         origins = {"computed": 0, "coalesced": 0, "cached": 0}
@@ -143,7 +143,7 @@ class StatusReport:
             "executors": {"alive": alive, "total": total},
             "store": encoder.has_store,
             "models": [row.model_dump() for row in self._models.listed().models],
-            "predicted_s": {qos: round(s, 6) for qos, s in meters.predicted().items()},
+            "predicted_s": {qos: round(s, 6) for qos, s in meters.gauges.predicted().items()},
             "answers": origins,
             "apps": [{"app": app, "answers": n} for app, n in largest(apps.items(), APPS_SHOWN)],
             "refusals": [

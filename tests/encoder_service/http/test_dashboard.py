@@ -13,7 +13,7 @@ from cornplug import __version__
 from cornplug.config import Config
 from cornplug.encoder_service.http.dashboard import POLICY
 from cornplug.encoder_service.telemetry.history import ServiceHistory, quantile
-from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics
+from cornplug.encoder_service.telemetry.service_metrics import ServiceGauges, ServiceMetrics
 
 from ..conftest import MakeEncoder, png, sample_image
 from ..http_service import Service
@@ -26,7 +26,7 @@ def service(make_encoder: MakeEncoder, config: Config) -> Service:
 
 def test_service_history_samples_hold_differences() -> None:
     now = [100.0]
-    meters = ServiceMetrics(lambda: 2, queue=lambda: {"default": (3, 99)})
+    meters = ServiceMetrics(ServiceGauges(lambda: 2, queue=lambda: {"default": (3, 99)}))
     history = ServiceHistory(meters, kept=3, clock=lambda: now[0])
     for n in (1, 2, 0):
         for _ in range(n):
