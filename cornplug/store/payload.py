@@ -14,9 +14,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final, Literal, TypeVar, cast
 
+import msgspec
 import xxhash
 
 from cornplug import codec
@@ -251,8 +251,7 @@ def _get_into(
         return header
 
 
-@dataclass(frozen=True, slots=True)
-class NewPayload:
+class NewPayload(msgspec.Struct, frozen=True):
     """Payload to store, and its header without checksums."""
 
     data: bytes | bytearray | memoryview
