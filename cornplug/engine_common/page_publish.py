@@ -36,6 +36,18 @@ class PageCost:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class EntryCost:
+    """Cost of one entry: a share of a page's cost, less than 1 if a page's tokens have several entries."""
+
+    page: PageCost
+    share: float = 1.0
+
+    def capped_s(self) -> float:
+        """Return the cost that the store accepts, in seconds."""
+        return min(self.page.seconds * self.share, MAX_COST_S)
+
+
 def free_pages(runtime: EngineRuntime, page: PageSize) -> int | None:
     """Return the number of pages that fit into the store without an eviction, or None if the store does not
     reply.
@@ -57,8 +69,7 @@ class PagePublisher:
             their outcomes. None: pages are committed whole.
         only_seen: `reserve` reports that a request uses its pages, and names each page once. It reserves only
             pages that an earlier request used, on any engine of the store.
-        cost, cost_share: an entry costs this share of `cost`, less than 1 if a page's tokens have several
-            entries. None: unknown.
+        cost: cost of an entry, or None if it is unknown.
     """
 
     def __init__(
@@ -70,11 +81,10 @@ class PagePublisher:
         deadline_s: float,
         part: WriterPart | None = None,
         only_seen: bool = False,
-        cost: PageCost | None = None,
-        cost_share: float = 1.0,
+        cost: EntryCost | None = None,
     ) -> None:
         self._run, self._page, self._tally = runtime, page, tally
-        self._cost, self._cost_share = cost or PageCost(), cost_share
+        self._cost = cost or EntryCost(PageCost())
         self._deadline_s, self._part = deadline_s, part
         self._only_seen = only_seen
         self._posting = runtime.store if isinstance(runtime.store, PostingStore) else None
@@ -91,7 +101,7 @@ class PagePublisher:
                 deadline_s=deadline_s or self._deadline_s,
                 part=self._part,
                 only_seen=self._only_seen,
-                cost_s=min(self._cost.seconds * self._cost_share, MAX_COST_S),
+                cost_s=self._cost.capped_s(),
             )
         except CornplugError as e:
             return self._no_room(e, len(keys))
@@ -108,7 +118,7 @@ class PagePublisher:
                 deadline_s=self._deadline_s,
                 part=self._part,
                 only_seen=self._only_seen,
-                cost_s=min(self._cost.seconds * self._cost_share, MAX_COST_S),
+                cost_s=self._cost.capped_s(),
             )
         except CornplugError as e:
             return Answered(self._no_room(e, len(keys)))

@@ -13,8 +13,9 @@ from typing import Final, Protocol
 
 from cornplug.replay.trace_readers import TraceAccess, TraceRequest
 from cornplug.settings import NamespaceConfig
-from cornplug.store.base import KEY_BYTES, Reservation
+from cornplug.store.base import KEY_BYTES, Reservation, ReserveTerms
 from cornplug.store.daemon.index import StoreIndex
+from cornplug.store.daemon.reservations import ReservationTimes
 
 _OWNER: Final = 1
 _BATCH: Final = 64
@@ -28,8 +29,9 @@ class StoreReplay:
 
     def __init__(self, capacity_bytes: int, namespaces: Mapping[str, NamespaceConfig] | None = None) -> None:
         self._index = StoreIndex(
-            bytes(16), capacity_bytes, quarantine_s=0.0, grow=lambda missing: missing, namespaces=namespaces
-        )
+            bytes(16), capacity_bytes, times=ReservationTimes(0.0), grow=lambda missing: missing,
+            namespaces=namespaces,
+        )  # fmt: skip
 
     def serve(self, request: TraceRequest) -> list[bool]:
         """Return whether each access finds its entry, and write the missing entries."""
@@ -50,9 +52,8 @@ class StoreReplay:
         reserved: list[Reservation] = []
         for cost_s, some in groupby(missing, key=lambda access: access.cost_s):
             entries = [(_key(access), access.size_bytes) for access in some]
-            answers = self._index.reserve(
-                _OWNER, entries, app=request.app, now_s=request.time_s, cost_s=cost_s
-            )
+            terms = ReserveTerms(request.app, cost_s=cost_s)
+            answers = self._index.reserve(_OWNER, entries, terms, now_s=request.time_s)
             reserved += [answer for answer in answers if isinstance(answer, Reservation)]
         # Like the daemon, commit the entries of one message tail first.
         for one in reversed(reserved):

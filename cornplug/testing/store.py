@@ -17,7 +17,7 @@ import pytest
 from cornplug.codec import PayloadKind
 from cornplug.errors import CodecError, StoreUnavailable
 from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, Store, WriterPart
-from cornplug.store.payload import get_payload, get_payload_into, put_payload
+from cornplug.store.payload import NewPayload, get_payload, get_payload_into, put_payload
 from cornplug.testing.store_writing import (
     DEADLINE_S,
     StoreStage,
@@ -336,9 +336,13 @@ class StoreContract(WritingContract, SightingContract):
     def test_store_copying_reads_count_and_refresh(self, store: Store, other: Store) -> None:
         for name in range(4):
             put_payload(
-                store, bytes(self.quarter), kind=PayloadKind.EMBEDDING, key=key(name), dtype="float16",
-                shape=(1,), app="test", deadline_s=DEADLINE_S,
-            )  # fmt: skip
+                store,
+                NewPayload(
+                    bytes(self.quarter), PayloadKind.EMBEDDING, key=key(name), dtype="float16", shape=(1,)
+                ),
+                app="test",
+                deadline_s=DEADLINE_S,
+            )
         target = memoryview(bytearray(self.quarter))
         assert get_payload(other, key(0), deadline_s=DEADLINE_S) is not None
         assert get_payload_into(other, key(1), target, deadline_s=DEADLINE_S) is not None

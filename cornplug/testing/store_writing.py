@@ -13,7 +13,7 @@ from cornplug import codec
 from cornplug.codec import PayloadKind
 from cornplug.errors import StoreUnavailable
 from cornplug.store.base import Lease, PayloadLocation, Reservation, ReserveRefusal, Store, WriterPart
-from cornplug.store.payload import get_payload, put_payload
+from cornplug.store.payload import NewPayload, get_payload, put_payload
 
 DEADLINE_S = 5.0
 
@@ -83,9 +83,13 @@ def put(store: Store, payload: bytes, segments: int) -> str:
     """Store `payload` under key("e") as 64 float16 rows."""
     shape = (64, len(payload) // 128)
     return put_payload(
-        store, payload, kind=PayloadKind.EMBEDDING, key=key("e"), dtype="float16", shape=shape, app="test",
-        deadline_s=DEADLINE_S, segments=segments,
-    )  # fmt: skip
+        store,
+        NewPayload(
+            payload, PayloadKind.EMBEDDING, key=key("e"), dtype="float16", shape=shape, segments=segments
+        ),
+        app="test",
+        deadline_s=DEADLINE_S,
+    )
 
 
 class WritingContract:

@@ -36,6 +36,7 @@ from cornplug.sglang_hooks.kv import hicache_config, hicache_storage, page_hash_
 from cornplug.sglang_hooks.kv_pages.costs import LoadPace
 from cornplug.sglang_hooks.kv_pages.layout import (
     HostPages,
+    ModelKV,
     RankPlace,
     host_pages,
     layers_of_stages,
@@ -45,6 +46,7 @@ from cornplug.sglang_hooks.kv_pages.layout import (
 )
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
+from cornplug.sglang_hooks.kv_pages.pool_context import PoolContext, RankPool
 from cornplug.sglang_hooks.kv_pages.reader import PageReader
 from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
 from cornplug.store.base import Store
@@ -290,10 +292,8 @@ class Engine:
         self.pages: HostPages = host_pages(self.host)
         self.geometry = page_geometry(
             self.pages,
+            ModelKV(HEADS, LAYERS, {}),
             page_tokens=self.page_tokens,
-            heads=HEADS,
-            layers=LAYERS,
-            config={},
             quantised=quantised_format(self.dtype),
             attention="torch_native torch_native",
             place=place,
@@ -309,14 +309,12 @@ class Engine:
         among = (1, 0) if self.latent else (size, rank)
         part = part_of(self.geometry, *among, self.group, stages=stages, stage=stage)
         pace = LoadPace("always", self.geometry.page_bytes / self.geometry.page_tokens)
-        self.reader = PageReader(
-            self.run, self.roots, self.index, mine, self.pages, self.tally, lambda: self.stopping,
-            threads=self.threads, pace=pace,
-        )  # fmt: skip
-        self.writer = PageWriter(
-            self.run, self.reader, self.index, mine, self.pages, part, self.tally, pace=pace,
-            only_seen=self.only_seen, threads=self.threads,
-        )  # fmt: skip
+        context = PoolContext(
+            self.run, self.index, self.tally, pace, lambda: self.stopping, only_seen=self.only_seen
+        )
+        pool = RankPool(mine, self.pages, self.threads)
+        self.reader = PageReader(context, self.roots, pool)
+        self.writer = PageWriter(context, self.reader, pool, part)
 
     def knows(self, tokens: Sequence[int], space: CacheNamespace = PLAIN) -> list[str]:
         hashes = hashes_of(tokens, self.page_size, space)

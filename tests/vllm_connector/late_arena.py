@@ -127,7 +127,7 @@ def late_arena(worker: Any, *, ranges: HostRanges | None = None, beside: Any = N
         least_bytes=mmap.PAGESIZE, most_bytes=5 * mmap.PAGESIZE,
     )  # fmt: skip
     moves = ArenaMoves(
-        worker._pages, worker._reports, memory, *copies, block_size=worker._block_size, slots=worker._slots,
+        worker._pages, worker._reports, memory, *copies, sizes=worker._sizes,
         discard=worker._discard_now,
     )  # fmt: skip
     return moves

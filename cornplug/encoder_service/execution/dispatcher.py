@@ -49,8 +49,8 @@ class RequestReplies:
     Thread-safe."""
 
     def __init__(self, admission: EncodeAdmission, observer: RequestObserver) -> None:
-        self._admission = admission
-        self._observer = observer
+        self.admission = admission
+        self.observer = observer
 
     def answer(
         self, pending: PendingRequest, origin: Origin, *, stored: bool, tensor: WireTensor | None
@@ -67,8 +67,8 @@ class RequestReplies:
             service_time_s=seconds,
         )
         # Counted before the caller receives it, so that the caller's next scrape includes it.
-        self._admission.answered(pending, seconds)
-        self._observer.answered(pending, origin, stored=stored, seconds=seconds)
+        self.admission.answered(pending, seconds)
+        self.observer.answered(pending, origin, stored=stored, seconds=seconds)
         pending.answer(reply)
         return reply
 
@@ -78,14 +78,14 @@ class RequestReplies:
         """Reject one request, unless it has a reply."""
         if pending.future.done():
             return
-        self._observer.refused(pending, reason)
+        self.observer.refused(pending, reason)
         pending.answer(
             EncodeRefusal(id=pending.request.id, reason=reason, message=message, retry_after_s=retry_after_s)
         )
 
     def refuse_late(self, pending: PendingRequest) -> None:
         """Reject one request because its deadline passed before a tower started it."""
-        self._admission.answered(pending, time.monotonic() - pending.received_s)
+        self.admission.answered(pending, time.monotonic() - pending.received_s)
         self.refuse(pending, "too_late", f"the work did not start within {pending.request.deadline_s:g} s")
 
 
@@ -105,9 +105,7 @@ class BatchDispatcher:
         batcher: Batcher[JobPayload],
         executors: Sequence[BatchExecutor],
         cache: ResultCache,
-        observer: RequestObserver,
         replies: RequestReplies,
-        admission: EncodeAdmission,
         shares_features: Callable[[LoadedModel], bool],
         *,
         urgent_lanes: bool,
@@ -119,9 +117,8 @@ class BatchDispatcher:
         self._batcher = batcher
         self._executors = tuple(executors)
         self._cache = cache
-        self._observer = observer
         self._replies = replies
-        self._admission = admission
+        self._observer, self._admission = replies.observer, replies.admission
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._deferred: dict[bytes, list[EncodeJob[JobPayload]]] = {}

@@ -32,7 +32,7 @@ from cornplug.encoder_service.scheduling.admission import AdmissionRefusal, Enco
 from cornplug.encoder_service.scheduling.batcher import Answer, Batcher, EncodeJob, PendingRequest
 from cornplug.encoder_service.scheduling.fair_queue import MAX_WAITING, QueueLimit
 from cornplug.encoder_service.telemetry.observer import RequestObserver
-from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics
+from cornplug.encoder_service.telemetry.service_metrics import ServiceGauges, ServiceMetrics
 from cornplug.encoder_service.telemetry.tracing import OFF, RequestTracing
 from cornplug.encoder_service.towers.base import TowerInput, TowerItem
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, ServedModel
@@ -105,14 +105,16 @@ class EncoderCore:
             is_long=self._admission.is_long,
         )
         self.meters = ServiceMetrics(
-            self.waiting,
+            ServiceGauges(
+                self.waiting,
+                queue=self._batcher.queue,
+                models=registry.served,
+                predicted=self._predicted_s,
+                preparing=lambda: {} if self.decode_lanes is None else self.decode_lanes.queue(),
+                prepared_bytes=self.budget.held_bytes,
+                executors=lambda: (sum(e.ready() for e in self._executors), len(self._executors)),
+            ),
             classes=[c.name for c in self.classes.all()],
-            queue=self._batcher.queue,
-            models=registry.served,
-            predicted=self._predicted_s,
-            preparing=lambda: {} if self.decode_lanes is None else self.decode_lanes.queue(),
-            prepared_bytes=self.budget.held_bytes,
-            executors=lambda: (sum(e.ready() for e in self._executors), len(self._executors)),
         )
         self.observer = RequestObserver(self.meters, tracing)
         self._replies = RequestReplies(self._admission, self.observer)
@@ -125,9 +127,7 @@ class EncoderCore:
             self._batcher,
             self._executors,
             cache,
-            self.observer,
             self._replies,
-            self._admission,
             registry.shares_features,
             urgent_lanes=len(self.classes.all()) > 1,
         )

@@ -25,7 +25,7 @@ from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes, to_wire
 from cornplug.errors import CodecError, StoreError
 from cornplug.store.base import Store, Tier
-from cornplug.store.payload import get_payload, put_payload, recalled
+from cornplug.store.payload import NewPayload, get_payload, put_payload, recalled
 from cornplug.store.validation import MAX_COST_S
 
 _CAPACITY_TTL_S: Final = 30.0
@@ -185,11 +185,13 @@ class ResultCache:
                 return False
             outcome = put_payload(
                 self._store,
-                kind=kind,
-                key=key,
-                dtype=dtype_name(tensor.dtype),
-                shape=tuple(tensor.shape),
-                payload=raw_bytes(tensor),
+                NewPayload(
+                    raw_bytes(tensor),
+                    kind,
+                    key=key,
+                    dtype=dtype_name(tensor.dtype),
+                    shape=tuple(tensor.shape),
+                ),
                 app=app,
                 deadline_s=self._deadline_s,
                 cost_s=min(cost_s, MAX_COST_S),

@@ -100,7 +100,7 @@ class StatusReport:
     def overview(self) -> dict[str, Any]:
         """Return an `Overview`."""
         encoder, meters = self._encoder, self._encoder.meters
-        alive, total = meters.executors()
+        alive, total = meters.gauges.executors()
         answers = totals(meters.answers)
         apps: dict[str, int] = {}
         origins = {"computed": 0, "coalesced": 0, "cached": 0}
@@ -116,8 +116,8 @@ class StatusReport:
             "executors": {"alive": alive, "total": total},
             "store": encoder.has_store,
             "models": [row.model_dump() for row in self._models.listed().models],
-            "waiting": int(meters.waiting()),
-            "predicted_s": {qos: round(s, 6) for qos, s in meters.predicted().items()},
+            "waiting": int(meters.gauges.waiting()),
+            "predicted_s": {qos: round(s, 6) for qos, s in meters.gauges.predicted().items()},
             "answers": origins,
             "tokens": int(sum(totals(meters.tower_tokens).values())),
             "apps": [{"app": app, "answers": n} for app, n in Counter(apps).most_common(APPS_SHOWN)],

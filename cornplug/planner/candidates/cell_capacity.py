@@ -212,7 +212,9 @@ class CellBuilder:
             )
             for of in users.values()
         )
-        return min(max(ceil(busy / config.footprint.dp / self.rules.max_utilisation), 1), MOST_TOGETHER)
+        return min(
+            max(ceil(busy / config.footprint.parallelism.dp / self.rules.max_utilisation), 1), MOST_TOGETHER
+        )
 
     def _context_tokens(self, users: Users) -> int:
         """Return the mean prompt length of a service's users, weighted by rate."""

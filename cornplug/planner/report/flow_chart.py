@@ -91,7 +91,7 @@ def _boxes(plan: Plan) -> dict[str, Box]:
     columns = sorted({g.tasks[0] for g in plan.groups}, key=_ORDER.find)
     for column, task in enumerate(columns, 1):
         for row, g in enumerate(g for g in plan.groups if g.tasks[0] == task):
-            under = f"{g.replicas} × {g.gpu} {formatting.shape(g.tp, g.pp, g.share, g.dp, g.dcp, g.pcp)}"
+            under = f"{g.replicas} × {g.gpu} {formatting.shape(g.parallelism, g.share)}"
             boxes[g.name] = Box(4 + column * (BOX + _GAP), 4 + row * _ROW, g.service, under, "c0")
     return boxes
 

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from cornplug.planner.latency_forecast import JobForecast
+from cornplug.planner.parallelism import Parallelism
 from cornplug.planner.plan import OptimalityProof, Plan, ReplicaGroup
 
 NONE = "–"
@@ -71,12 +72,12 @@ def proof(of: OptimalityProof) -> str:
     return f"feasible, gap {percent(of.gap)}{ended}: a better plan may exist, but none beyond {bound}"
 
 
-def shape(tp: int, pp: int, share: float, dp: int = 1, dcp: int = 1, pcp: int = 1) -> str:
+def shape(at: Parallelism, share: float) -> str:
     """Return one replica's GPUs, such as "1/4 GPU", "TP4", "TP8·PP2", "TP1·DP8", "TP8·DCP8" or "TP1·PCP8"."""
     if share < 1:
         return f"1/{round(1 / share)} GPU"
-    degrees = {"PP": pp, "DP": dp, "PCP": pcp, "DCP": dcp}
-    return f"TP{tp}" + "".join(f"·{name}{n}" for name, n in degrees.items() if n > 1)
+    degrees = {"PP": at.pp, "DP": at.dp, "PCP": at.pcp, "DCP": at.dcp}
+    return f"TP{at.tp}" + "".join(f"·{name}{n}" for name, n in degrees.items() if n > 1)
 
 
 def mark(profile: str) -> str:

@@ -198,13 +198,20 @@ def host_pages(pool: Any) -> HostPages:
     return HostPages(pool, latent=latent)
 
 
+class ModelKV(NamedTuple):
+    """KV of a whole model, or of a group of its layers."""
+
+    heads: int
+    layers: int
+    config: Mapping[str, Any]
+    """The model's config, in which sliding windows are detected."""
+
+
 def page_geometry(
     pages: HostPages,
+    model: ModelKV,
     *,
     page_tokens: int,
-    heads: int,
-    layers: int,
-    config: Mapping[str, Any],
     quantised: str = "",
     attention: str = "",
     place: RankPlace | None = None,
@@ -212,7 +219,6 @@ def page_geometry(
     """Return the model's page geometry. Raises LayoutError.
 
     Args:
-        heads, layers, config: of the whole model.
         quantised: `quantised_format` of the device pool.
         attention: SGLang's attention backends. With quantised KV each rounds queries differently, which
             affects the KV of all later layers.
@@ -223,6 +229,7 @@ def page_geometry(
         raise LayoutError(
             f"KV of dtype {quantised} in a host pool of dtype {dtype_name(pool.dtype)}", reason="kv_dtype"
         )
+    heads, layers, config = model
     held = layers if place is None else len(place.layers)
     if pool.layer_num != held:
         raise LayoutError(

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
 
 import torch
 
 from cornplug.engine_common.load_policy import FadedRate
-from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.errors import CodecError, CornplugError, StoreUnavailable
 from cornplug.identity import page_key
-from cornplug.metrics import Tally
 from cornplug.sglang_hooks.kv_pages.costs import LoadPace
-from cornplug.sglang_hooks.kv_pages.layout import HostPages
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots, RootsOfCall
 from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PagePart
 from cornplug.sglang_hooks.kv_pages.page_hash_index import (
     CacheNamespace,
     HashedPage,
-    PageHashIndex,
     PageOverlap,
 )
+from cornplug.sglang_hooks.kv_pages.pool_context import PoolContext, RankPool
 from cornplug.store.base import FarReads, Lease, Store, Tier
 from cornplug.store.payload import FAR_WAIT_S, LEASE_S, recalled, sought, tiers_of
 
@@ -126,33 +123,21 @@ class PageReader:
     """Reader of one rank. Called on SGLang's storage threads. No call raises if the store fails.
 
     Args:
-        stopping: whether SGLang waits for its storage threads to end. It exits after 10 s.
-        threads: see `PageCopies`.
         counts_tokens: False for pages whose tokens another reader counts as saved.
-        pace: see `PageWaits`.
     """
 
     def __init__(
-        self,
-        runtime: EngineRuntime,
-        roots: NamespaceRoots,
-        index: PageHashIndex,
-        mine: RankPages,
-        host: HostPages,
-        tally: Tally,
-        stopping: Callable[[], bool],
-        *,
-        threads: int = 1,
-        counts_tokens: bool = True,
-        pace: LoadPace | None = None,
+        self, context: PoolContext, roots: NamespaceRoots, pool: RankPool, *, counts_tokens: bool = True
     ) -> None:
         self._counts_tokens = counts_tokens
-        self._run, self._roots, self._index = runtime, roots, index
-        self._mine, self._tally = mine, tally
-        self._copies = PageCopies(mine, host, threads=threads)
-        self.stopping = stopping
-        self._asking = runtime.another_connection()
-        self._waits = PageWaits(runtime, pace, page_tokens=index.page_tokens, entry_bytes=mine.size_bytes)
+        self._run, self._roots, self._index = context.runtime, roots, context.index
+        self._mine, self._tally = pool.mine, context.tally
+        self._copies = PageCopies(pool.mine, pool.host, threads=pool.threads)
+        self.stopping = context.stopping
+        self._asking = self._run.another_connection()
+        self._waits = PageWaits(
+            self._run, context.pace, page_tokens=self._index.page_tokens, entry_bytes=self._mine.size_bytes
+        )
         self.disk_s = self._waits.disk_s
 
     def close(self) -> None:

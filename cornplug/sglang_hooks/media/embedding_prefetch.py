@@ -42,7 +42,7 @@ from cornplug.metrics import Tally
 from cornplug.sglang_hooks.compat import logger
 from cornplug.sglang_hooks.media import placeholder_tokens
 from cornplug.store.base import Tier
-from cornplug.store.payload import put_payload, recalled
+from cornplug.store.payload import NewPayload, put_payload, recalled
 
 _SOURCE: Final = "cornplug_source"
 waited: Final[ContextVar[bool]] = ContextVar("cornplug_waited", default=False)
@@ -160,11 +160,7 @@ class EmbeddingPrefetcher:
         failed."""
         outcome = put_payload(
             self._run.store,
-            tensor.data,
-            kind=PayloadKind.EMBEDDING,
-            key=key,
-            dtype=tensor.dtype,
-            shape=tensor.shape,
+            NewPayload(tensor.data, PayloadKind.EMBEDDING, key=key, dtype=tensor.dtype, shape=tensor.shape),
             app=self._run.app,
             deadline_s=self._run.background_timeout_s,
         )

@@ -28,7 +28,8 @@ from cornplug.private_paths import read_secret
 from cornplug.settings import parse_size
 from cornplug.store.arena import SharedArena, fitting_size
 from cornplug.store.autostart import LOG_BYTES
-from cornplug.store.daemon.server import StoreServer
+from cornplug.store.daemon.reservations import ReservationTimes
+from cornplug.store.daemon.server import OpenedTiers, ServedSocket, StoreServer
 
 if TYPE_CHECKING:
     from cornplug.store.disk.open_disk import OpenedDisk
@@ -180,16 +181,13 @@ def _serve_claimed(
     arena = SharedArena(fitting_size(options.size, clamp=options.clamp))
     disk = _disk(options, secret, settings)
     server = StoreServer(
-        claim.listener,
+        ServedSocket(claim.listener, claim.renew, options.idle_exit_s),
         arena,
         secret=secret,
-        quarantine_s=options.quarantine_s,
-        idle_exit_s=options.idle_exit_s,
-        renew=claim.renew,
+        times=ReservationTimes(options.quarantine_s),
         namespaces=settings.namespaces,
         access_log=settings.access_log,
-        disk=disk,
-        far=_far(options, secret, settings),
+        tiers=OpenedTiers(disk, _far(options, secret, settings)),
     )
 
     endpoint = None

@@ -17,6 +17,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -27,13 +28,13 @@ from cornplug.local_socket import foreign_user
 from cornplug.settings import NamespaceConfig
 from cornplug.store import messages
 from cornplug.store.arena import SharedArena, WriteFences
-from cornplug.store.base import ReserveRefusal
+from cornplug.store.base import ReserveRefusal, ReserveTerms
 from cornplug.store.daemon.access_log import AccessLog
 from cornplug.store.daemon.arena_growth import ArenaGrowth
 from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.index import StoreIndex
-from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
+from cornplug.store.daemon.reservations import ReservationTimes
 from cornplug.store.daemon.store_counters import StoreTelemetry
 from cornplug.store.entry_table import TableShape
 from cornplug.store.use_notes import NO_PAGE, UseNotes
@@ -135,36 +136,51 @@ class ClientSession:
         self.sock.close()
 
 
-class StoreServer:
-    """Server on `listener`, until `stop` is set or it has been idle for `idle_exit_s` (0: never).
+@dataclass(frozen=True, slots=True)
+class ServedSocket:
+    """Socket on which a server accepts clients."""
 
-    `renew` is called regularly and returns the socket to listen on, or None if another daemon serves the
-    path, which ends this server.
-    """
+    listener: socket.socket
+    renew: Callable[[], socket.socket | None] | None = None
+    """Called regularly. Returns the socket to listen on, or None if another daemon serves the path, which
+    ends the server."""
+    idle_exit_s: float = 0.0
+    """Time without clients after which the server ends, or 0 for never."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedTiers:
+    """Tiers below the memory of a store."""
+
+    disk: OpenedDisk | None = None
+    far: OpenedFar | None = None
+
+
+MEMORY_ONLY: Final = OpenedTiers()
+
+
+class StoreServer:
+    """Server on `served`, until `stop` is set or it has been idle for too long."""
 
     def __init__(
         self,
-        listener: socket.socket,
+        served: ServedSocket,
         arena: SharedArena,
         *,
         secret: bytes,
-        quarantine_s: float,
-        reservation_s: float = RESERVATION_S,
-        reclaim_s: float = RECLAIM_S,
-        idle_exit_s: float = 0.0,
-        renew: Callable[[], socket.socket | None] | None = None,
+        times: ReservationTimes,
         namespaces: Mapping[str, NamespaceConfig] | None = None,
         access_log: Path | None = None,
-        disk: OpenedDisk | None = None,
-        far: OpenedFar | None = None,
+        tiers: OpenedTiers = MEMORY_ONLY,
     ) -> None:
-        self._listener, self._renew = listener, renew
+        self._listener, self._renew = served.listener, served.renew
         self._accepting = True
         self._arena = arena
         self._tag = messages.secret_tag(secret)
-        self._idle_exit_s = idle_exit_s
+        self._idle_exit_s = served.idle_exit_s
         self._fences = WriteFences(shared=True)
         self._notes = UseNotes()
+        disk, far = tiers.disk, tiers.far
         disk_bytes = 0 if disk is None else disk.size_bytes
         shape = TableShape.of(arena.capacity_bytes, disk_bytes, has_far=far is not None)
         self._table = EntryTableWriter(shape, has_disk=(disk or far) is not None)
@@ -172,9 +188,8 @@ class StoreServer:
         log = AccessLog(access_log) if access_log is not None else None
         self._watchers = EntryWatchers(self._table, log)
         self._index = StoreIndex(
-            arena.id, arena.capacity_bytes, quarantine_s=quarantine_s, grow=self._growth.grow,
-            reservation_s=reservation_s, reclaim_s=reclaim_s, fences=self._fences, watchers=self._watchers,
-            namespaces=namespaces,
+            arena.id, arena.capacity_bytes, times=times, grow=self._growth.grow, fences=self._fences,
+            watchers=self._watchers, namespaces=namespaces,
         )  # fmt: skip
         if disk is not None:
             self._watchers.open_disk(disk, self._index, arena, self._fences)
@@ -328,10 +343,8 @@ class StoreServer:
                 check_part(part)
                 check_cost(cost_s)
                 self._collect_reads()
-                answers = index.reserve(
-                    owner, wanted, app=app, part=part, now_s=now_s, cut_looks=messages.CUT_LOOKS,
-                    only_seen=only_seen, cost_s=cost_s,
-                )  # fmt: skip
+                terms = ReserveTerms(app, part, only_seen, cost_s)
+                answers = index.reserve(owner, wanted, terms, now_s=now_s, cut_looks=messages.CUT_LOOKS)
                 return messages.ReserveReply(
                     [a.value if isinstance(a, ReserveRefusal) else a for a in answers]
                 )

@@ -44,7 +44,6 @@ from cornplug.store.disk.record_format import (
     RecordSealer,
     decode_record_header,
     encode_record_header,
-    new_salt,
 )
 
 _NAME: Final = re.compile(r"segment-(\d{8})")
@@ -122,13 +121,10 @@ class SegmentFiles:
         self,
         segment: int,
         offset: int,
-        key: bytes,
+        header: RecordHeader,
         meta: bytes,
         payload: memoryview,
         *,
-        app: str,
-        cost_s: float,
-        written_s: float,
         intact: Callable[[], bool] = lambda: True,
     ) -> RecordHeader | None:
         """Write an entry's record, and return its header. Raises OSError. Then no scan finds the record.
@@ -137,11 +133,10 @@ class SegmentFiles:
         that record either.
 
         Args:
-            written_s: Unix time of the entry's writing.
+            header: Header of this meta and payload, with a new salt.
         """
-        header = RecordHeader(key, app, payload.nbytes, len(meta), cost_s, written_s, new_salt())
         head = encode_record_header(header, self._sealer.header_tag)
-        cipher = self._sealer.cipher(key, header.salt, head)
+        cipher = self._sealer.cipher(header.key, header.salt, head)
         file = self._file(segment)
         # The header is written last, so an incomplete record has no header.
         at = offset + len(head)

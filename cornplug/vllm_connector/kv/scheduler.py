@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cornplug.engine_common import engine_state, lora_digests
-from cornplug.engine_common.page_publish import PagePublisher
+from cornplug.engine_common.page_publish import EntryCost, PagePublisher
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.kv_page import PageGeometry, PageSize
 from cornplug.metrics import Tally
@@ -66,8 +66,7 @@ class SchedulerHalf:
             self._tally,
             deadline_s=runtime.deadline_s,
             only_seen=only_seen,
-            cost=self._costs.page,
-            cost_share=share,
+            cost=EntryCost(self._costs.page, share),
         )
 
     def forget_stored(self) -> None:

@@ -30,7 +30,7 @@ from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, W
 from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store.memory import MemoryStore
-from cornplug.store.payload import get_payload, put_payload
+from cornplug.store.payload import NewPayload, get_payload, put_payload
 from devkit import checkpoints
 
 from ..conftest import MakeEncoder, Requests, eventually
@@ -455,11 +455,7 @@ def test_encoder_stored_features_of_other_dtype_are_recomputed(
     )
     put_payload(
         writer,
-        b"x" * 64,
-        kind=PayloadKind.FEATURE,
-        key=key,
-        dtype="bfloat16",
-        shape=(4, 8),
+        NewPayload(b"x" * 64, PayloadKind.FEATURE, key=key, dtype="bfloat16", shape=(4, 8)),
         app="t",
         deadline_s=1,
     )

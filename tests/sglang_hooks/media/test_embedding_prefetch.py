@@ -22,7 +22,7 @@ from cornplug.metrics import Tally
 from cornplug.sglang_hooks.media import embedding_prefetch, placeholder_tokens
 from cornplug.sglang_hooks.media.embedding_prefetch import EmbeddingPrefetcher, source_of
 from cornplug.store.memory import MemoryStore
-from cornplug.store.payload import get_payload, put_payload
+from cornplug.store.payload import NewPayload, get_payload, put_payload
 from cornplug.testing import FaultyStore
 from devkit.strangers import NOBODY, listener
 
@@ -63,11 +63,7 @@ class Stage:
     def publish(self, key: bytes) -> None:
         put_payload(
             self.store,
-            bytes(96),
-            kind=PayloadKind.EMBEDDING,
-            key=key,
-            dtype="float32",
-            shape=(4, 6),
+            NewPayload(bytes(96), PayloadKind.EMBEDDING, key=key, dtype="float32", shape=(4, 6)),
             app="x",
             deadline_s=1,
         )

@@ -20,7 +20,7 @@ from cornplug.sglang_hooks.media import encoder_bypass, placeholder_tokens
 from cornplug.sglang_hooks.media.encoder_bypass import EmbeddingSource, EncoderBypass
 from cornplug.store.base import Store
 from cornplug.store.memory import MemoryStore
-from cornplug.store.payload import get_payload, put_payload
+from cornplug.store.payload import NewPayload, get_payload, put_payload
 from cornplug.testing import FaultyStore
 
 from ..media_rig import item, runtime
@@ -102,11 +102,13 @@ def published(encoding: EncoderBypass) -> list[tuple[Any, ...]]:
 def put(store: Store, seed: int, tensor: torch.Tensor) -> None:
     put_payload(
         store,
-        memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()),
-        kind=PayloadKind.EMBEDDING,
-        key=bytes([seed]) * 32,
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
+        NewPayload(
+            memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()),
+            PayloadKind.EMBEDDING,
+            key=bytes([seed]) * 32,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+        ),
         app="other",
         deadline_s=1,
     )
@@ -210,9 +212,11 @@ def test_encoder_bypass_entry_shorter_than_header_is_miss(
 ) -> None:
     """Whole and of the right key: whoever wrote it was wrong."""
     put_payload(
-        store.connect(), bytes(8), kind=PayloadKind.EMBEDDING, key=bytes([5]) * 32, dtype="float32",
-        shape=(4, WIDTH), app="other", deadline_s=1,
-    )  # fmt: skip
+        store.connect(),
+        NewPayload(bytes(8), PayloadKind.EMBEDDING, key=bytes([5]) * 32, dtype="float32", shape=(4, WIDTH)),
+        app="other",
+        deadline_s=1,
+    )
     encoding = engine()
     assert same(encoding([sample_image(5)]), value(5))
     assert ("misses", "embedding", "wrong_shape", 1) in published(encoding)

@@ -17,7 +17,7 @@ from cornplug.store.base import PayloadLocation, place
 from cornplug.store.memory import MemoryStore
 from cornplug.vllm_connector.kv import arena_moves
 from cornplug.vllm_connector.kv.arena_moves import open_arena
-from cornplug.vllm_connector.kv_copies.cache_blocks import CacheBlocks
+from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks
 from cornplug.vllm_connector.kv_copies.copy_sides import CpuSide
 
 from ..conftest import open_in
@@ -277,7 +277,7 @@ def opened(engine: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         made.append(
             open_arena(
                 worker._pages, worker._reports, worker._out.blocks, beside=how.pop("beside", None), share=1.0,
-                block_size=16, slots=16, discard=worker._discard_now,
+                sizes=BlockSizes(16, 16), discard=worker._discard_now,
             )
         )  # fmt: skip
         return made[-1]
@@ -314,7 +314,7 @@ def test_open_arena_of_odd_layers_is_refused(caplog: pytest.LogCaptureFixture) -
     blocks: CacheBlocks = SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
     with caplog.at_level(logging.WARNING):
         found = open_arena(
-            pages, SimpleNamespace(), blocks, beside=None, share=1.0, block_size=16, slots=16,  # type: ignore[arg-type]
+            pages, SimpleNamespace(), blocks, beside=None, share=1.0, sizes=BlockSizes(16, 16),  # type: ignore[arg-type]
             discard=lambda keys: None,
         )  # fmt: skip
     assert found is None

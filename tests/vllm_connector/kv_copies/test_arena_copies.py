@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from cornplug.vllm_connector.kv_copies import arena_copies
 from cornplug.vllm_connector.kv_copies.arena_copies import ArenaCopies
-from cornplug.vllm_connector.kv_copies.cache_blocks import CacheBlocks, kernel_table
+from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks, kernel_table
 from cornplug.vllm_connector.kv_copies.copy_sides import CudaSide
 from cornplug.vllm_connector.kv_copies.device_checksums import STATE
 from cornplug.vllm_connector.kv_copies.layout import derive
@@ -89,7 +89,7 @@ def test_arena_copies_round_trip_every_vllm_layout(layout: KVCacheLayout, slots:
     source, store = caches(layout, slots), Store(3)
     values = fill(source, slots)
     out, device, batch = copies(blocks_of(source, slots), store)
-    table = kernel_table(TABLE, BLOCK, slots)
+    table = kernel_table(TABLE, BlockSizes(BLOCK, slots))
     slab = out.begin_out([(table, 0), (table, 2)], store.runs([2, 1]), SEGMENT, None)
     assert (store.memory[PAGE_BYTES:] == STALE_BYTE).all(), "nothing has arrived yet"
     slab.wait()

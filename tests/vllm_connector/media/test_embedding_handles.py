@@ -30,7 +30,7 @@ from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
 from cornplug.engine_common import engine_state
 from cornplug.identity import embedding_key
 from cornplug.store.memory import MemoryStore
-from cornplug.store.payload import put_payload
+from cornplug.store.payload import NewPayload, put_payload
 from cornplug.vllm_connector import compat, connector_config
 from cornplug.vllm_connector.carried_flags import EMBEDDINGS_BY_VALUE
 from cornplug.vllm_connector.media import mm_identifiers
@@ -89,9 +89,11 @@ def kept(store: MemoryStore, identity: bytes, *, salt: str | None = None, **chan
     rows = np.random.default_rng(1).standard_normal((6, 64)).astype("<f4")
     key = embedding_key(SECRET, identity, MEDIA, salt)
     put_payload(
-        store.connect(), rows.tobytes(), kind=PayloadKind.EMBEDDING, key=key, dtype="float32", shape=(6, 64),
-        app="t", deadline_s=1,
-    )  # fmt: skip
+        store.connect(),
+        NewPayload(rows.tobytes(), PayloadKind.EMBEDDING, key=key, dtype="float32", shape=(6, 64)),
+        app="t",
+        deadline_s=1,
+    )
     fields: dict[str, Any] = {
         "family": "llava",
         "modality": "image",

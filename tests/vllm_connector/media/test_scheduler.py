@@ -22,7 +22,7 @@ from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.errors import CheckpointError, EncoderRefused, EncoderUnavailable
 from cornplug.metrics import Tally
 from cornplug.store.memory import MemoryStore
-from cornplug.store.payload import get_payload, put_payload
+from cornplug.store.payload import NewPayload, get_payload, put_payload
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector.engine_alarm import ALARM
 from cornplug.vllm_connector.media import encoder_requests
@@ -180,8 +180,8 @@ def put(store: Any, image: int, **changes: Any) -> None:
         "shape": (ROWS, HIDDEN),
         **changes,
     }
-    payload = fields.pop("payload", embedding().tobytes())
-    assert put_payload(store, payload, app="other", deadline_s=1, **fields) == "stored"
+    payload = NewPayload(fields.pop("payload", embedding().tobytes()), **fields)
+    assert put_payload(store, payload, app="other", deadline_s=1) == "stored"
 
 
 @pytest.fixture
