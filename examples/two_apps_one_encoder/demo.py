@@ -315,7 +315,7 @@ def at_once(*calls: Callable[[], Any]) -> None:
 
 
 def _vision() -> dict[str, Any]:
-    return {"vision": _TOWER, "max_pixels": 28 * 28 * 144, "dtype": DTYPE}
+    return {"vision": _TOWER, "max_pixels": 28 * 28 * 256, "dtype": DTYPE}
 
 
 def _ask(engine: EngineServer, words: str, images: Sequence[bytes] = ()) -> Answer:
