@@ -20,6 +20,8 @@ class Metric(NamedTuple):
     kind: Literal["counter", "gauge", "histogram"]
     help: str
     labels: Labels
+    values: str = ""
+    """Values of label `outcome` or `reason` and their meaning, unless docs/troubleshooting.md has them."""
 
 
 WAIT_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -103,14 +105,20 @@ STORE_METRICS: Mapping[str, Metric] = {
         "Keys that clients looked up in the shared table before deciding whether to read. An engine repeats "
         "the lookup of a waiting request in each step.",
         ("outcome",),
+        '"found" or "absent".',
     ),
     "cornplug_store_reservations_total": Metric(
         "counter",
         "Requests for memory to write an entry, by outcome.",
         ("namespace", "outcome"),
+        '"given", "present", "pending", "growing", "first_sight", "full" or "too_large".',
     ),
     "cornplug_store_removals_total": Metric(
-        "counter", "Entries removed from the store, by reason.", ("namespace", "tier", "reason")
+        "counter",
+        "Entries removed from the store, by reason.",
+        ("namespace", "tier", "reason"),
+        '"evicted", "expired" (`ttl_s` of its namespace), "deleted", "purged" '
+        '(`cornplug store purge`), "damaged" (on disk).',
     ),
     "cornplug_store_eviction_age_seconds": Metric(
         "histogram", "Time from the last use of an entry to its eviction, in seconds.", ("namespace", "tier")
@@ -118,23 +126,47 @@ STORE_METRICS: Mapping[str, Metric] = {
     "cornplug_store_disk_used_bytes": Metric("gauge", "Bytes of the files on disk.", ()),
     "cornplug_store_disk_queued": Metric("gauge", "Entries waiting to be written to disk.", ()),
     "cornplug_store_disk_writes_total": Metric(
-        "counter", "Attempts to write an entry to disk, by outcome.", ("outcome",)
+        "counter",
+        "Attempts to write an entry to disk, by outcome.",
+        ("outcome",),
+        '"written"; "gone": evicted or deleted before it was written; '
+        '"dropped": the queue was full; "too_large"; "disk_full", "disk_readonly", "disk_error": the disk '
+        'reported an error, and writes pause for 5 s; "ceiling": the pinned namespace is at its ceiling.',
     ),
     "cornplug_store_disk_reads_total": Metric(
-        "counter", "Attempts to read an entry from disk into memory, by outcome.", ("outcome",)
+        "counter",
+        "Attempts to read an entry from disk into memory, by outcome.",
+        ("outcome",),
+        '"read"; "full", "too_large": memory could not be allocated; '
+        '"pending": the entry is being written; "refused": too many concurrent reads; "damaged": the record '
+        'failed authentication and was discarded; "disk_error"; "late": the entry was deleted during the '
+        "read.",
     ),
     "cornplug_store_far_up": Metric(
         "gauge", "1 if the far store responds, 0 if it is not used because it failed.", ("far",)
     ),
     "cornplug_store_far_queued": Metric("gauge", "Entries waiting to be written to a far store.", ("far",)),
     "cornplug_store_far_lookups_total": Metric(
-        "counter", "Keys looked up in a far store, by outcome.", ("far", "outcome")
+        "counter",
+        "Keys looked up in a far store, by outcome.",
+        ("far", "outcome"),
+        '"found"; "absent"; "error": the far store did not respond; "dropped": the queue was full.',
     ),
     "cornplug_store_far_reads_total": Metric(
-        "counter", "Attempts to read an entry from a far store into memory, by outcome.", ("far", "outcome")
+        "counter",
+        "Attempts to read an entry from a far store into memory, by outcome.",
+        ("far", "outcome"),
+        '"read"; "gone": no longer in the far store, or older than `ttl_s`; '
+        '"damaged": the record failed authentication; "error"; "refused": too many concurrent reads; "late": '
+        "deleted during the read; or an outcome of a read from disk.",
     ),
     "cornplug_store_far_writes_total": Metric(
-        "counter", "Attempts to write an entry to a far store, by outcome.", ("far", "outcome")
+        "counter",
+        "Attempts to write an entry to a far store, by outcome.",
+        ("far", "outcome"),
+        '"written"; "present": another host had written it; "gone": evicted '
+        'before it was written; "dropped": the queue was full; "too_large" for this type of far store; '
+        '"error".',
     ),
     "cornplug_store_far_bytes_total": Metric(
         "counter", "Bytes of encrypted records read from or written to a far store.", ("far", "direction")
@@ -144,28 +176,6 @@ STORE_METRICS: Mapping[str, Metric] = {
     ),
 }
 """Metrics of the store, at its own `/metrics` (`store.metrics`)."""
-
-VALUES: Mapping[str, str] = {
-    "cornplug_store_lookups_total": '"found" or "absent".',
-    "cornplug_store_reservations_total": '"given", "present", "pending", "growing", "first_sight", "full" or '
-    '"too_large".',
-    "cornplug_store_removals_total": '"evicted", "expired" (`ttl_s` of its namespace), "deleted", "purged" '
-    '(`cornplug store purge`), "damaged" (on disk).',
-    "cornplug_store_disk_writes_total": '"written"; "gone": evicted or deleted before it was written; '
-    '"dropped": the queue was full; "too_large"; "disk_full", "disk_readonly", "disk_error": the disk '
-    'reported an error, and writes pause for 5 s; "ceiling": the pinned namespace is at its ceiling.',
-    "cornplug_store_disk_reads_total": '"read"; "full", "too_large": memory could not be allocated; '
-    '"pending": the entry is being written; "refused": too many concurrent reads; "damaged": the record '
-    'failed authentication and was discarded; "disk_error"; "late": the entry was deleted during the read.',
-    "cornplug_store_far_lookups_total": '"found"; "absent"; "error": the far store did not respond; '
-    '"dropped": the queue was full.',
-    "cornplug_store_far_reads_total": '"read"; "gone": no longer in the far store, or older than `ttl_s`; '
-    '"damaged": the record failed authentication; "error"; "refused": too many concurrent reads; "late": '
-    "deleted during the read; or an outcome of a read from disk.",
-    "cornplug_store_far_writes_total": '"written"; "present": another host had written it; "gone": evicted '
-    'before it was written; "dropped": the queue was full; "too_large" for this type of far store; "error".',
-}
-"""Meaning of each value of `outcome` or `reason`, for metrics whose values docs/troubleshooting.md omits."""
 
 LABELS: Mapping[str, str] = {
     "app": "App of an engine (`engine.app`) or of an HTTP request (`x-cornplug-app`). The encoder service "

@@ -20,11 +20,11 @@ from cornplug.planner.inputs.schema import Application, Component, PlanInput, Re
 from cornplug.settings import metrics_address
 from cornplug.store.daemon.main import store_parser
 
-ALLOWED: Final = ("--far", "--disk", "--disk-size", "--metrics", "--quarantine-s", "--clamp")
+STORE_FLAGS: Final = ("--far", "--disk", "--disk-size", "--metrics", "--quarantine-s", "--clamp")
 """Flags that an apps file may set. The launch itself sets socket, size (`launch.store_gib`), secret, and
 when the process ends."""
-_PLACE: Final[Place] = ("launch", "store_flags")
-_HELP: Final = "Run `cornplug serve-store --help` for the values of each flag."
+_STORE_FLAGS_PLACE: Final[Place] = ("launch", "store_flags")
+_STORE_FLAGS_HELP: Final = "Run `cornplug serve-store --help` for the values of each flag."
 
 
 def launched(file: PlanInput, name: str) -> bool:
@@ -77,13 +77,15 @@ def store_flag_errors(file: PlanInput) -> Iterator[InputError]:
     words = file.launch.store_flags
     # Only full names are allowed, although argparse accepts abbreviations.
     named = [word.partition("=")[0] for word in words if word.startswith("-")]
-    if strange := [flag for flag in named if flag not in ALLOWED]:
+    if strange := [flag for flag in named if flag not in STORE_FLAGS]:
         for flag in strange:
             yield InputError(
-                _PLACE, f"flag {flag!r} is not allowed for a launched store", nearest(flag, ALLOWED)
+                _STORE_FLAGS_PLACE,
+                f"flag {flag!r} is not allowed for a launched store",
+                nearest(flag, STORE_FLAGS),
             )
     elif refused := _refused(words):
-        yield InputError(_PLACE, *refused)
+        yield InputError(_STORE_FLAGS_PLACE, *refused)
 
 
 def _refused(words: list[str]) -> tuple[str, str] | None:
@@ -93,14 +95,14 @@ def _refused(words: list[str]) -> tuple[str, str] | None:
     try:
         options, left = parser.parse_known_args(words)
         if left:
-            return f"{left[0]!r} does not belong to a flag", _HELP
+            return f"{left[0]!r} does not belong to a flag", _STORE_FLAGS_HELP
         if options.metrics:
             metrics_address(options.metrics)
     except ConfigError as e:
         problem = str(e).removeprefix(f"{e.field}: ").removesuffix(f". {e.remedy}")
         return problem, e.remedy
     except (argparse.ArgumentError, ValueError) as e:
-        return str(e), _HELP
+        return str(e), _STORE_FLAGS_HELP
     return None
 
 

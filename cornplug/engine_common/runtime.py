@@ -21,7 +21,7 @@ from cornplug.store.store_stats import StoreStat
 
 KV_PAGE: Final = "kv_page"
 EMBEDDING: Final = "embedding"
-"""Labels of the kinds of entries in metrics (`what`)."""
+"""Labels of the kinds of entries in metrics (`kind`)."""
 _log = logging.getLogger("cornplug")
 
 
@@ -107,12 +107,12 @@ class EngineRuntime:
 
 
 @contextmanager
-def miss(tally: Tally, app: str, what: str) -> Iterator[None]:
+def miss(tally: Tally, app: str, kind: str) -> Iterator[None]:
     """Count a failure inside the block as a miss instead of raising it into the engine."""
     try:
         yield
     except CornplugError as e:
-        tally.count("cornplug_misses_total", app, what, e.reason)
+        tally.count("cornplug_misses_total", app, kind, e.reason)
 
 
 def log_store_size(runtime: EngineRuntime, page: PageSize, own_tokens: int, logger: logging.Logger) -> None:

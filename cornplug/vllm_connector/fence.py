@@ -28,7 +28,7 @@ def fenced(answer: Callable[..., Any]) -> Callable[[_Hook], _Hook]:
         def guarded(self: Fenced, *args: Any, **kwargs: Any) -> Any:
             try:
                 return hook(self, *args, **kwargs)
-            except Exception as e:  # noqa: BLE001 - whatever nobody foresaw
+            except Exception as e:  # noqa: BLE001 - any error
                 self._stop_sharing(hook.__name__, e)
                 return answer(self, *args, **kwargs)
 

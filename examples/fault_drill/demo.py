@@ -138,11 +138,13 @@ def parts(launcher: int, far: RedisServer, clients: PacedClients) -> list[Deploy
         up = total(STORE, "cornplug_store_far_up") == 1
         return up and total(STORE, "cornplug_store_far_writes_total", outcome="written") > written_before
 
-    port = ENGINES[1].rpartition(":")[2]
+    def port(url: str) -> str:
+        return url.rpartition(":")[2]
+
     return [
         DeploymentPart(
             title="encoder service",
-            pid=lambda: child(launcher, ["encoder", "--allow-anonymous"]),
+            pid=lambda: child(launcher, ["encoder", "--port", port(TOWER)]),
             works=lambda _: total(TOWER, "cornplug_encoder_tower_passes_total") > 0,
         ),
         DeploymentPart(
@@ -152,7 +154,7 @@ def parts(launcher: int, far: RedisServer, clients: PacedClients) -> list[Deploy
         ),
         DeploymentPart(
             title="engine llm-b",
-            pid=lambda: child(launcher, ["serve", "--port", port]),
+            pid=lambda: child(launcher, ["serve", "--port", port(ENGINES[1])]),
             works=lambda since_s: answered(ENGINES[1], since_s + 1.0),
         ),
         DeploymentPart(

@@ -52,7 +52,7 @@ ROUNDS: Final = 3
 _TOKENS: Final = 8
 # A tower whose pass and a language model whose prefill of 1,500 tokens cost seconds on two cores.
 _TOWER: Final[Mapping[str, Any]] = {"depth": 6, "embed_dim": 1024, "num_heads": 16, "mlp_ratio": 4}
-_HELPDESK: Final[Mapping[str, Any]] = {"hidden_size": 1024, "layers": 16, "heads": 16, "kv_heads": 4}
+_HELPDESK: Final[Mapping[str, Any]] = {"hidden_size": 1536, "layers": 8, "heads": 24, "kv_heads": 4}
 _CATALOGUE: Final[Mapping[str, Any]] = {"hidden_size": 512, "layers": 4, "heads": 8}
 _IMAGES: Final = ("rocket.jpg", "astronaut.png", "coffee.png", "camera.png")
 """One image a round, and one to warm up with."""

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from cornplug.encoder_service.replicas.pool import ReplicaMetrics
 from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics
-from cornplug.metrics import LABELS, METRICS, STORE_METRICS, VALUES
+from cornplug.metrics import LABELS, METRICS, STORE_METRICS
 from cornplug.vllm_connector.admission import _meters as admission_meters
 
 from .markdown import notice, table
@@ -76,8 +76,7 @@ def engines() -> list[Series]:
 def store() -> list[Series]:
     """Metrics of the store."""
     return [
-        Series(name, m.kind, m.labels, f"{m.help} {VALUES.get(name, '')}".strip())
-        for name, m in STORE_METRICS.items()
+        Series(name, m.kind, m.labels, f"{m.help} {m.values}".strip()) for name, m in STORE_METRICS.items()
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from cornplug import config
 from cornplug.apps import plan_of
-from cornplug.apps.launch_checks import ALLOWED
+from cornplug.apps.launch_checks import STORE_FLAGS
 from cornplug.errors import ConfigError
 from cornplug.planner.launch.command_lines import commands
 from cornplug.planner.plan import Plan
@@ -62,7 +62,7 @@ def test_store_flags_wrong_one_is_an_error_with_its_line(
 
 def test_store_flags_allowed_are_flags_of_the_store() -> None:
     known = {flag for action in store_parser(config.StoreConfig())._actions for flag in action.option_strings}
-    assert set(ALLOWED) <= known
+    assert set(STORE_FLAGS) <= known
 
 
 def test_store_flags_launched_engine_starts_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,8 @@ class Projector(Protocol):
 
 
 class TowerArchitecture(Protocol):
-    """Loader of the two parts of one family. Both methods raise CheckpointError that names tensors."""
+    """Loader of the two parts of one family. Both methods raise CheckpointError, which names the missing or
+    surplus tensors."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Tower: ...

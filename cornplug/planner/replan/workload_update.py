@@ -21,7 +21,7 @@ from cornplug.planner.replan.observed_load import HistogramCounts, ObservedWindo
 TOLERANCE: Final = 0.05
 """Minimum relative difference for a change, which must also exceed twice its standard error."""
 LENGTH_TOLERANCE: Final = 0.1
-SOON: Final = "rate soon"
+SOON: Final = "expected rate"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class FigureDifference:
 
     demand: str
     what: str
-    """"rate", "prompt", "output", "prefix" or "embedding", or "rate soon" for expected growth."""
+    """"rate", "prompt", "output", "prefix" or "embedding", or "expected rate" for expected growth."""
     planned: float
     observed: float
 

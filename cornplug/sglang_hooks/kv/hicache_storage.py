@@ -355,7 +355,7 @@ class CornplugStorage(FurtherPools):
     def _fenced(self, what: str) -> Iterator[None]:
         try:
             yield
-        except Exception:  # noqa: BLE001 - whatever nobody foresaw
+        except Exception:  # noqa: BLE001 - any error
             self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, "error")
             self._errors += 1
             if self._errors == 1:

@@ -102,7 +102,7 @@ class EmbeddingPrefetcher:
         except CornplugError as e:
             self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, e.reason)
             return ""
-        except Exception:  # noqa: BLE001 - whatever nobody foresaw: the engine encodes it
+        except Exception:  # noqa: BLE001 - any error: the engine encodes it
             logger.exception("cornplug: looking up an embedding failed")
             self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, "error")
             return ""

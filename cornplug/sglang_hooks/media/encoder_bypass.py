@@ -82,7 +82,7 @@ class EmbeddingSource:
                 key = key_of(item) if publish and self._first and is_current(item) else None
                 if key is not None and dtype_name(tensor.dtype) == self._dtype:
                     self._publisher.offer(key, tensor, cost_s=self._rule.encode_s(len(tensor)) or 0.0)
-        except Exception:  # noqa: BLE001 - whatever nobody foresaw: the engine has its embeddings
+        except Exception:  # noqa: BLE001 - any error: the engine has its embeddings
             self._log_error("offer")
 
     def encode(self, original: EmbedItems, items: list[Any], device: torch.device) -> Any:
@@ -128,7 +128,7 @@ class EmbeddingSource:
         except CornplugError as e:
             self._miss(e.reason)
             return None
-        except Exception:  # noqa: BLE001 - whatever nobody foresaw: the tower computes it
+        except Exception:  # noqa: BLE001 - any error: the tower computes it
             self._log_error("load")
             return None
         return tensor

@@ -69,8 +69,8 @@ class _Namespace(Generic[E]):
         """Entries that may be evicted."""
 
     def excess(self, room: int) -> float:
-        """Return the weighted excess over the share with `room` bytes more. It is at most 0 within the
-        share."""
+        """Return by how much the namespace would exceed its share if it used `room` bytes more, weighted by
+        the cost to compute a byte again. At most 0 if it would not."""
         cost_ns = self.cost_ns / self.costed_bytes if self.costed_bytes else DEFAULT_COST_NS
         return (self.used_bytes + room - self.share_bytes) / max(cost_ns, 1e-9)
 

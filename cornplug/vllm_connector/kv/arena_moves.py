@@ -263,7 +263,7 @@ def open_arena(
         out, into = (ArenaCopies(blocks, side, checksums, swap_blocks_batch, share=share) for side in sides)
         if not (out.works(page.segment_bytes) and into.works(page.segment_bytes)):
             raise LayoutError("a test page changed when it was copied", reason="layout")
-    except Exception as e:  # noqa: BLE001 - drivers and compilers fail in ways of their own; an engine starts
+    except Exception as e:  # noqa: BLE001 - any error of a driver or compiler: the engine starts
         compat.logger.warning("cornplug: KV pages are copied through staging memory, which is slower: %s", e)
         return None
     memory = (

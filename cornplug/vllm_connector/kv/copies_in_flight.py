@@ -55,7 +55,7 @@ def _shutdown(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any
     if not isinstance(core, EngineCoreProc):
         try:
             _end_saves(core)
-        except Exception:  # noqa: BLE001 - an engine that has failed raises what it likes
+        except Exception:  # noqa: BLE001 - any error of the engine
             compat.logger.warning("cornplug: the last KV pages were not saved", exc_info=True)
     return original(core, *args, **kwargs)
 

@@ -149,7 +149,7 @@ def received(request: Request) -> None:
         if keys is not None:
             keys.upto(request.all_token_ids, request.num_tokens)
             setattr(request, _ATTRIBUTE, keys)
-    except Exception as e:  # noqa: BLE001 - whatever nobody foresaw
+    except Exception as e:  # noqa: BLE001 - any error
         # An error here would end the thread and the engine. The lookup sees the same error later, and counts
         # it.
         compat.logger.debug("cornplug: cannot compute keys in advance: %r", e)

@@ -201,7 +201,7 @@ class PolledMover:
         for job, crossing in jobs:
             try:
                 done = crossing.done()
-            except Exception as e:  # noqa: BLE001 - whatever nobody foresaw
+            except Exception as e:  # noqa: BLE001 - any error
                 self._end(job, e)
                 continue
             if done:
@@ -219,7 +219,7 @@ class PolledMover:
             job, crossing = self._jobs.pop(0)
             try:
                 crossing.wait()
-            except Exception as e:  # noqa: BLE001 - whatever nobody foresaw
+            except Exception as e:  # noqa: BLE001 - any error
                 self._end(job, e)
                 continue
             self._resume(job)
@@ -231,7 +231,7 @@ class PolledMover:
             try:
                 crossing.wait()
                 job.close()
-            except Exception as e:  # noqa: BLE001 - whatever nobody foresaw
+            except Exception as e:  # noqa: BLE001 - any error
                 self._failed(e)
 
     def _resume(self, job: PolledJob) -> None:
@@ -250,7 +250,7 @@ class PolledMover:
         self._failed(error)
         try:
             job.close()
-        except Exception as e:  # noqa: BLE001 - whatever nobody foresaw
+        except Exception as e:  # noqa: BLE001 - any error
             self._failed(e)
 
     def _failed(self, error: Exception) -> None:

@@ -133,7 +133,7 @@ def test_corrected_times_load_that_comes_every_day_is_planned_for_ahead(site: Ti
     assert site.replan()[1].startswith("This window calls for a change")
     status, said = site.replan("-o", str(site.folder / "plan"))
     assert status == CHANGE
-    assert "chat/short: rate soon 7.5 → 4" in said
+    assert "chat/short: expected rate 7.5 → 4" in said
     assert sum(g.replicas for g in site.plan.groups) > 1
     assert "chat/short" in replan_state.ReplanState.model_validate_json(path.read_bytes()).history
     site.replan(requests=0)  # the first snapshot under the new plan
