@@ -291,24 +291,22 @@ def long_service(tmp_path: Path, short_path: Path) -> Iterator[EncoderProcess]:
 
 
 class Flood:
-    """One anonymous request of 60 huge images, which is read until `close` or its end."""
+    """60 anonymous requests for huge images, whose replies are read until `close` or their end."""
 
     def __init__(self, url: str, model: str) -> None:
-        self._files = [("image", saved(Image.new("RGB", (2548, 2520), (i, 0, 0)), "PNG")) for i in range(60)]
+        images = [saved(Image.new("RGB", (2548, 2520), (i, 0, 0)), "PNG") for i in range(60)]
         self._url, self._model = url, model
-        self.statuses: list[int] = []
         self._http = httpx.Client(timeout=300, trust_env=False)
-        self._response: httpx.Response | None = None
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, args=(image,)) for image in images]
+        for thread in self._threads:
+            thread.start()
 
-    def _run(self) -> None:
+    def _run(self, image: bytes) -> None:
         data = {"model": self._model, "deadline_s": "120"}
         with (
             contextlib.suppress(httpx.HTTPError, OSError),
-            self._http.stream("POST", f"{self._url}/v1/encode", data=data, files=self._files) as answer,
+            self._http.stream("POST", f"{self._url}/v1/encode", data=data, files={"image": image}) as answer,
         ):
-            self.statuses.append(answer.status_code)
             answer.read()
 
     def close(self) -> None:
@@ -317,7 +315,8 @@ class Flood:
             stream = connection._connection._network_stream
             with contextlib.suppress(OSError):
                 stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
-        self._thread.join(60)
+        for thread in self._threads:
+            thread.join(60)
         self._http.close()
 
 
