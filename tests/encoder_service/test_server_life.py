@@ -67,7 +67,7 @@ def test_server_sigterm_under_load_answers_requests_then_ends(
                 late = probe.post("/v1/encode", data={"model": model}, files={"image": png(sample_image(1))})
                 # A request whose connection is cut off raises here.
                 statuses = [one.result() for one in asked]
-        assert process.stop() == 0
+        assert process.wait_end(60) == 0
     assert (late.status_code, late.json()["error"]["reason"]) == (503, "draining")
     assert set(statuses) <= {200, 503}
     assert statuses.count(200) > at_once, "what was admitted is answered after SIGTERM"

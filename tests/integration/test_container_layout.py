@@ -210,9 +210,10 @@ def test_container_layout_of_the_chart_shares_and_drains(cluster: Cluster) -> No
     )
 
     # The encoder finishes what it has begun before Kubernetes would kill it.
+    images = [png(sample_image(1000 + i, 900, 900)) for i in range(ITEMS)]
     with ThreadPoolExecutor(ITEMS) as threads:
         answered: list[int] = []
-        asked = [threads.submit(ask, cluster, seed, answered) for seed in range(1000, 1000 + ITEMS)]
+        asked = [threads.submit(ask, cluster, image, answered) for image in images]
         wait_until(lambda: bool(answered), deadline_s=60, what="the first answer")
         at_once = len(answered)
         began_s = time.monotonic()
@@ -229,13 +230,13 @@ def test_container_layout_of_the_chart_shares_and_drains(cluster: Cluster) -> No
     assert store.passes("livenessProbe")
 
 
-def ask(cluster: Cluster, seed: int, answered: list[int]) -> int:
-    """Status of a request for a large image, which is also added to `answered`."""
+def ask(cluster: Cluster, image: bytes, answered: list[int]) -> int:
+    """Status of a request for an image, which is also added to `answered`."""
     try:
         answer = httpx.post(
             f"{cluster.url}/v1/encode",
             data={"model": "/models/tiny", "deadline_s": "60"},
-            files={"image": png(sample_image(seed, 900, 900))},
+            files={"image": image},
             headers={"authorization": f"Bearer {ADMIN_KEY}"},
             timeout=60,
             trust_env=False,
