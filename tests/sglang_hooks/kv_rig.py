@@ -50,6 +50,10 @@ from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
 from cornplug.store.base import Store
 from cornplug.testing import FaultyStore
 
+from .hooked import hook_of
+
+attach_storage_backend = hook_of(page_hash_hooks, "HybridCacheController.attach_storage_backend")
+
 # The copies between device and host that SGLang has for GPUs only.
 sglang_hicache_cpu.register()
 HookRegistry.apply_hooks()
@@ -218,7 +222,7 @@ def attached(device: Any, hosts: Mapping[PoolName, Any], **more: Any) -> hicache
         backend.on_host_pools_registered()
         return backend
 
-    found = page_hash_hooks._attach(making, Controller(device, anchor))
+    found = attach_storage_backend(making, Controller(device, anchor))
     assert isinstance(found, hicache_storage.CornplugStorage)
     return found
 

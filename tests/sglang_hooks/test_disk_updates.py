@@ -26,6 +26,11 @@ from cornplug.sglang_hooks.media import placeholder_tokens
 from cornplug.sglang_hooks.model import model_config
 from devkit import checkpoints
 
+from .hooked import hook_of
+
+tokenizer_update = hook_of(disk_updates, "TokenizerManager.update_weights_from_disk")
+scheduler_update = hook_of(disk_updates, "SchedulerWeightUpdaterManager.update_weights_from_disk")
+
 
 def described(folder: Path) -> EngineModel:
     args = ServerArgs(model_path=str(folder), device="cpu", dtype="float32")
@@ -66,7 +71,7 @@ class Rank:
             return SimpleNamespace(success=True)
 
         asked = {"load_format": "auto", "model_path": str(folder), **fields}
-        disk_updates._update(original, self, io_struct.UpdateWeightFromDiskReqInput(**asked))
+        scheduler_update(original, self, io_struct.UpdateWeightFromDiskReqInput(**asked))
 
 
 @pytest.fixture
@@ -217,7 +222,7 @@ def test_disk_update_after_update_by_wire_stays_off(new: Path, rank: Rank) -> No
 
 
 def test_disk_update_on_its_way_pauses_sharing(new: Path, rank: Rank) -> None:
-    disk_updates._asked(None, io_struct.UpdateWeightFromDiskReqInput(model_path=str(new)))
+    tokenizer_update(None, io_struct.UpdateWeightFromDiskReqInput(model_path=str(new)))
     assert weights_guard.replaced()
     rank.update(new)
     assert not weights_guard.replaced()

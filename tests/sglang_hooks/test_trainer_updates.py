@@ -26,7 +26,14 @@ from cornplug.sglang_hooks.media import placeholder_tokens
 from cornplug.sglang_hooks.model import model_config, weight_updates
 from devkit import checkpoints
 
+from .hooked import hook_of
 from .test_disk_updates import described
+
+scheduler_releases = hook_of(trainer_updates, "SchedulerWeightUpdaterManager.release_memory_occupation")
+note_release = hook_of(weight_updates, "SchedulerWeightUpdaterManager.release_memory_occupation")
+update_from_disk = hook_of(disk_updates, "SchedulerWeightUpdaterManager.update_weights_from_disk")
+make_flush_wrapper = hook_of(trainer_updates, "SchedulerFlushWrapper.__init__")
+update_weight_version = hook_of(trainer_updates, "Scheduler.handle_update_weight_version")
 
 
 class Runner:
@@ -70,7 +77,7 @@ class Server:
         manager.scheduler, manager.flush_cache = self, self.flush_cache
         self.weight_updater = manager
         self.flushes: Any = object.__new__(SchedulerFlushWrapper)
-        args, kwargs = trainer_updates._wrapper_made(
+        args, kwargs = make_flush_wrapper(
             self.flushes, flush_cache=self.flush_cache, is_fully_idle=lambda: self.idle, send_output=print
         )
         # SGLang's own functions: an earlier test of this process may have installed the hooks.
@@ -135,7 +142,7 @@ class Server:
         def original(_: Any, recv_req: Any) -> None:
             self.record_weight_version_change(recv_req.new_version)
 
-        trainer_updates._named(original, self, io_struct.UpdateWeightVersionReqInput(new_version=version))
+        update_weight_version(original, self, io_struct.UpdateWeightVersionReqInput(new_version=version))
 
 
 def shares_as() -> str | None:
@@ -296,14 +303,14 @@ def test_trainer_update_that_waits_is_over_once_the_weights_are_released(server:
     server.compute()
     server.update("7", flush=False)
     request = io_struct.ReleaseMemoryOccupationReqInput(tags=["weights"])
-    trainer_updates._released(None, request)
+    scheduler_releases(None, request)
     server.flush()
     server.name("8")
     assert weights_guard.replaced()
 
 
 def test_trainer_update_after_a_release_of_the_weights_shares(server: Server) -> None:
-    weight_updates._release(None, io_struct.ReleaseMemoryOccupationReqInput(tags=["weights"]))
+    note_release(None, io_struct.ReleaseMemoryOccupationReqInput(tags=["weights"]))
     assert weights_guard.replaced()
     server.update("7")
     assert shares_as() == "7"
@@ -373,7 +380,7 @@ def test_trainer_update_before_a_disk_update_ends_sharing(server: Server, tmp_pa
     server.update("7")
     request = io_struct.UpdateWeightFromDiskReqInput(model_path=str(tmp_path), load_format="auto")
     result = SimpleNamespace(success=True)
-    disk_updates._update(lambda *_: result, server.weight_updater, request)
+    update_from_disk(lambda *_: result, server.weight_updater, request)
     assert engine_state.current().unknown()
 
 

@@ -26,6 +26,7 @@ from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 from devkit.processes import wait_until
 
+from ..hooked import hook_of
 from ..kv_rig import (
     Controller,
     RigRuntime,
@@ -36,6 +37,8 @@ from ..kv_rig import (
     host_pool,
     storage_config,
 )
+
+prefetch_from_storage = hook_of(prefetch_hooks, "UnifiedRadixCache.prefetch_from_storage")
 
 TOKENS = [(5 * i) % 983 for i in range(512)]
 
@@ -220,7 +223,7 @@ class Cache:
         """Whether a prefetch is queued for a request, of which `matched` tokens are here."""
         self.queued.clear()
         hashes = hashes_of(tokens, 64, CacheNamespace(None, salt))
-        prefetch_hooks._prefetch(
+        prefetch_from_storage(
             Cache.prefetch_from_storage, self, "request", 1, array("q", tokens[matched:]),
             hashes[matched // 64 - 1] if matched else None, None,
             matched_prefix_tokens=array("q", tokens[:matched]), cache_salt=salt,
@@ -279,7 +282,7 @@ def test_prefetch_of_small_pages_asks_for_store_page(process: Tally) -> None:
     hashes = hashes_of(TOKENS, 16)
     for matched, queued in ((0, True), (80, True), (512 - 16, True)):
         cache.queued.clear()
-        prefetch_hooks._prefetch(
+        prefetch_from_storage(
             Cache.prefetch_from_storage, cache, "request", 1, array("q", TOKENS[matched:]),
             hashes[matched // 16 - 1] if matched else None,
             matched_prefix_tokens=array("q", TOKENS[:matched]),

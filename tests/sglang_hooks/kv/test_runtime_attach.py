@@ -19,8 +19,12 @@ from cornplug.sglang_hooks.kv import hicache_config, hicache_storage, late_exclu
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 from cornplug.store.base import Store
 
+from ..hooked import hook_of
 from ..kv_rig import storage_config
 from .test_window_tree import PAGE, TOKENS, Server, one_rank, store  # noqa: F401
+
+attach_storage_backend = hook_of(late_exclusions, "UnifiedRadixCache.attach_storage_backend")
+clear_hicache_storage = hook_of(late_exclusions, "Scheduler.clear_hicache_storage_wrapped")
 
 NAMES = json.dumps(hicache_config.BACKEND)
 """What `PUT /hicache/storage-backend` has to name."""
@@ -51,7 +55,7 @@ def server(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:  
 def put(server: Server, extra: str = NAMES, backend: str = "dynamic") -> tuple[bool, str]:
     """As SGLang's scheduler does for a PUT."""
     original = UnifiedRadixCache.attach_storage_backend
-    return late_exclusions._attaching(
+    return attach_storage_backend(
         original, server.cache, storage_backend=backend, storage_backend_extra_config_json=extra
     )
 
@@ -149,7 +153,7 @@ def test_clear_of_the_shared_store_is_refused(server: Server, caplog: pytest.Log
 
     scheduler = Scheduler(server)
     with caplog.at_level("WARNING", logger="sglang.cornplug"):
-        assert not late_exclusions._clearing(original, scheduler, ClearHiCacheReqInput()).success
+        assert not clear_hicache_storage(original, scheduler, ClearHiCacheReqInput()).success
     assert "cornplug store purge" in caplog.text
     server.cache.detach_storage_backend()
-    assert late_exclusions._clearing(original, scheduler, ClearHiCacheReqInput()).success
+    assert clear_hicache_storage(original, scheduler, ClearHiCacheReqInput()).success

@@ -15,6 +15,11 @@ from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 from cornplug.sglang_hooks.kv_pages import costs as kv_costs
 from cornplug.sglang_hooks.kv_pages.costs import LoadPace
 
+from ..hooked import hook_of
+
+process_batch_result = hook_of(prefetch_hooks, "Scheduler.process_batch_result")
+check_prefetch_progress = hook_of(prefetch_hooks, "UnifiedRadixCache.check_prefetch_progress")
+
 
 class Clock:
     now = 100.0
@@ -46,7 +51,7 @@ def step(scheduler: Any, tokens: int, launched_s: float, *, extend: bool = True)
         extend_lens=[tokens] if extend else None,
         launch_ts=launched_s,
     )
-    prefetch_hooks._stepped(None, scheduler, batch.copy(), None)
+    process_batch_result(None, scheduler, batch.copy(), None)
 
 
 def test_costs_of_overlapped_steps_exclude_waiting(clock: Clock) -> None:
@@ -75,11 +80,11 @@ def test_load_pace_time_until_noticed_is_measured(clock: Clock) -> None:
         return clock.now >= 101.0
 
     pace.queued("r", 64)
-    assert not prefetch_hooks._progress(progress, scheduler.tree_cache, "r")
+    assert not check_prefetch_progress(progress, scheduler.tree_cache, "r")
     assert pace.waits("r")
     pace.moved(64_000, 0.25)
     clock.now = 101.0
-    assert prefetch_hooks._progress(progress, scheduler.tree_cache, "r")
+    assert check_prefetch_progress(progress, scheduler.tree_cache, "r")
     assert not pace.waits("r")
     # 0.25 s a copy of this size, and 0.75 s until somebody looked.
     assert pace._rule.load_s(64_000) == pytest.approx(1.0)

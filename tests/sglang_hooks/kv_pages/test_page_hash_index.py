@@ -26,7 +26,15 @@ from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
 from cornplug.sglang_hooks.media import placeholder_tokens as tokens_module
 
+from ..hooked import hook_of
 from ..kv_rig import PLAIN, SECRET, hashes_of
+
+load_lora_adapter = hook_of(namespace_roots, "LoRAManager._load_lora_adapter")
+load_from_tensors = hook_of(namespace_roots, "LoRAManager._load_lora_adapter_from_tensors")
+make_request = hook_of(namespace_roots, "Req.__init__")
+storage_hash = hook_of(page_hash_hooks, "get_storage_hash_str")
+write_backup_storage = hook_of(page_hash_hooks, "UnifiedRadixCache.write_backup_storage")
+write_storage = hook_of(page_hash_hooks, "HybridCacheController.write_storage")
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "page_keys.json"
 PAIRS = [(16, 64), (32, 64), (64, 64), (128, 64), (16, 16), (128, 128), (16, 128), (48, 16), (112, 16)]
@@ -222,7 +230,7 @@ def adapter(folder: Path, weights: bytes) -> str:
 
 
 def load(name: str, path: str | None) -> None:
-    namespace_roots._adapter_loads(SGLANG_LORA, SimpleNamespace(lora_id=name, lora_path=path, lora_name=name))
+    load_lora_adapter(SGLANG_LORA, SimpleNamespace(lora_id=name, lora_path=path, lora_name=name))
 
 
 def test_namespace_roots_follow_lora_content(adapters: None, tmp_path: Path) -> None:
@@ -253,7 +261,7 @@ def test_namespace_roots_of_unknown_lora_are_refused(adapters: None, tmp_path: P
     load("id-gone", str(tmp_path / "nowhere"))
     load("id-changed", path)
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"other")
-    namespace_roots._adapter_comes_as_tensors(None, SimpleNamespace(lora_id="id-tensors"))
+    load_from_tensors(None, SimpleNamespace(lora_id="id-tensors"))
     for name, reason in (
         ("id-gone", "lora"),
         ("id-changed", "lora_changed"),
@@ -268,7 +276,7 @@ def test_namespace_roots_of_unknown_lora_are_refused(adapters: None, tmp_path: P
 def test_namespace_roots_of_disputed_lora_are_refused(adapters: None, tmp_path: Path) -> None:
     load("id-one", adapter(tmp_path / "a", b"w"))
     roots().root(CacheNamespace("id-one", None))
-    namespace_roots._request_made(None, SimpleNamespace(lora_id=None, extra_key="id-one"))
+    make_request(None, SimpleNamespace(lora_id=None, extra_key="id-one"))
     with pytest.raises(CheckpointError):
         roots().root(CacheNamespace("id-one", None))
 
@@ -287,7 +295,7 @@ def looked_up(tokens: list[int], prior: str | None, *, bigram: bool = False, sal
     key = RadixKey(array("q", tokens), is_bigram=bigram, cache_salt=salt)
     # As bound by the hook that is in place in this process, or not.
     original = inspect.unwrap(get_storage_hash_str)
-    return page_hash_hooks._hashed(original, key, prior, page_size=16)
+    return storage_hash(original, key, prior, page_size=16)
 
 
 def test_page_hash_hooks_lookup_is_recorded(index: PageHashIndex) -> None:
@@ -364,9 +372,9 @@ def queue(
 
 def back_up(node: int, tokens: list[int], hashes: list[str], prefix: list[str] | None) -> None:
     def write(self: Any, node_id: int) -> None:
-        assert page_hash_hooks._writing_storage(queue, None, None, array("q", tokens), hashes, prefix) == 7
+        assert write_storage(queue, None, None, array("q", tokens), hashes, prefix) == 7
 
-    page_hash_hooks._backing_up(write, SimpleNamespace(tree_core=Tree(prefix)), node)
+    write_backup_storage(write, SimpleNamespace(tree_core=Tree(prefix)), node)
 
 
 def test_page_hash_hooks_backup_of_pairs_of_tokens_is_recorded(index: PageHashIndex) -> None:
@@ -389,7 +397,7 @@ def test_page_hash_hooks_backup_is_recorded(index: PageHashIndex) -> None:
 def test_page_hash_hooks_backup_without_prefix_is_not_recorded(index: PageHashIndex) -> None:
     tokens = prompt(64)
     back_up(0, tokens, hashes_of(tokens, 16), None)
-    page_hash_hooks._writing_storage(queue, None, None, array("q", tokens), hashes_of(tokens, 16), [])
+    write_storage(queue, None, None, array("q", tokens), hashes_of(tokens, 16), [])
     assert len(index) == 0
 
 

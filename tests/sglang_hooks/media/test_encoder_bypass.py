@@ -23,7 +23,10 @@ from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import get_payload, put_payload
 from cornplug.testing import FaultyStore
 
+from ..hooked import hook_of
 from ..media_rig import item, runtime
+
+prefill_embedding = hook_of(encoder_bypass, "mm_schedule._get_chunked_prefill_embedding")
 
 WIDTH = 8
 CPU = torch.device("cpu")
@@ -382,7 +385,7 @@ def test_encoder_bypass_in_chunked_prefill_asks_store_once(
 
     def prefill(prefix: list[int], extend: list[int]) -> torch.Tensor:
         offsets = [[(0, 3), (6, 9)], [(2, 5)]]
-        made, _ = encoder_bypass._get_chunked_prefill_embedding(
+        made, _ = prefill_embedding(
             mm_schedule._get_chunked_prefill_embedding,
             model.get_image_feature,
             [one, two, again],

@@ -8,7 +8,10 @@ from cornplug.identity import placeholder_tokens
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.media import placeholder_tokens as tokens_module
 
+from ..hooked import hook_of
 from ..media_rig import item
+
+get_multimodal_inputs = hook_of(tokens_module, "Scheduler._get_multimodal_inputs")
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +43,7 @@ def test_placeholder_tokens_equal_sglang_padding_values(monkeypatch: pytest.Monk
     ours, theirs = item(1), item(2)
     tokens_module.assign_key(ours, b"k" * 32)
     theirs.set_hash(12345)
-    tokens_module._multimodal_inputs(SimpleNamespace(mm_items=[ours, theirs]), None, None)
+    get_multimodal_inputs(SimpleNamespace(mm_items=[ours, theirs]), None, None)
     assert all(tokens_module.is_keyed(v) for v in ours.padding_values())
     assert all(tokens_module.is_unkeyed(v) for v in theirs.padding_values())
 
@@ -50,11 +53,11 @@ def test_placeholder_tokens_of_rows_alone_are_unkeyed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(activation, "is_on", lambda: True)
     alone = item(1)
     tokens_module.assign_key(alone, b"k" * 32, rows_alone=True)
-    tokens_module._multimodal_inputs(SimpleNamespace(mm_items=[alone]), None, None)
+    get_multimodal_inputs(SimpleNamespace(mm_items=[alone]), None, None)
     assert tokens_module.key_of(alone) == b"k" * 32
     assert all(tokens_module.is_unkeyed(v) for v in alone.padding_values())
     tokens_module.assign_key(alone, b"k" * 32)
-    tokens_module._multimodal_inputs(SimpleNamespace(mm_items=[alone]), None, None)
+    get_multimodal_inputs(SimpleNamespace(mm_items=[alone]), None, None)
     assert all(tokens_module.is_keyed(v) for v in alone.padding_values())
 
 
@@ -65,7 +68,7 @@ def test_placeholder_tokens_foreign_identity_gives_no_key(monkeypatch: pytest.Mo
     kimi.set_identity(b"k" * 32)
     tokens_module.assign_key(hashed, b"h" * 32)
     hashed.set_hash(12345)
-    tokens_module._multimodal_inputs(SimpleNamespace(mm_items=[kimi, hashed]), None, None)
+    get_multimodal_inputs(SimpleNamespace(mm_items=[kimi, hashed]), None, None)
     assert not tokens_module._values
     tokens_module.assign_key(kimi, b"o" * 32)
     assert tokens_module.key_of(kimi) == b"o" * 32
@@ -116,7 +119,7 @@ def test_placeholder_tokens_inactive_record_nothing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(activation, "is_on", lambda: False)
     ours = item(1)
     tokens_module.assign_key(ours, b"k" * 32)
-    tokens_module._multimodal_inputs(SimpleNamespace(mm_items=[ours]), None, None)
+    get_multimodal_inputs(SimpleNamespace(mm_items=[ours]), None, None)
     assert not tokens_module._values
 
 
@@ -128,7 +131,7 @@ def test_placeholder_tokens_of_replaced_tower_stand_for_unkeyed_media(
     late, ours = item(1), item(2)
     tokens_module.assign_key(late, b"k" * 32)
     tokens_module.assign_key(ours, b"n" * 32, epoch=2)
-    tokens_module._multimodal_inputs(SimpleNamespace(mm_items=[late, ours]), None, None)
+    get_multimodal_inputs(SimpleNamespace(mm_items=[late, ours]), None, None)
     assert all(tokens_module.is_unkeyed(token) for token in late.padding_sequence(4))
     assert not any(tokens_module.is_unkeyed(token) for token in ours.padding_sequence(4))
     tokens_module.forget()

@@ -22,6 +22,10 @@ from cornplug.sglang_hooks.kv_pages import namespace_roots
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots, RootsOfCall
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
 
+from ..hooked import hook_of
+
+load_lora_adapter = hook_of(namespace_roots, "LoRAManager._load_lora_adapter")
+
 WEIGHTS = ("q_proj", "k_proj", "o_proj", "down_proj")
 
 
@@ -59,7 +63,7 @@ def root(of: Any, path: Path) -> bytes:
     """Of a process that has loaded this one adapter."""
     for table in (namespace_roots._paths, namespace_roots._managers, namespace_roots._left_out):
         table.clear()
-    namespace_roots._adapter_loads(of, SimpleNamespace(lora_id="id-1", lora_path=str(path), lora_name="one"))
+    load_lora_adapter(of, SimpleNamespace(lora_id="id-1", lora_path=str(path), lora_name="one"))
     return roots().root(CacheNamespace("id-1", None))
 
 
@@ -149,7 +153,7 @@ def test_lora_adapters_changed_during_load_are_refused(tmp_path: Path) -> None:
     path = folder(tmp_path / "a")
     file = path / "adapter_model.safetensors"
     of, ref = manager(*WEIGHTS), SimpleNamespace(lora_id="id-1", lora_path=str(path), lora_name="one")
-    namespace_roots._adapter_loads(of, ref)
+    load_lora_adapter(of, ref)
     known, times = namespace_roots.taken_apart("id-1")[1], file.stat()
     time.sleep(0.05)  # beyond the tick of the files' clock
     file.write_bytes(file.read_bytes())
