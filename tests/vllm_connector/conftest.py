@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 from vllm.model_executor.models import registry
@@ -51,7 +53,8 @@ def faulty(store: MemoryStore) -> FaultyStore:
 def original_weights() -> Iterator[None]:
     engine_state.current().note_replaced(False)
     # Tests write their checkpoints while the "engine" runs.
-    engine_state.current()._begin(2**63)
+    with mock.patch.object(time, "time_ns", return_value=2**63):
+        engine_state.begin()
     yield
     engine_state.current().note_replaced(False)
 

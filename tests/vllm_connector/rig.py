@@ -7,14 +7,15 @@ rank's cache can be checked, whoever put it there.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -37,6 +38,7 @@ from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies
 
 from .late_device import LateDevice
 
+T = TypeVar("T")
 HEADS, LAYERS, DIM = 4, 4, 8
 POISON = -7.0
 """In every block that was given away: reading one after that is noticed."""
@@ -66,6 +68,33 @@ def runtime(
         deadline_s=config.store.deadline_s,
         background_timeout_s=config.store.background_timeout_s,
     )
+
+
+def kept(root: object, kind: type[T], beyond: tuple[type, ...] = ()) -> list[T]:
+    """Objects of a kind that `root` keeps alive, once for each reference, not through objects of `beyond`."""
+    stops = (kind, type, ModuleType, FunctionType, *beyond)
+    left, seen, found = [root], set[int](), list[T]()
+    while left:
+        for one in gc.get_referents(left.pop()):
+            if isinstance(one, kind):
+                found.append(one)
+            if id(one) not in seen and not isinstance(one, stops):
+                seen.add(id(one))
+                left.append(one)
+    return found
+
+
+@contextmanager
+def recorded(module: ModuleType, name: str) -> Iterator[list[Any]]:
+    """Objects of one of a module's classes that the module creates meanwhile."""
+    made, kind = list[Any](), getattr(module, name)
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        made.append(kind(*args, **kwargs))
+        return made[-1]
+
+    with mock.patch.object(module, name, make):
+        yield made
 
 
 @dataclass(eq=False)

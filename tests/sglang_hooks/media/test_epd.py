@@ -4,6 +4,7 @@ outage costs."""
 from __future__ import annotations
 
 import asyncio
+import math
 import pkgutil
 import threading
 from concurrent.futures import Future
@@ -29,9 +30,11 @@ from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.media import embedding_prefetch, epd, epd_fallback
 from cornplug.sglang_hooks.media import placeholder_tokens as tokens_module
+from devkit.processes import wait_until
 
 from ..hooked import hook_of
 
+create_receiver = hook_of(epd, "MMReceiverBase.__init__")
 part_arrives = hook_of(epd, "_aggregate_embedding_part")
 prepare_buffer = hook_of(epd, "WaitingZmqRequest._prepare_embedding_buffer")
 finish_assemble = hook_of(epd, "WaitingMMRequestBase._finish_assemble")
@@ -58,9 +61,18 @@ def tally(monkeypatch: pytest.MonkeyPatch) -> Tally:
     monkeypatch.setattr(activation, "is_on", lambda: True)
     monkeypatch.setattr(activation, "runtime", lambda: SimpleNamespace(secret=SECRET, app="x"))
     monkeypatch.setattr(activation, "tally", lambda: tally)
-    monkeypatch.setattr(epd, "_here", epd._EpdState(MODEL))
-    monkeypatch.setattr(epd_fallback, "_here", epd_fallback._FallbackState(True))
+    identity = SimpleNamespace(served_identity=MODEL)
+    monkeypatch.setattr(epd, "engine_model", lambda: SimpleNamespace(tower_identity=lambda: identity))
+    create_receiver(None, SimpleNamespace(tp_group=None))
+    falls_back(monkeypatch)
     return tally
+
+
+def falls_back(monkeypatch: pytest.MonkeyPatch, *, tower: bool = True, answer_s: float = math.inf) -> Any:
+    """State of a server that can encode images itself, or cannot."""
+    state = epd_fallback._FallbackState(tower, answer_s)
+    monkeypatch.setattr(epd_fallback, "_here", state)
+    return state
 
 
 def misses(tally: Tally) -> list[str]:
@@ -152,11 +164,17 @@ def test_epd_part_without_claim_leaves_all_unkeyed(tally: Tally) -> None:
     silent = EmbeddingData("r", 2, 1, [[1, 2, 2]], Modality.IMAGE, torch.zeros(1, 4))
     whole = part_arrives(_aggregate_embedding_part, None, part([A], parts=2), None)
     whole = part_arrives(_aggregate_embedding_part, whole, silent, None)
-    item = [MultimodalDataItem(modality=Modality.IMAGE) for _ in "ab"]
-    checks = epd._checks(SimpleNamespace(recv_embedding_data=whole))
-    assert epd.keys_of(item, {index: check.result() for index, check in checks.items()}, None) is None
+    items = [
+        MultimodalDataItem(modality=Modality.IMAGE, offsets=[(i, i)], precomputed_embeddings=torch.ones(1, 4))
+        for i in range(2)
+    ]
+    request = SimpleNamespace(mm_inputs=SimpleNamespace(mm_items=items), cache_salt=None, extra_key=None)
+    waiting = SimpleNamespace(recv_req=request, recv_embedding_data=whole)
+    assert prepare_buffer(lambda waiting: True, waiting)
+    finish_assemble(None, waiting, None)
+    assert [tokens_module.key_of(item) for item in items] == [None, None]
     assert misses(tally) == ["no_statement"]
-    assert epd.keys_of(item[:1], {0: (A, B)}, None) is None, "two digests for one image"
+    assert epd.keys_of(items[:1], {0: (A, B)}, None) is None, "two digests for one image"
 
 
 def test_epd_embedding_of_other_model_ends_request() -> None:
@@ -181,8 +199,7 @@ def test_epd_large_rows_are_hashed_on_other_thread(monkeypatch: pytest.MonkeyPat
     waiting = SimpleNamespace(recv_embedding_data=whole)
     assert not prepare_buffer(lambda waiting: True, waiting)
     go.set()
-    next(iter(epd._checks(waiting).values())).result(60)
-    assert prepare_buffer(lambda waiting: True, waiting)
+    wait_until(lambda: prepare_buffer(lambda waiting: True, waiting), deadline_s=60, what="the digest")
     assert threading.current_thread() not in seen
 
 
@@ -247,7 +264,9 @@ def test_epd_fallback_failed_dispatch_encodes_or_answers(fails: bool, done: list
         assert manager.done == done
         gone = Manager()
         gone.rid_to_state.clear()
-        await epd_fallback._encode_here(gone, ERROR)
+        gone.event_loop = manager.event_loop
+        await asyncio.to_thread(dispatch_error, None, gone, ERROR)
+        await asyncio.sleep(0.05)
         assert gone.done == []
 
     asyncio.run(scenario())
@@ -258,7 +277,7 @@ def test_epd_fallback_failed_dispatch_encodes_or_answers(fails: bool, done: list
 def test_epd_fallback_request_waits_for_one_deadline(
     answer_s: float, waits_again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(epd_fallback._here, "answer_s", 0.1)
+    here = falls_back(monkeypatch, answer_s=0.1)
     waited: list[bool] = []
 
     class Encoding(Manager):
@@ -279,11 +298,11 @@ def test_epd_fallback_request_waits_for_one_deadline(
 
     asyncio.run(scenario())
     assert waited == [not waits_again]
-    assert not epd_fallback._here.late
+    assert not here.late
 
 
 def test_epd_fallback_without_tower_keeps_sglang_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(epd_fallback, "_here", epd_fallback._FallbackState(False))
+    falls_back(monkeypatch, tower=False)
     seen: list[Any] = []
     dispatch_error(lambda manager, error: seen.append(error), None, ERROR)
     request = SimpleNamespace(need_wait_for_mm_inputs=True)
@@ -358,7 +377,7 @@ def test_epd_fallback_failed_registration_awaits_tokenizer(monkeypatch: pytest.M
     future: Future[None] = Future()
     future.set_exception(ConnectionError("refused"))
     for tower, expected in ((True, 0), (False, 1)):
-        monkeypatch.setattr(epd_fallback, "_here", epd_fallback._FallbackState(tower))
+        falls_back(monkeypatch, tower=tower)
         registration_done(lambda waiting, done: seen.append(done), None, future)
         assert len(seen) == expected
 

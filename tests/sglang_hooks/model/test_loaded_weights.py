@@ -98,9 +98,12 @@ def test_engine_state_next_server_begins_anew() -> None:
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
-def test_engine_model_file_changed_after_start_is_refused(folder: Path, file: str) -> None:
+def test_engine_model_file_changed_after_start_is_refused(
+    folder: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     began_ns = time.time_ns() + 50_000_000  # beyond the tick of the files' clock
-    engine_state.current()._begin(began_ns)
+    monkeypatch.setattr(engine_state, "time", SimpleNamespace(time_ns=lambda: began_ns))
+    engine_state.begin()
     described(folder).kv_identity()
     described(folder).tower_identity()
     while time.time_ns() < began_ns + 50_000_000:

@@ -15,7 +15,11 @@ from cornplug.vllm_connector.kv import copies_in_flight
 
 from ..conftest import open_in
 from ..rig import Engine
+from ..wrapped import wrapper_of
 from .core_rig import BLOCKS, PROMPT, Core
+
+shut_down = wrapper_of(copies_in_flight, "EngineCore.shutdown")
+add_request = wrapper_of(copies_in_flight, "Scheduler.add_request")
 
 Make = Callable[..., Core]
 MakeEngine = Callable[..., Engine]
@@ -30,9 +34,7 @@ SAVES = [
 def repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's scheduler with the wrap of `copies_in_flight`."""
     original = Scheduler.add_request
-    monkeypatch.setattr(
-        Scheduler, "add_request", lambda *args: copies_in_flight._add_request(original, *args)
-    )
+    monkeypatch.setattr(Scheduler, "add_request", lambda *args: add_request(original, *args))
 
 
 def other(number: int) -> list[int]:
@@ -169,7 +171,7 @@ def test_program_that_ends_after_its_last_request_leaves_its_pages(core: Make, s
     one.answer(PROMPT)
     assert one.saved() == 0
     program = SimpleNamespace(scheduler=one.scheduler, step_fn=one.step)
-    copies_in_flight._shutdown(ended.append, program)
+    shut_down(ended.append, program)
     assert ended == [program]
     asleep(one, store)
     assert one.saved() == 4
@@ -180,7 +182,7 @@ def test_program_that_ends_in_the_middle_of_a_request_computes_no_more_of_it(cor
     request = one.add(PROMPT, max_tokens=40)
     one.step()
     program = SimpleNamespace(scheduler=one.scheduler, step_fn=one.step)
-    copies_in_flight._shutdown(ended.append, program)
+    shut_down(ended.append, program)
     assert ended == [program]
     assert request.num_output_tokens == 1
 
@@ -192,5 +194,5 @@ def test_program_whose_engine_has_failed_ends_as_in_stock(core: Make) -> None:
     one, ended = core(save="always"), list[Any]()
     one.answer(PROMPT)
     program = SimpleNamespace(scheduler=one.scheduler, step_fn=fail)
-    copies_in_flight._shutdown(ended.append, program)
+    shut_down(ended.append, program)
     assert ended == [program]
