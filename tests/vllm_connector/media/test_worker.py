@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,24 +23,37 @@ from vllm.multimodal.inputs import (
 
 from cornplug.codec import PayloadKind
 from cornplug.engine_common import embedding_publisher
+from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
 from cornplug.errors import EncoderRefused
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import get_payload
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector import ec_connector
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
+from cornplug.vllm_connector.media import worker as ec_worker
 from cornplug.vllm_connector.media.encoder_requests import MediaInputs
 from cornplug.vllm_connector.media.metadata import ArrivedEmbedding, CornplugECMetadata
 from cornplug.vllm_connector.media.worker import ECWorker
 
-from ..rig import runtime
+from ..rig import recorded, runtime
 
 NAME, KEY = "cp1-" + "ab" * 32, b"\xab" * 32
 
 
+_publishers: list[EmbeddingPublisher] = []
+
+
+@pytest.fixture(autouse=True)
+def publishers() -> Iterator[None]:
+    """Record the publishers of this test's workers."""
+    with recorded(ec_worker, "EmbeddingPublisher") as made, mock.patch(f"{__name__}._publishers", made):
+        yield
+
+
 def published(worker: ECWorker) -> list[tuple[str, int]]:
-    """Outcomes, once the publisher has nothing to do."""
-    worker._publisher._thread.submit(lambda: None).result(60)
+    """Outcomes, once the publishers have nothing to do."""
+    for publisher in _publishers:
+        publisher.flush(60)
     acks = worker.acks()
     return acks.saves if acks is not None else []
 
