@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from keyed_store import KeyedStore
 from vllm.model_executor.models import registry
 
 from cornplug.engine_common import engine_state
@@ -26,8 +27,8 @@ def model_classes_in_process() -> Iterator[None]:
 
 
 @pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore(capacity_bytes=8 << 20)
+def store() -> KeyedStore:
+    return KeyedStore(capacity_bytes=8 << 20)
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ from cornplug.metrics import Tally
 from cornplug.store.base import Store
 from cornplug.vllm_connector import kv_connector
 from cornplug.vllm_connector.kv import tracked_requests
+from cornplug.vllm_connector.kv import worker as kv_worker
 from cornplug.vllm_connector.kv_connector import CornplugConnector
 from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies
 
@@ -193,6 +194,8 @@ class Rank:
     slots: int
     """Of one block of the caches: the engine's block size, or a part of it."""
     active: second_runner.ActiveKVConnector | None = None
+    arena: Any = None
+    """Its `LateArena`, if its accelerator copies the store's memory by itself."""
 
     def place(self, request: Request, block_size: int, position: int) -> tuple[int, int]:
         """(block of the caches, slot in it)"""
@@ -274,6 +277,7 @@ class Engine:
         latent: bool = False,
         events: bool = False,
         hash_algo: str = "sha256",
+        ranges: Callable[[], Any] | None = None,
         **fields: Any,
     ) -> None:
         """`extra_layers`: of which only the workers' plans know. `draft`: layers of a draft model, which vLLM
@@ -281,9 +285,10 @@ class Engine:
         `accelerator`: the workers copy as on one, with copies that arrive late; "arena": also to and from the
         store's memory by themselves. `second_runner`: vLLM's V2
         model runner calls the workers, the default on a GPU. `latent`: the model has MLA. `events`: KV
-        events are enabled. `hash_algo`: that of the engine's own prefix cache."""
+        events are enabled. `hash_algo`: that of the engine's own prefix cache. `ranges`: makes the memory
+        that is registered with an accelerator."""
         self.second_runner, self.latent, self.events = second_runner, latent, events
-        self.hash_algo = hash_algo
+        self.hash_algo, self.ranges = hash_algo, ranges
         self.block_size, self.tp, self.pp, self.draft = block_size, tp, pp, draft
         self.kernel_block, self.accelerator = kernel_block or block_size, accelerator
         self.free_blocks = Pool(blocks)
@@ -295,7 +300,7 @@ class Engine:
         config = self._config(policy, context_parallel)
         with self._patched(0):
             self.connector = self._make_connector(
-                config, KVConnectorRole.SCHEDULER, self._cache_config(range(LAYERS), blocks)
+                config, KVConnectorRole.SCHEDULER, self.cache_config(range(LAYERS), blocks)
             )
         manager = SimpleNamespace(
             block_pool=self.free_blocks,
@@ -344,7 +349,7 @@ class Engine:
             kv_events_config=KVEventsConfig(enable_kv_cache_events=self.events, publisher="null"),
         )
 
-    def _cache_config(self, layers: range, blocks: int) -> KVCacheConfig:
+    def cache_config(self, layers: range, blocks: int) -> KVCacheConfig:
         heads = 1 if self.latent else max(1, HEADS // self.tp)
         spec = (MLAAttentionSpec if self.latent else FullAttentionSpec)(
             block_size=self.block_size, num_kv_heads=heads, head_size=DIM, dtype=torch.float32
@@ -381,7 +386,7 @@ class Engine:
             heads = range(shard * HEADS // self.tp, shard * HEADS // self.tp + 1)
         with self._patched(shard):
             connector = self._make_connector(
-                config, KVConnectorRole.WORKER, self._cache_config(layers, blocks)
+                config, KVConnectorRole.WORKER, self.cache_config(layers, blocks)
             )
         names = self._names(layers)
         layers = range(layers.start, layers.stop + self.draft)
@@ -403,19 +408,9 @@ class Engine:
                 for name in caches
             }
         )
-        connector.register_kv_caches(dict(reversed(caches.items())))
-        if self.accelerator:
-            worker: Any = connector._worker
-            for way in ("_out", "_in"):
-                of = getattr(worker, way)
-                if of is not None:
-                    late = BlockCopies(of._caches, of._layouts, of._shape, direct=False, side=LateDevice())
-                    setattr(worker, way, late)
-            if self.accelerator == "arena" and worker._out is not None:
-                from .late_arena import late_arena  # wants Triton
-
-                worker._arena = late_arena(worker)
-        rank = Rank(connector, heads, layers, caches, self.kernel_block)
+        with self._accelerated() as arenas:
+            connector.register_kv_caches(dict(reversed(caches.items())))
+        rank = Rank(connector, heads, layers, caches, self.kernel_block, arena=arenas[0] if arenas else None)
         if self.second_runner:
             with (
                 mock.patch.object(second_runner, "get_kv_transfer_group", return_value=connector),
@@ -424,6 +419,37 @@ class Engine:
             ):
                 rank.active = second_runner.ActiveKVConnector(config, caches)
         return rank
+
+    @contextmanager
+    def _accelerated(self) -> Iterator[list[Any]]:
+        """Give the worker that registers its caches the copies of an accelerator. Yields its `LateArena`, if
+        it opens one."""
+        arenas = list[Any]()
+        if not self.accelerator:
+            yield arenas
+            return
+
+        def copies(*args: Any, urgent: bool, **how: Any) -> BlockCopies:
+            late = BlockCopies(*args, direct=False, side=LateDevice(), **how)
+            if self.accelerator == "arena":
+                late.blocks.device = torch.device("cuda")
+            return late
+
+        def open_arena(*args: Any, block_size: int, slots: int, **_how: Any) -> Any:
+            from .late_arena import HostRanges, late_arena  # needs Triton
+
+            ranges = (self.ranges or HostRanges)()
+            arenas.append(late_arena(*args, block_size=block_size, slots=slots, ranges=ranges))
+            return arenas[-1].moves
+
+        with mock.patch.object(kv_worker, "BlockCopies", copies):
+            if self.accelerator != "arena":
+                yield arenas
+                return
+            from cornplug.vllm_connector.kv import arena_moves
+
+            with mock.patch.object(arena_moves, "open_arena", open_arena):
+                yield arenas
 
     # -- requests ---------------------------------------------------------------------------
 

@@ -12,9 +12,12 @@ from vllm.v1.request import RequestStatus
 
 from cornplug.store.memory import MemoryStore
 from cornplug.vllm_connector.kv import copies_in_flight
+from cornplug.vllm_connector.kv.deferred_ops import OpenSave
+from cornplug.vllm_connector.kv.page_saves import AskedPage
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 from ..conftest import open_in
-from ..rig import Engine
+from ..rig import Engine, kept
 from ..wrapped import wrapper_of
 from .core_rig import BLOCKS, PROMPT, Core
 
@@ -45,9 +48,9 @@ def other(number: int) -> list[int]:
 def asleep(core: Core, store: MemoryStore) -> None:
     """The engine sleeps, and nothing is left of its requests."""
     core.sleep()
-    scheduler: Any = core.engine.connector._scheduler
-    assert not scheduler._requests
-    assert not scheduler._saves.freed._readers
+    assert not core.engine.connector.has_pending_push_work()
+    for kind in (TrackedRequest, AskedPage, OpenSave):
+        assert not kept(core.engine.connector, kind)
     assert core.pool.get_num_free_blocks() == BLOCKS - 1
     assert open_in(store) == (0, 0)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from keyed_store import KeyedStore
 from time_limits import TimeLimits
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -325,20 +326,13 @@ def test_kv_save_by_two_engines_is_stored_once(engine: Make, store: MemoryStore)
 # -- damage -----------------------------------------------------------------------------------
 
 
-def damage(store: MemoryStore, nth: int) -> None:
-    """Flip the last byte of the nth page that was stored."""
-    entries = list(store.index._entries.values())
-    location = entries[nth].location
-    store.arena[location.offset + location.size - 1] ^= 1
-
-
 @pytest.mark.parametrize("reader", [{}, {"tp": 2}, {"block_size": 128}, {"pp": 2}])
 @pytest.mark.parametrize("nth", [0, 2, 3])
 def test_kv_load_of_corrupt_page_recomputes_and_saves_it(
-    engine: Make, store: MemoryStore, nth: int, reader: dict[str, int]
+    engine: Make, store: KeyedStore, nth: int, reader: dict[str, int]
 ) -> None:
     engine().run("a", PROMPT)
-    damage(store, nth)
+    store.damage(nth)
     second = engine(**reader)
     request = second.run("b", PROMPT)
     assert request.failed
@@ -350,9 +344,9 @@ def test_kv_load_of_corrupt_page_recomputes_and_saves_it(
     assert engine().run("c", PROMPT).external_tokens == 128
 
 
-def test_kv_load_bad_blocks_begin_at_corrupt_page(engine: Make, store: MemoryStore) -> None:
+def test_kv_load_bad_blocks_begin_at_corrupt_page(engine: Make, store: KeyedStore) -> None:
     engine(page_tokens=128).run("a", [i % 251 for i in range(520)])
-    damage(store, 2)
+    store.damage(2)
     second = engine(page_tokens=128)
     second.add("b", [i % 251 for i in range(520)])
     seen: list[int] = []
@@ -366,9 +360,9 @@ def test_kv_load_bad_blocks_begin_at_corrupt_page(engine: Make, store: MemorySto
     assert seen == list(range(2 * 8, 4 * 8))
 
 
-def test_kv_load_that_failed_is_not_repeated(engine: Make, store: MemoryStore) -> None:
+def test_kv_load_that_failed_is_not_repeated(engine: Make, store: KeyedStore) -> None:
     engine().run("a", PROMPT)
-    damage(store, 0)
+    store.damage(0)
     second = engine()
     request = second.run("b", PROMPT)
     second.preempt(request)
@@ -380,10 +374,10 @@ def test_kv_load_that_failed_is_not_repeated(engine: Make, store: MemoryStore) -
 
 @pytest.mark.parametrize("change", [{"dtype": "float16"}, {"shape": (4, 4, 2, 8, 32)}])
 def test_kv_page_of_wrong_shape_is_miss_and_deleted(
-    engine: Make, store: MemoryStore, change: dict[str, Any]
+    engine: Make, store: KeyedStore, change: dict[str, Any]
 ) -> None:
     engine().run("a", PROMPT)
-    one = list(store.index._entries.values())[1]
+    one = store.entries()[1]
     header = decode_header(one.meta, key=one.key)
     one.meta = encode_header(msgspec.structs.replace(header, **change))
     second = engine()
@@ -401,11 +395,10 @@ def test_kv_page_evicted_before_lease_shortens_load(
     assert second.run("b", PROMPT).external_tokens == 64
 
 
-def test_kv_page_with_damaged_header_is_miss_and_deleted(engine: Make, store: MemoryStore) -> None:
+def test_kv_page_with_damaged_header_is_miss_and_deleted(engine: Make, store: KeyedStore) -> None:
     engine().run("a", PROMPT)
     second = engine()
-    meta = next(iter(store.index._entries.values()))
-    store.index._entries[meta.key].meta = b"rubbish"
+    store.entries()[0].meta = b"rubbish"
     assert second.run("b", PROMPT).external_tokens == 0
     assert second.counts["misses", "kv_page", "codec"] == 1
     assert second.counts["saves", "kv_page", "stored"] == 1
@@ -418,10 +411,10 @@ def test_kv_page_with_damaged_header_is_miss_and_deleted(engine: Make, store: Me
 @pytest.mark.parametrize("method", ["contains", "lease", "reserve", "commit", "release", "delete", "view"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_kv_store_down_at_any_call_is_only_miss(
-    engine: Make, store: MemoryStore, method: str, tp: int, monkeypatch: pytest.MonkeyPatch
+    engine: Make, store: KeyedStore, method: str, tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine().run("a", PROMPT[:100])
-    damage(store, 2)
+    store.damage(2)
     faults: list[FaultyStore] = []
 
     def connect() -> Any:

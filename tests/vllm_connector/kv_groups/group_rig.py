@@ -267,7 +267,7 @@ class GroupCore:
 
     def drain(self) -> None:
         for rank in self.ranks:
-            rank.connector._worker.drain()  # type: ignore[union-attr]
+            rank.connector.unregister_kv_caches()  # waits for its copies
 
     def loaded(self) -> float:
         return self.counts.get(("saved_tokens",), 0)
