@@ -1,4 +1,4 @@
-"""A GPU that copies the store's memory by itself, played on CPU tensors with real bytes, which arrive late."""
+"""A GPU that copies the store's memory by itself, played on CPU tensors with real bytes that arrive late."""
 
 from __future__ import annotations
 

@@ -7,18 +7,18 @@ rank's cache can be checked, whoever put it there.
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, Final
 from unittest import mock
 
 import torch
+from collaborators import kept, recorded
 from vllm.config import KVTransferConfig
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -32,14 +32,15 @@ from cornplug.config import Config, EngineConfig, StoreConfig
 from cornplug.metrics import Tally
 from cornplug.store.base import Store
 from cornplug.vllm_connector import kv_connector
+from cornplug.vllm_connector.kv import scheduler as kv_scheduler
 from cornplug.vllm_connector.kv import tracked_requests
 from cornplug.vllm_connector.kv import worker as kv_worker
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 from cornplug.vllm_connector.kv_connector import CornplugConnector
 from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies
 
 from .late_device import LateDevice
 
-T = TypeVar("T")
 HEADS, LAYERS, DIM = 4, 4, 8
 POISON = -7.0
 """In every block that was given away: reading one after that is noticed."""
@@ -71,31 +72,10 @@ def runtime(
     )
 
 
-def kept(root: object, kind: type[T], beyond: tuple[type, ...] = ()) -> list[T]:
-    """Objects of a kind that `root` keeps alive, once for each reference, not through objects of `beyond`."""
-    stops = (kind, type, ModuleType, FunctionType, *beyond)
-    left, seen, found = [root], set[int](), list[T]()
-    while left:
-        for one in gc.get_referents(left.pop()):
-            if isinstance(one, kind):
-                found.append(one)
-            if id(one) not in seen and not isinstance(one, stops):
-                seen.add(id(one))
-                left.append(one)
-    return found
-
-
-@contextmanager
-def recorded(module: ModuleType, name: str) -> Iterator[list[Any]]:
-    """Objects of one of a module's classes that the module creates meanwhile."""
-    made, kind = list[Any](), getattr(module, name)
-
-    def make(*args: Any, **kwargs: Any) -> Any:
-        made.append(kind(*args, **kwargs))
-        return made[-1]
-
-    with mock.patch.object(module, name, make):
-        yield made
+def tracked_of(engine: Engine, request_id: str) -> TrackedRequest:
+    """What the scheduler half knows of a request."""
+    found = kept(engine.half, TrackedRequest)
+    return next(tracked for tracked in found if tracked.request.request_id == request_id)
 
 
 @dataclass(eq=False)
@@ -194,6 +174,10 @@ class Rank:
     slots: int
     """Of one block of the caches: the engine's block size, or a part of it."""
     active: second_runner.ActiveKVConnector | None = None
+    worker: Any = None
+    """The connector's worker half, until an error replaces it."""
+    pages: Any = None
+    """Its `RankPages`."""
     arena: Any = None
     """Its `LateArena`, if its accelerator copies the store's memory by itself."""
 
@@ -253,8 +237,30 @@ class Pool(list[int]):
         self.watchers |= {block.block_id: on_reuse for block in blocks}
 
 
+_PARTS: Final = {
+    "half": (kv_connector, "KVScheduler"),
+    "tally": (kv_connector, "Tally"),
+    "costs": (kv_scheduler, "LoadCosts"),
+    "offers": (kv_scheduler, "LoadOffers"),
+    "saves": (kv_scheduler, "PageSaves"),
+    "idle": (kv_scheduler, "IdleSaves"),
+    "identity": (tracked_requests, "CurrentIdentity"),
+    "adapters": (tracked_requests, "LaterAdapters"),
+}
+"""Attribute of `Engine` -> class of which its connector makes one object."""
+
+
 class Engine:
     """One engine of `tp` x `pp` ranks. `connect` gives each process its store connection."""
+
+    half: Any
+    tally: Tally
+    costs: Any
+    offers: Any
+    saves: Any
+    idle: Any
+    identity: Any
+    adapters: Any
 
     def __init__(
         self,
@@ -298,10 +304,13 @@ class Engine:
         self._identity = identity
         self._run: Callable[[], Any] = lambda: runtime(connect(), page_tokens=page_tokens, **fields)
         config = self._config(policy, context_parallel)
-        with self._patched(0):
+        with self._patched(0), ExitStack() as stack:
+            made = {name: stack.enter_context(recorded(*part)) for name, part in _PARTS.items()}
             self.connector = self._make_connector(
                 config, KVConnectorRole.SCHEDULER, self.cache_config(range(LAYERS), blocks)
             )
+        for name, objects in made.items():
+            setattr(self, name, objects[-1] if objects else None)
         manager = SimpleNamespace(
             block_pool=self.free_blocks,
             get_blocks=lambda request_id: SimpleNamespace(
@@ -384,7 +393,11 @@ class Engine:
             heads = range(shard * HEADS // self.tp, (shard + 1) * HEADS // self.tp)
         else:
             heads = range(shard * HEADS // self.tp, shard * HEADS // self.tp + 1)
-        with self._patched(shard):
+        with (
+            self._patched(shard),
+            recorded(kv_connector, "KVWorker") as workers,
+            recorded(kv_connector, "RankPages") as pages,
+        ):
             connector = self._make_connector(
                 config, KVConnectorRole.WORKER, self.cache_config(layers, blocks)
             )
@@ -411,6 +424,7 @@ class Engine:
         with self._accelerated() as arenas:
             connector.register_kv_caches(dict(reversed(caches.items())))
         rank = Rank(connector, heads, layers, caches, self.kernel_block, arena=arenas[0] if arenas else None)
+        rank.worker, rank.pages = (made[-1] if made else None for made in (workers, pages))
         if self.second_runner:
             with (
                 mock.patch.object(second_runner, "get_kv_transfer_group", return_value=connector),
@@ -645,7 +659,3 @@ class Engine:
         for rank in self.ranks:
             rank.connector.shutdown()
         self.connector.shutdown()
-
-    @property
-    def tally(self) -> Tally:
-        return self.connector._tally

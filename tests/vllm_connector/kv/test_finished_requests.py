@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from collaborators import kept
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
@@ -17,7 +19,7 @@ from cornplug.vllm_connector.kv.page_saves import AskedPage
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 from ..conftest import open_in
-from ..rig import Engine, kept
+from ..rig import Engine
 from ..wrapped import wrapper_of
 from .core_rig import BLOCKS, PROMPT, Core
 
@@ -49,8 +51,9 @@ def asleep(core: Core, store: MemoryStore) -> None:
     """The engine sleeps, and nothing is left of its requests."""
     core.sleep()
     assert not core.engine.connector.has_pending_push_work()
-    for kind in (TrackedRequest, AskedPage, OpenSave):
-        assert not kept(core.engine.connector, kind)
+    assert not kept(core.engine.connector, TrackedRequest)
+    for reader in (AskedPage, OpenSave):
+        assert not kept(core.engine.saves.freed, reader, (BlockPool,))
     assert core.pool.get_num_free_blocks() == BLOCKS - 1
     assert open_in(store) == (0, 0)
 
@@ -143,7 +146,7 @@ def test_request_id_of_a_request_aborted_while_it_loads(
     """A client that disconnects and tries again: vLLM keeps the first request until its load has ended."""
     engine(save="always").run("a", PROMPT)
     one = core(save="always")
-    worker: Any = one.engine.ranks[0].connector._worker
+    worker = one.engine.ranks[0].worker
     held, start = list[Any](), worker.start_loads
     monkeypatch.setattr(worker, "start_loads", held.extend)
     first = one.add(PROMPT, name="same")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -18,7 +19,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from cornplug.codec import decode_header, encode_header
 from cornplug.config import StoreConfig
 from cornplug.engine_common import engine_state, lora_digests
+from cornplug.engine_common.load_policy import LoadRule
 from cornplug.engine_common.lora_digests import LoraDigests
+from cornplug.engine_common.rank_pages import RankPages
 from cornplug.errors import CheckpointError, ConfigError
 from cornplug.store.client import PoolStore
 from cornplug.store.memory import MemoryStore
@@ -29,7 +32,7 @@ from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata
 from devkit.processes import StoreProcess
 
 from ..conftest import open_in
-from ..rig import BrokenBackend, Engine
+from ..rig import BrokenBackend, Engine, tracked_of
 
 PROMPT = [(7 * i) % 251 for i in range(150)]  # 4 whole pages of 32, and 22 tokens
 
@@ -296,7 +299,14 @@ def test_kv_lora_read_on_thread_delays_no_step(
     assert first.counts == {("misses", "kv_page", "identifying"): 1}
     reading.set()
     monkeypatch.setattr(lora_digests, "_CHECK_S", 30)
-    first.connector._scheduler._requests._adapters._late[lora.lora_path, 1].result(30)  # type: ignore[union-attr]
+    end_s = time.monotonic() + 30
+    while True:
+        try:
+            first.adapters.digest(lora.lora_path, 1)
+            break
+        except CheckpointError:
+            assert time.monotonic() < end_s, "the adapter stays unread"
+            time.sleep(0.001)
     first.settle()
     first.check(request)
     assert first.counts["saves", "kv_page", "stored"] == 4
@@ -490,9 +500,9 @@ def test_kv_commit_after_reservation_end_is_counted(engine: Make, store: MemoryS
     first = engine(connect=lambda: connection)
     first.add("a", PROMPT)
     step = first.schedule()
-    tokens = list(first.connector._scheduler._saves._open)  # type: ignore[union-attr]
+    tokens = [page.token for save in step.meta.saves for page in save.pages]
     output = first.execute(step)
-    first.ranks[0].connector._worker.drain()  # type: ignore[union-attr]
+    first.ranks[0].worker.drain()
     connection.release(tokens, deadline_s=1)
     first.update(output)
     first.settle()
@@ -509,16 +519,22 @@ def slow_views(monkeypatch: pytest.MonkeyPatch, engine: Engine, seconds: float) 
 
 def held_views(monkeypatch: pytest.MonkeyPatch, engine: Engine, wait: Callable[[], object]) -> None:
     """Every copy of the engine's workers waits first."""
-    for rank in engine.ranks:
-        worker = rank.connector._worker
-        for name in ("_write", "_verified"):
-            original = getattr(worker, name)
+    for name in ("write", "copy"):
+        before_each(monkeypatch, name, [rank.pages for rank in engine.ranks], wait)
 
-            def slow(*args: Any, original: Any = original) -> Any:
-                wait()
-                return original(*args)
 
-            monkeypatch.setattr(worker, name, slow)
+def before_each(
+    monkeypatch: pytest.MonkeyPatch, name: str, ranks: list[RankPages], do: Callable[[], object]
+) -> None:
+    """Do something before each call of this function of the ranks' pages."""
+    original = getattr(RankPages, name)
+
+    def called(pages: RankPages, *args: Any) -> Any:
+        if any(pages is one for one in ranks):
+            do()
+        return original(pages, *args)
+
+    monkeypatch.setattr(RankPages, name, called)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -614,7 +630,7 @@ def test_kv_abort_with_load_and_saves_frees_request_once(
     slow_views(monkeypatch, second, 0.05)
     resumed = second.schedule()
     assert request.status == "loading"
-    assert second.connector._scheduler._requests.get("b").open_saves  # type: ignore[union-attr]
+    assert tracked_of(second, "b").open_saves
     second.finish(request)
     second.update(held)
     second.update(second.execute(resumed))
@@ -686,7 +702,7 @@ def test_kv_saves_of_two_steps_in_flight_are_stored(engine: Make, store: MemoryS
 
 
 def rule_of(engine: Engine) -> Any:
-    return engine.connector._scheduler._costs.rule  # type: ignore[union-attr]
+    return engine.costs.rule
 
 
 def test_kv_costs_unmeasured_load_is_tried_and_measured(
@@ -703,12 +719,14 @@ def test_kv_costs_unmeasured_load_is_tried_and_measured(
     assert rule_of(first).load_s(1 << 20) is None
     second = engine(load_when="pays", tp=2)
     second.run("other", [1, *PROMPT])
-    assert second.run("b", PROMPT).external_tokens == 128, "no load was measured yet: it is tried"
+    noticed = LoadRule.noticed
+    with mock.patch.object(LoadRule, "noticed", autospec=True, side_effect=noticed) as noted:
+        assert second.run("b", PROMPT).external_tokens == 128, "no load was measured yet: it is tried"
     load_s = rule_of(second).load_s(1 << 20)
     assert load_s is not None
     assert load_s > 0
     within.check(load_s, 5)
-    assert rule_of(second)._noticing.seconds(1) is not None
+    assert noted.called, "what the engine's steps delay a load is not measured"
     [said] = [line for line in lines if "measured: KV loads at" in line]
     assert "prefill at" in said
 
@@ -740,7 +758,7 @@ def test_kv_costs_of_queued_load_include_its_wait(engine: Make) -> None:
             rule_of(second).moved(page_bytes, 0.01)  # 4 pages: 0.04 s
 
     measured()
-    costs: Any = second.connector._scheduler._costs  # type: ignore[union-attr]
+    costs = second.costs
     costs.load_began("another", 20)
     assert second.run("b", PROMPT).external_tokens == 0
     costs.load_ended("another", whole=False)
@@ -767,14 +785,14 @@ def test_kv_load_past_deadline_is_recomputed(
 
 
 def test_kv_costs_deadline_follows_prefill_time(engine: Make) -> None:
-    costs: Any = engine(load_when="pays").connector._scheduler._costs  # type: ignore[union-attr]
+    costs = engine(load_when="pays").costs
     assert costs.deadline_s(1000) == 20
     for _ in range(50):
         costs.rule.computed(1000, 1.0)
     assert costs.deadline_s(1000) == pytest.approx(3.0, rel=0.01)
     assert costs.deadline_s(10) == 1.0
     assert costs.deadline_s(1_000_000) == 20
-    assert engine().connector._scheduler._costs.deadline_s(10) == 20  # type: ignore[union-attr]
+    assert engine().costs.deadline_s(10) == 20
 
 
 def test_kv_save_over_byte_limit_is_busy(
@@ -860,7 +878,7 @@ def test_kv_requests_while_weights_are_read_are_misses(engine: Make, monkeypatch
     first.run("a", PROMPT)
     assert first.counts == {("misses", "kv_page", "identifying"): 1}
     read.set()
-    assert first.connector._scheduler._requests._current[1].wait(30)  # type: ignore[union-attr]
+    assert first.identity.now()[1].wait(30)
     first.run("b", [3, *PROMPT])
     assert first.counts["saves", "kv_page", "stored"] == 4
 
@@ -884,7 +902,7 @@ def test_kv_load_failed_by_two_ranks_is_one_miss(engine: Make) -> None:
     second.add("b", PROMPT)
     step = second.schedule()
     for _rank in range(2):
-        second.connector._scheduler.acknowledged(CornplugKVWorkerMetadata(failed_loads={"b": "layout"}))
+        second.half.acknowledged(CornplugKVWorkerMetadata(failed_loads={"b": "layout"}))
     second.update(second.execute(step))
     second.settle()
     assert second.counts["misses", "kv_page", "layout"] == 1
@@ -956,11 +974,11 @@ def test_kv_copy_error_ends_load_and_save(
     engine().run("a", PROMPT[:70])
     second = engine()
 
-    def out_of_memory(*args: Any) -> Any:
+    def out_of_memory() -> None:
         raise RuntimeError("CUDA out of memory")
 
-    for name in ("_write", "_verified"):
-        monkeypatch.setattr(second.ranks[0].connector._worker, name, out_of_memory)
+    for name in ("write", "copy"):
+        before_each(monkeypatch, name, [second.ranks[0].pages], out_of_memory)
     request = second.run("b", PROMPT)
     assert request.failed
     assert second.counts["misses", "kv_page", "load_error"] == 1
@@ -975,19 +993,13 @@ def test_kv_reservation_stays_until_slowest_rank_wrote(
     engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = engine(tp=2)
-    broken, slow = (rank.connector._worker for rank in first.ranks)
+    broken, slow = (rank.pages for rank in first.ranks)
 
-    def fails(*args: Any) -> Any:
+    def fails() -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(broken, "_write", fails)
-    original = slow._write  # type: ignore[union-attr]
-
-    def waits(*args: Any) -> Any:
-        time.sleep(0.2)
-        return original(*args)
-
-    monkeypatch.setattr(slow, "_write", waits)
+    before_each(monkeypatch, "write", [broken], fails)
+    before_each(monkeypatch, "write", [slow], lambda: time.sleep(0.2))
     first.add("a", PROMPT[:40])
     for _ in range(5):
         first.step()
@@ -1001,15 +1013,15 @@ def test_kv_reservation_stays_until_slowest_rank_wrote(
 def test_kv_connector_unregister_before_sleep_ends_copies(
     engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = engine()
+    first, written = engine(), list[Any]()
     slow_views(monkeypatch, first, 0.05)
+    write = RankPages.write
+    monkeypatch.setattr(RankPages, "write", lambda *args: written.append(write(*args)) or written[-1])
     first.add("a", PROMPT)
     output = first.execute(first.schedule())
-    connector = first.ranks[0].connector
-    mover = connector._worker._mover  # type: ignore[union-attr]
-    assert not mover.wait(timeout_s=0)
-    connector.unregister_kv_caches()
-    assert mover.wait(timeout_s=0)
+    assert len(written) < 4
+    first.ranks[0].connector.unregister_kv_caches()
+    assert len(written) == 4
     first.update(output)
     first.settle()
 

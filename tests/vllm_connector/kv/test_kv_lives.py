@@ -6,6 +6,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from collaborators import kept
 from hypothesis import strategies as st
 from keyed_store import KeyedStore
 
@@ -13,7 +14,7 @@ from cornplug.testing import FaultyStore
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 from ..conftest import open_in
-from ..rig import Engine, kept
+from ..rig import Engine
 
 # Prompts that share prefixes: of one page, of two, and their own rest.
 PROMPTS = [

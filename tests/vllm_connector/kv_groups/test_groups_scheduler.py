@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from collaborators import kept
 from keyed_store import KeyedStore
 from vllm.v1.request import RequestStatus
 
@@ -16,7 +17,7 @@ from cornplug.vllm_connector.kv import idle_saves
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 from ..conftest import open_in
-from ..rig import BrokenBackend, kept
+from ..rig import BrokenBackend
 from .group_rig import GroupCore, prompts
 
 PROMPT = [(7 * i) % 251 for i in range(300)]  # 9 whole pages of 32, and 12 tokens

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from collaborators import kept, recorded
 from vllm.config import ECTransferConfig
 from vllm.config.ec_manager_config import EncoderCacheManagerConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -38,7 +39,7 @@ from cornplug.vllm_connector.media.early_prefill import EarlyPrefill, InFlightEn
 from cornplug.vllm_connector.media.encoder_requests import PendingEmbedding
 from devkit import checkpoints
 
-from ..rig import kept, recorded, runtime
+from ..rig import runtime
 from .test_scheduler import Service
 
 BLOCK, BLOCKS, WIDTH = 16, 1024, 64
@@ -204,7 +205,7 @@ def test_early_prefill_computes_tokens_before_first_image_in_flight(
         here.step()
     assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
     assert not kept(here.half, PendingEmbedding)
-    assert not here.half._early._tokens
+    assert request.request_id not in kept(here.half, str)
     assert here.free == BLOCKS - 1
 
 
@@ -260,9 +261,10 @@ def test_early_prefill_aborted_request_frees_everything(core: Callable[..., Core
     here.asked(2)
     here.answer(1)
     assert here.step().num_scheduled_tokens == {"r1": ROWS + BETWEEN}
+    assert "r1" in kept(here.half, str)
     here.scheduler.finish_requests("r1", RequestStatus.FINISHED_ABORTED)
     assert not kept(here.half, PendingEmbedding)
-    assert not here.half._early._tokens
+    assert "r1" not in kept(here.half, str)
     assert here.free == BLOCKS - 1
     manager = here.scheduler.encoder_cache_manager
     assert manager.num_freeable_slots == manager.cache_size

@@ -29,11 +29,12 @@ from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
 from cornplug.engine_common import engine_state
 from cornplug.identity import embedding_key
+from cornplug.store.backends import open_store
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import put_payload
 from cornplug.vllm_connector import compat, connector_config
 from cornplug.vllm_connector.carried_flags import EMBEDDINGS_BY_VALUE
-from cornplug.vllm_connector.media import mm_identifiers
+from cornplug.vllm_connector.media import embedding_handles, mm_identifiers
 from cornplug.vllm_connector.media.embedding_handles import ReceivedHandles
 from cornplug.vllm_connector.media.mm_identifiers import MmIdentifiers, key_of
 from cornplug.vllm_connector.model import weight_updates
@@ -78,7 +79,7 @@ def make(
         secret.write_bytes(SECRET)
         extra = {"store.secret_file": str(secret), **fields.pop("extra", {})}
         made = MmIdentifiers(config(llava, **fields), extra)
-        made.handles._store = store.connect()
+        monkeypatch.setattr(embedding_handles, "open_store", lambda *_, **__: store.connect())
         monkeypatch.setattr(mm_identifiers, "_active", made)
         return made
 
@@ -250,10 +251,11 @@ def test_embedding_handle_with_store_down_fails_within_deadline(
     llava: Path,  # noqa: F811
     store: MemoryStore,
     within: TimeLimits,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    here = make()
+    make()
     ref = kept(store, identity_of(llava))
-    here.handles._store = None  # opened anew: nobody serves this test's socket
+    monkeypatch.setattr(embedding_handles, "open_store", open_store)  # nobody serves this test's socket
     with within(15), pytest.raises(VLLMValidationError):
         loaded(ref.to_vllm_content_part())
 

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from collaborators import kept, recorded
 from time_limits import TimeLimits
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
@@ -32,7 +33,7 @@ from cornplug.vllm_connector.media.metadata import CornplugECWorkerMetadata
 from cornplug.vllm_connector.media.scheduler import ECScheduler
 from cornplug.vllm_connector.media.video_digest import unshared_name
 
-from ..rig import kept, recorded, runtime
+from ..rig import runtime
 
 ROWS, HIDDEN = 6, 16
 DEADLINE_S = 5.0
