@@ -46,12 +46,20 @@ class Scheduler:
         self.server_args = SimpleNamespace(enable_hierarchical_cache=given)
 
 
+class Storage(CornplugStorage):
+    """A storage that is open or not, and that lacks the pool of a draft model or not."""
+
+    is_open = lacks_draft = False
+
+    def __init__(self, *, is_open: bool, lacks_draft: bool) -> None:
+        self.is_open, self.lacks_draft = is_open, lacks_draft
+
+
 class Cache:
     """SGLang's cache on one of two ranks; `others` is what the other one votes."""
 
-    def __init__(self, *, here: bool, others: bool) -> None:
-        storage = CornplugStorage.__new__(CornplugStorage)
-        storage._off = "" if here else "layout"
+    def __init__(self, *, here: bool, others: bool, lacks_draft: bool = False) -> None:
+        storage = Storage(is_open=here, lacks_draft=lacks_draft)
         self.cache_controller = SimpleNamespace(storage_backend=storage)
         self.others, self.detached = others, False
 
@@ -139,7 +147,6 @@ def test_late_exclusions_one_rank_off_detaches_all(
     here: bool, others: bool, overridden: dict[str, Any]
 ) -> None:
     scheduler: Any = Scheduler(device_pool(16), given=False)
-    late_exclusions._schedulers.clear()
     init_model_worker(None, scheduler)
     cache = Cache(here=here, others=others)
     init_hicache(None, cache)
@@ -152,9 +159,7 @@ def test_late_exclusions_one_rank_off_detaches_all(
 def test_late_exclusions_rank_without_the_drafts_pool_detaches_all(
     lacks: bool, others: bool, overridden: dict[str, Any]
 ) -> None:
-    cache = Cache(here=True, others=others)
-    storage = cache.cache_controller.storage_backend
-    storage._drafter, storage._draft = object(), None if lacks else object()
+    cache = Cache(here=True, others=others, lacks_draft=lacks)
     init_hicache(None, Cache(here=True, others=True))
     register_hicache_draft(None, tree_cache=cache, draft_plan=None)
     assert cache.detached is (lacks or not others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from ..kv_rig import storage_config
 from .test_window_tree import PAGE, TOKENS, Server, one_rank, store  # noqa: F401
 
 attach_storage_backend = hook_of(late_exclusions, "UnifiedRadixCache.attach_storage_backend")
+init_model_worker = hook_of(late_exclusions, "Scheduler.init_model_worker")
 clear_hicache_storage = hook_of(late_exclusions, "Scheduler.clear_hicache_storage_wrapped")
 
 NAMES = json.dumps(hicache_config.BACKEND)
@@ -33,6 +35,8 @@ OTHERS = [990 - token for token in TOKENS]
 
 class Scheduler:
     """Of a server that started with the storage."""
+
+    enable_hicache_storage = True
 
     def __init__(self, server: Server) -> None:
         self.tree_cache = server.cache
@@ -44,10 +48,10 @@ class Scheduler:
 def server(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:  # noqa: F811
     config = settings({"engine.app": "test", "engine.save": "always"})
     monkeypatch.setattr(activation, "config", lambda: config)
-    late_exclusions._schedulers.clear()
+    monkeypatch.setattr(late_exclusions, "_schedulers", weakref.WeakSet())
     one = Server()
     scheduler: Any = Scheduler(one)
-    late_exclusions._schedulers.add(scheduler)
+    init_model_worker(None, scheduler)
     yield one
     one.cache.detach_storage_backend()
 
@@ -132,9 +136,10 @@ def test_attach_that_the_start_excluded_is_refused(server: Server, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr(server.cache, "pp_size", 2)
         assert "pipeline stages" in put(server)[1]
-    late_exclusions._schedulers.clear()
-    assert "started without KV sharing. Restart it" in put(server)[1]
-    assert not server.cache.enable_storage
+    other = Server()  # no scheduler of this process has its cache
+    other.cache.detach_storage_backend()
+    assert "started without KV sharing. Restart it" in put(other)[1]
+    assert not other.cache.enable_storage
     monkeypatch.setattr(activation, "needed", lambda: frozenset({"weights"}))
     with pytest.raises(ConfigError, match="without KV sharing"):
         CornplugStorage(storage_config())

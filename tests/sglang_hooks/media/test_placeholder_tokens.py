@@ -15,9 +15,8 @@ get_multimodal_inputs = hook_of(tokens_module, "Scheduler._get_multimodal_inputs
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens_module, "_values", set())
-    monkeypatch.setattr(tokens_module, "_identities", type(tokens_module._identities)())
+def fresh() -> None:
+    tokens_module.forget()
 
 
 def test_placeholder_tokens_of_added_medium_are_keyed() -> None:
@@ -33,9 +32,11 @@ def test_placeholder_tokens_over_limit_forget_oldest(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tokens_module, "_MAX_IDENTITIES", 2)
     for letter in (b"a", b"b", b"a", b"c"):
         tokens_module.add(letter * 32)
-    known = {c for c in "abc" if tokens_module.is_keyed(placeholder_tokens(c.encode() * 32)[3])}
-    assert known == {"a", "c"}
-    assert len(tokens_module._values) == 8
+    keyed = {
+        letter: [tokens_module.is_keyed(value) for value in placeholder_tokens(letter * 32)]
+        for letter in (b"a", b"b", b"c")
+    }
+    assert keyed == {b"a": [True] * 4, b"b": [False] * 4, b"c": [True] * 4}
 
 
 def test_placeholder_tokens_equal_sglang_padding_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +70,7 @@ def test_placeholder_tokens_foreign_identity_gives_no_key(monkeypatch: pytest.Mo
     tokens_module.assign_key(hashed, b"h" * 32)
     hashed.set_hash(12345)
     get_multimodal_inputs(SimpleNamespace(mm_items=[kimi, hashed]), None, None)
-    assert not tokens_module._values
+    assert all(tokens_module.is_unkeyed(v) for one in (kimi, hashed) for v in one.padding_values())
     tokens_module.assign_key(kimi, b"o" * 32)
     assert tokens_module.key_of(kimi) == b"o" * 32
     tokens_module.clear_key(kimi)
@@ -120,7 +121,7 @@ def test_placeholder_tokens_inactive_record_nothing(monkeypatch: pytest.MonkeyPa
     ours = item(1)
     tokens_module.assign_key(ours, b"k" * 32)
     get_multimodal_inputs(SimpleNamespace(mm_items=[ours]), None, None)
-    assert not tokens_module._values
+    assert all(tokens_module.is_unkeyed(v) for v in ours.padding_values())
 
 
 def test_placeholder_tokens_of_replaced_tower_stand_for_unkeyed_media(
