@@ -87,7 +87,8 @@ class Half:
             mock.patch.object(tracked_requests, "kv_identity", return_value=(b"lm" * 16, {"model": "8B"})),
             mock.patch.object(page_saves, "MAX_OPEN_SAVES_BYTES", 1 << 40),
         ):
-            self.scheduler = KVScheduler(engine, runtime, PAGE, Tally())
+            self.tally = Tally()
+            self.scheduler = KVScheduler(engine, runtime, PAGE, self.tally)
         table = [SimpleNamespace(block_id=block, is_null=False) for block in range(_BLOCKS)]
         blocks = SimpleNamespace(blocks=(table,))
         pool = SimpleNamespace(

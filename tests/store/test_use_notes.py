@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 import threading
 from collections.abc import Iterator
@@ -63,7 +64,8 @@ def test_notes_keys_looked_up_are_taken_once_and_wrap(notes: UseNotes) -> None:
 
 def test_notes_that_say_more_than_a_client_can_read_are_clamped(notes: UseNotes) -> None:
     page = notes.open()
-    notes._memory[page * PAGE_BYTES : page * PAGE_BYTES + 32] = b"\xfe" * 32
+    with mmap.mmap(notes.fd, 0) as memory:  # as a client maps it
+        memory[page * PAGE_BYTES : page * PAGE_BYTES + 32] = b"\xfe" * 32
     reads = notes.take(page)
     assert reads is not None
     assert (reads.hits, reads.misses, reads.found, reads.absent) == (MOST_COUNTED,) * 4
@@ -116,8 +118,9 @@ def test_notes_hostile_bytes_change_only_counts_and_order(notes: UseNotes) -> No
         index.commit(1, room.token, b"")
     page = notes.open()
     source = random.Random(1)
+    memory = mmap.mmap(notes.fd, 0)  # as a client maps it
     for _ in range(200):
-        notes._memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = source.randbytes(PAGE_BYTES)
+        memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = source.randbytes(PAGE_BYTES)
         reads = notes.take(page)
         assert reads is not None
         assert len(reads.records) <= RING

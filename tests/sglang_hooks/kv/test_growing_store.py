@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from subprocess import Popen
+from typing import Any
 
 import pytest
 from time_limits import TimeLimits
 
 from cornplug import settings
 from cornplug.config import StoreConfig
+from cornplug.engine_common.page_publish import PagePublisher
 from cornplug.sglang_hooks.kv_pages import writer as kv_writer
 from cornplug.store.client import PoolStore
 from cornplug.store.memory import MemoryStore
@@ -66,13 +68,13 @@ def test_kv_save_into_store_that_grows_one_page_a_call_has_no_hole(monkeypatch: 
     engine = Engine(MemoryStore(capacity_bytes=16 << 20).connect())
     stored: list[int] = []
     hashes = engine.knows(TOKENS)
-    commit = engine.writer._publisher.commit
+    commit = PagePublisher.commit
 
-    def counted(written: list[tuple[object, object]]) -> None:
-        commit(written)  # type: ignore[arg-type]
+    def counted(publisher: PagePublisher, written: Any) -> None:
+        commit(publisher, written)
         stored.append(engine.reader.count(hashes)[0])
 
-    monkeypatch.setattr(engine.writer._publisher, "commit", counted)
+    monkeypatch.setattr(PagePublisher, "commit", counted)
     monkeypatch.setattr(kv_writer, "_ROUND_BYTES", 4 * engine.geometry.page_bytes)
     engine.faulty.growing = 1
     engine.writer.save(hashes, engine.put(sequence(engine.geometry, len(TOKENS)), 0, 8))

@@ -46,7 +46,8 @@ class Stage:
         self.service = Service()
         monkeypatch.setattr(embedding_prefetch, "engine_encoder", lambda config, secret: self.service)
         self.tally = Tally()
-        self.prefetcher = EmbeddingPrefetcher(runtime(store), self.tally)
+        self.run = runtime(store)
+        self.prefetcher = EmbeddingPrefetcher(self.run, self.tally)
         self.store = store
 
     def prepare(
@@ -132,7 +133,7 @@ def test_prefetch_dearer_than_tower_is_skipped(here: Stage) -> None:
     assert not here.service.asked
     assert here.missed() == {"cheaper": 2}
     always = StoreConfig(load_when="always")
-    here.prefetcher._run.config = here.prefetcher._run.config.model_copy(update={"store": always})
+    here.run.config = here.run.config.model_copy(update={"store": always})
     assert here.prepare(KEYS[0]) == ["store"]
 
 

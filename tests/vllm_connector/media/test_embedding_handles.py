@@ -29,16 +29,22 @@ from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
 from cornplug.engine_common import engine_state
 from cornplug.identity import embedding_key
+from cornplug.store.backends import open_store
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import NewPayload, put_payload
 from cornplug.vllm_connector import compat, connector_config
 from cornplug.vllm_connector.carried_flags import EMBEDDINGS_BY_VALUE
-from cornplug.vllm_connector.media import mm_identifiers
+from cornplug.vllm_connector.media import embedding_handles, mm_identifiers
 from cornplug.vllm_connector.media.embedding_handles import ReceivedHandles
 from cornplug.vllm_connector.media.mm_identifiers import MmIdentifiers, key_of
 from cornplug.vllm_connector.model import weight_updates
 
+from ..wrapped import wrapper_of
 from .test_mm_identifiers import SECRET, config, llava, sample_image  # noqa: F401
+
+get_mm_hashes = wrapper_of(mm_identifiers, "BaseMultiModalProcessor._get_mm_hashes")
+process_inputs = wrapper_of(mm_identifiers, "InputProcessor.process_inputs")
+rpc_of_api = wrapper_of(weight_updates, "AsyncLLM.collective_rpc")
 
 MEDIA = b"m" * 32
 GRID = (1, 4, 6)
@@ -73,7 +79,7 @@ def make(
         secret.write_bytes(SECRET)
         extra = {"store.secret_file": str(secret), **fields.pop("extra", {})}
         made = MmIdentifiers(config(llava, **fields), extra)
-        made.handles._store = store.connect()
+        monkeypatch.setattr(embedding_handles, "open_store", lambda *_, **__: store.connect())
         monkeypatch.setattr(mm_identifiers, "_active", made)
         return made
 
@@ -141,16 +147,14 @@ def names(data: Any, **kwargs: Any) -> list[str]:
         parser = MultiModalDataParser(expected_hidden_size=64)
         data = data.unsqueeze(0) if isinstance(data, torch.Tensor) else data
     inputs = ProcessorInputs([1], parser.parse_mm_data({"image": data}), None, hf_processor_mm_kwargs=kwargs)
-    found = mm_identifiers._get_mm_hashes(
-        lambda this, inputs: inputs.get_mm_hashes("model", "blake3"), None, inputs
-    )
+    found = get_mm_hashes(lambda this, inputs: inputs.get_mm_hashes("model", "blake3"), None, inputs)
     return found["image"]
 
 
 def final(mm_hash: str, salt: str | None = None, identifier: str | None = None) -> str:
     feature = SimpleNamespace(mm_hash=mm_hash, identifier=identifier or mm_hash)
     request = SimpleNamespace(mm_features=[feature], cache_salt=salt)
-    mm_identifiers._process_inputs(lambda this, request: request, None, request)
+    process_inputs(lambda this, request: request, None, request)
     return feature.identifier
 
 
@@ -223,9 +227,9 @@ def test_embedding_handle_invalid_or_evicted_error_names_cause(
         loaded({"image_embeds": kept_handle_only(right)})
     # As vLLM's API process learns it.
     config = SimpleNamespace(kv_transfer_config=None, ec_transfer_config=None)
-    weight_updates._rpc_of_api(lambda *args: None, SimpleNamespace(vllm_config=config), "list_loras")
+    rpc_of_api(lambda *args: None, SimpleNamespace(vllm_config=config), "list_loras")
     assert loaded(kept(store, right).to_vllm_content_part()) is not None
-    weight_updates._rpc_of_api(lambda *args: None, SimpleNamespace(vllm_config=config), "update_weights")
+    rpc_of_api(lambda *args: None, SimpleNamespace(vllm_config=config), "update_weights")
     with pytest.raises(VLLMValidationError, match="another model"):
         loaded(kept(store, right).to_vllm_content_part())
 
@@ -249,10 +253,11 @@ def test_embedding_handle_with_store_down_fails_within_deadline(
     llava: Path,  # noqa: F811
     store: MemoryStore,
     within: TimeLimits,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    here = make()
+    make()
     ref = kept(store, identity_of(llava))
-    here.handles._store = None  # opened anew: nobody serves this test's socket
+    monkeypatch.setattr(embedding_handles, "open_store", open_store)  # nobody serves this test's socket
     with within(15), pytest.raises(VLLMValidationError):
         loaded(ref.to_vllm_content_part())
 
