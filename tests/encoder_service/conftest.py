@@ -151,7 +151,7 @@ MakeEncoder = Callable[..., EncoderCore]
 
 def waiting_for_batch(encoder: EncoderCore) -> int:
     """Requests in its queue, as its metrics say."""
-    return sum(requests for requests, _ in encoder.meters.queue().values())
+    return sum(requests for requests, _ in encoder.meters.gauges.queue().values())
 
 
 def joined(encoder: EncoderCore, requests: int) -> bool:

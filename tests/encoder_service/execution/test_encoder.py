@@ -364,7 +364,7 @@ def test_encoder_cancelled_request_is_not_computed(
     gone = encoder.submit(request_for(llava_pair[0], 2))
     stays = encoder.submit(request_for(llava_pair[0], 3))
     leaves = encoder.submit(request_for(llava_pair[0], 3))
-    queued(encoder, 2)
+    queued(encoder, 3)
     assert gone.cancel()
     assert leaves.cancel()
     gate.open.set()
