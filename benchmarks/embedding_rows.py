@@ -31,7 +31,7 @@ from cornplug.config import StoreConfig
 from cornplug.engine_common.embedding_fetch import ExpectedEmbedding
 from cornplug.store.base import Store
 from cornplug.store.client import PoolStore
-from cornplug.store.payload import put_payload
+from cornplug.store.payload import NewPayload, put_payload
 from cornplug.vllm_connector.media.metadata import CornplugECMetadata, RowMemory
 from cornplug.vllm_connector.media.scheduler import Arrivals
 from cornplug.vllm_connector.media.worker import ECWorker
@@ -125,9 +125,11 @@ def main() -> int:
             key = bytes([i]) * 32
             rows = np.random.default_rng(i).integers(0, 1 << 16, shape, np.uint16)
             put_payload(
-                store, rows.tobytes(), kind=PayloadKind.EMBEDDING, key=key, dtype="bfloat16", shape=shape,
-                app="bench", deadline_s=5,
-            )  # fmt: skip
+                store,
+                NewPayload(rows.tobytes(), PayloadKind.EMBEDDING, key=key, dtype="bfloat16", shape=shape),
+                app="bench",
+                deadline_s=5,
+            )
             times: dict[str, list[tuple[float, float]]] = {way: [] for way in here.ways}
             for turn in range(count + 1):
                 for way in here.ways:

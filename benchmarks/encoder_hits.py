@@ -21,8 +21,10 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import machine
 import numpy as np
@@ -197,8 +199,10 @@ def _service(
 ) -> Iterator[Side]:
     cache = ResultCache(MemoryStore(capacity_bytes=64 << 20).connect(), deadline_s=1.0)
     encoder = kind(registry, cache, secret=SECRET)
-    config = EncoderConfig(port=0, prepare_threads=1, remembered_files=remembered_files)
-    app = create_app(encoder, config, secret=SECRET, gate=DrainState())
+    config = EncoderConfig(port=0, prepare_threads=1)
+    preparer = partial(MediaPreparer, remembered_files=remembered_files)
+    with mock.patch("cornplug.encoder_service.http.app.MediaPreparer", preparer):
+        app = create_app(encoder, config, secret=SECRET, gate=DrainState())
     encoder.start_decoding()
     try:
         yield Side(encoder, app, loop)

@@ -41,7 +41,7 @@ from cornplug.metrics import Tally
 from cornplug.store.base import Reservation, Store
 from cornplug.store.client import PoolStore
 from cornplug.store.memory import MemoryStore
-from cornplug.vllm_connector.kv import page_keys, tracked_requests
+from cornplug.vllm_connector.kv import page_keys, page_saves, tracked_requests
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
 from devkit.processes import StoreProcess
@@ -76,17 +76,19 @@ class Half:
     def __init__(self, store: Store) -> None:
         config = Config(
             store=StoreConfig(deadline_s=_DEADLINE_S, load_when="always"),
-            engine=EngineConfig(
-                app="bench", save="always", page_tokens=PAGE.page_tokens, max_open_saves_bytes=1 << 40
-            ),
+            engine=EngineConfig(app="bench", save="always", page_tokens=PAGE.page_tokens),
         )
         runtime: Any = SimpleNamespace(
             config=config, app="bench", secret=SECRET, store=store, deadline_s=_DEADLINE_S,
             background_timeout_s=_DEADLINE_S,
         )  # fmt: skip
         engine: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
-        with mock.patch.object(tracked_requests, "kv_identity", return_value=(b"lm" * 16, {"model": "8B"})):
-            self.scheduler = KVScheduler(engine, runtime, PAGE, Tally())
+        with (
+            mock.patch.object(tracked_requests, "kv_identity", return_value=(b"lm" * 16, {"model": "8B"})),
+            mock.patch.object(page_saves, "MAX_OPEN_SAVES_BYTES", 1 << 40),
+        ):
+            self.tally = Tally()
+            self.scheduler = KVScheduler(engine, runtime, PAGE, self.tally)
         table = [SimpleNamespace(block_id=block, is_null=False) for block in range(_BLOCKS)]
         blocks = SimpleNamespace(blocks=(table,))
         pool = SimpleNamespace(

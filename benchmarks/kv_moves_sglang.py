@@ -39,6 +39,7 @@ from cornplug.sglang_hooks.kv_pages.costs import LoadPace
 from cornplug.sglang_hooks.kv_pages.layout import HostPages
 from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
+from cornplug.sglang_hooks.kv_pages.pool_context import PoolContext, RankPool
 from cornplug.sglang_hooks.kv_pages.reader import PageReader
 from cornplug.sglang_hooks.kv_pages.writer import PageWriter
 from cornplug.store.client import PoolStore
@@ -138,12 +139,11 @@ class HostMoves:
         index, roots = PageHashIndex(tokens, tokens), SimpleNamespace(root=lambda space: bytes(32))
         self._hashes = [f"{layout} {i}" for i in range(pages)]
         index.record(None, self._hashes, array("q", range(pages * tokens)), CacheNamespace(None, layout))
-        tally = Tally()
-        self.reader = PageReader(
-            run, roots, index, self._mine, self._host, tally, lambda: False  # type: ignore[arg-type]
-        )  # fmt: skip
         pace = LoadPace("always", _PAGE.page_bytes / tokens)
-        self.writer = PageWriter(run, self.reader, index, self._mine, self._host, None, tally, pace=pace)
+        context = PoolContext(run, index, Tally(), pace, lambda: False)
+        pool = RankPool(self._mine, self._host)
+        self.reader = PageReader(context, roots, pool)  # type: ignore[arg-type]
+        self.writer = PageWriter(context, self.reader, pool, None)
         # Scattered, as pages of a busy pool are; loads go into the other half.
         order = np.random.default_rng(0).permutation(pages)
         self.source = [int(page) * tokens for page in order]

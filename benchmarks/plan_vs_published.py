@@ -28,7 +28,9 @@ from pathlib import Path
 from cornplug.errors import CheckpointError
 from cornplug.planner.inputs import gpu_catalog, llm_shape
 from cornplug.planner.inputs.schema import Component, LLMShape, RooflineProfile
+from cornplug.planner.parallelism import Parallelism
 from cornplug.planner.perf_model import roofline
+from cornplug.planner.perf_model.engine_spec import EngineSpec
 from cornplug.planner.simulator.step_times import EngineStepTimes
 
 ROOT = "aiconfigurator_core"
@@ -139,13 +141,16 @@ def predicted(point: Point) -> tuple[float, float]:
     steps = roofline.llm_steps(
         Component(name="m", kind="llm"),
         point.shape,
-        gpu_catalog.gpu_table()[point.gpu],
         RooflineProfile(),
-        tp=point.tp,
-        pp=1,
-        quantisation=point.quantisation,
-        chunk_tokens=CHUNK_TOKENS,
-        max_batch=MAX_BATCH,
+        EngineSpec(
+            gpu=gpu_catalog.gpu_table()[point.gpu],
+            engine=point.engine,
+            parallelism=Parallelism(point.tp),
+            share=1.0,
+            quantisation=point.quantisation,
+            chunk_tokens=CHUNK_TOKENS,
+            max_batch=MAX_BATCH,
+        ),
     )
     return closed_loop(steps, point.prompt, point.output, point.clients)
 

@@ -2,9 +2,9 @@
 
     python benchmarks/prefill_while_encoding.py [--quick] [--out DIR]
 
-Two vLLM engines with cornplug share one encoder service; one has `engine.prefill_while_encoding` off. Each
-engine is kept to one core, and the service to another. Both get the same images, in turns, under cache salts
-of their own: the service encodes each image for each of them.
+Two vLLM engines with cornplug share one encoder service. In one of them, injected code turns prefill while
+encoding off. Each engine is kept to one core, and the service to another. Both get the same images, in turns,
+under cache salts of their own: the service encodes each image for each of them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from driver.stage import hits, options, stage
 from driver.table import Report, Row
 
 from devkit.engines import Answer, EngineServer
+from devkit.injected_code import injected_environment
 
 TARGET = 0.75
 TEXT_TARGET = 1.03
@@ -32,12 +33,16 @@ _IMAGES, _ROWS, _EDGE = 8, 256, 448
 _LLM = {"hidden_size": 1024, "layers": 3, "heads": 16}
 _VISION = {"depth": 3, "embed_dim": 640, "num_heads": 8, "mlp_ratio": 4}
 _FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--max-num-seqs", "8")
+_OFF = """
+def change(module):
+    module.why_not = lambda config: "this benchmark turns it off"
+"""
 _TEXTS, _EVERY_S = 8, 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """Both engines; what they say of themselves is equal but for the one setting."""
+    """Both engines; what they say of themselves is equal but for what is injected."""
 
     off: EngineServer
     on: EngineServer
@@ -73,8 +78,9 @@ def main() -> int:
         service = running.enter_context(here.encoder(checkpoint))
         pin(service.pids(), [service_core])
         sides = []
+        plain, into = dict(here.env), "cornplug.vllm_connector.media.early_prefill"
         for name in ("off", "on"):
-            here.env["CORNPLUG_ENGINE_PREFILL_WHILE_ENCODING"] = str(name == "on").lower()
+            here.env = plain | (injected_environment(here.folder, _OFF, into=into) if name == "off" else {})
             sides.append(running.enter_context(here.cornplug(checkpoint, name)))
             pin(sides[-1].pids(), [engine_core])
         measure(report, Engines(*sides), 3 if chosen.quick else 10)

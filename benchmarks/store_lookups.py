@@ -36,7 +36,7 @@ from cornplug.codec import PayloadKind
 from cornplug.config import StoreConfig
 from cornplug.store.base import Leases, Reservation
 from cornplug.store.client import PoolStore
-from cornplug.store.payload import get_payload_into, put_payload
+from cornplug.store.payload import NewPayload, get_payload_into, put_payload
 
 RATE_HZ: Final = 200.0
 CLIENTS: Final = (1, 8)
@@ -235,9 +235,11 @@ def measure_reads(config: StoreConfig, size: int, seconds: float) -> dict[str, A
     source = random.Random(1).randbytes(size)
     for key in keys:
         done = put_payload(
-            store, source, kind=PayloadKind.FEATURE, key=key, dtype="uint8", shape=(size,), app="bench",
+            store,
+            NewPayload(source, PayloadKind.FEATURE, key=key, dtype="uint8", shape=(size,)),
+            app="bench",
             deadline_s=_DEADLINE_S,
-        )  # fmt: skip
+        )
         if done != "stored":
             raise SystemExit(f"the store did not take a payload: {done}")
     target = memoryview(bytearray(size))

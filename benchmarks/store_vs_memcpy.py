@@ -33,7 +33,7 @@ from cornplug.codec import PayloadHeader, PayloadKind, decode_header, encode_hea
 from cornplug.config import StoreConfig
 from cornplug.store.base import Reservation
 from cornplug.store.client import PoolStore
-from cornplug.store.payload import copy_checksummed, get_payload, get_payload_into, put_payload
+from cornplug.store.payload import NewPayload, copy_checksummed, get_payload, get_payload_into, put_payload
 
 SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 WORKING_SET = 512 << 20
@@ -76,9 +76,13 @@ def warm(store: PoolStore) -> None:
         check(time.monotonic() < give_up_s)
         for key in rounds.keys:
             put_payload(
-                store, rounds.part(rounds.source, 0), kind=PayloadKind.FEATURE, key=key, dtype="uint8",
-                shape=(1,), app="bench", deadline_s=DEADLINE_S,
-            )  # fmt: skip
+                store,
+                NewPayload(
+                    rounds.part(rounds.source, 0), PayloadKind.FEATURE, key=key, dtype="uint8", shape=(1,)
+                ),
+                app="bench",
+                deadline_s=DEADLINE_S,
+            )
     rounds.empty()
 
 
@@ -123,9 +127,17 @@ class Rounds:
     def put(self) -> None:
         for i in range(self.count):
             outcome = put_payload(
-                self.store, self.part(self.source, i), kind=PayloadKind.FEATURE, key=self.keys[i],
-                dtype="uint8", shape=(self.size,), app="bench", deadline_s=DEADLINE_S,
-            )  # fmt: skip
+                self.store,
+                NewPayload(
+                    self.part(self.source, i),
+                    PayloadKind.FEATURE,
+                    key=self.keys[i],
+                    dtype="uint8",
+                    shape=(self.size,),
+                ),
+                app="bench",
+                deadline_s=DEADLINE_S,
+            )
             check(outcome == "stored")
 
     def get_into(self) -> None:
@@ -208,9 +220,11 @@ def measure_contains(store: PoolStore, seconds: float) -> dict[str, float]:
     keys = [hashlib.sha256(f"q{i}".encode()).digest() for i in range(256)]
     for each in keys[::2]:
         put_payload(
-            store, b"x" * 64, kind=PayloadKind.FEATURE, key=each, dtype="uint8", shape=(64,), app="bench",
+            store,
+            NewPayload(b"x" * 64, PayloadKind.FEATURE, key=each, dtype="uint8", shape=(64,)),
+            app="bench",
             deadline_s=DEADLINE_S,
-        )  # fmt: skip
+        )
     took: list[float] = []
     end_s = time.perf_counter() + seconds
     while time.perf_counter() < end_s:

@@ -1,6 +1,6 @@
-"""cornplug: engines share embeddings and KV pages, keyed by the weights and content behind them.
+"""cornplug: engines share embeddings and KV pages, keyed by the weights and the content that they depend on.
 
-The clients are loaded when asked for: engines import this package in each of their processes.
+Clients are imported on first use, because engines import this package in each of their processes.
 """
 
 from __future__ import annotations

@@ -49,10 +49,8 @@ __all__ = [
     "load",
 ]
 
-_IMAGE_FORMATS: Final = (
-    "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP",
-)  # fmt: skip
-"""Copy of `encoder_service.media.FORMATS`, which cannot be imported here. A test compares the two."""
+CARRIED: Final = "engine_flag."
+"""Prefix of an engine's own flags that travel beside the settings of `portable`."""
 
 
 class EncoderConfig(Section):
@@ -74,13 +72,9 @@ class EncoderConfig(Section):
     `host` and `port`."""
     deadline_s: float = Field(default=10.0, gt=0)
     """Maximum time that an engine waits for an embedding before it runs its own tower. Once an engine has
-    measured its own tower, it waits three times that duration, within this limit."""
-    deadline_floor_s: float = Field(default=0.5, gt=0)
-    """Minimum time that an engine waits for an embedding, even if its own tower is faster."""
+    measured its own tower, it waits three times that duration, at least 0.5 s and at most this limit."""
     language_only_timeout_s: float = Field(default=60.0, gt=0)
     """Maximum time that an engine without a tower waits for an embedding before the request fails."""
-    max_batch_items: int = Field(default=16, gt=0)
-    """Maximum number of media in one batch of a tower."""
     max_batch_tokens: int | None = Field(default=None, gt=0)
     """Maximum number of tokens in one batch of a tower, which bounds the tower's memory. The tokens of the
     first medium do not count. None: 2048 on a CPU, 32,768 on a GPU."""
@@ -89,34 +83,15 @@ class EncoderConfig(Section):
     )
     """Number of media that are decoded and preprocessed concurrently. Each uses one process and one thread.
     Default: the number of cores, between 2 and 16."""
-    decode_deadline_s: float = Field(default=30.0, gt=0)
-    """Maximum time for decoding one medium. After that, the decoding process is killed and the medium is
-    rejected (`too_slow`)."""
-    max_prepared_bytes: ByteSize | None = Field(default=None, gt=0)
-    """Maximum bytes of decoded and preprocessed media in memory. None: a quarter of the memory of the host or
-    control group."""
     drain_s: float = Field(default=25.0, gt=0)
     """Maximum time that a stopping service spends on admitted requests. The default fits within the usual
     30 s between SIGTERM and SIGKILL."""
-    max_deadline_s: float = Field(default=120.0, gt=0)
-    """Upper limit for the deadline that a client requests. A class of service can set its own limit."""
     max_pixels: int = Field(default=64_000_000, gt=0)
     """Maximum size of an image, in pixels after decoding."""
-    max_audio_s: float = Field(default=600.0, gt=0)
-    """Maximum length of an audio clip."""
-    max_video_s: float = Field(default=600.0, gt=0)
-    """Maximum length of a video."""
-    max_frames: int = Field(default=768, gt=0)
-    """Maximum number of frames sampled from a video. Together, the frames may have four times
-    `max_pixels`."""
+    max_media_s: float = Field(default=600.0, gt=0)
+    """Maximum length of an audio clip or a video."""
     max_body_bytes: ByteSize = Field(default=64 << 20, gt=0)
     """Maximum body size of an HTTP request."""
-    max_held_bytes: ByteSize = Field(default=1 << 30, gt=0)
-    """Maximum bytes of all HTTP request bodies that are held at the same time, at least four times
-    `max_body_bytes`. Half of it is divided by the shares of the classes of service. A quarter is reserved for
-    engines."""
-    body_deadline_s: float = Field(default=30.0, gt=0)
-    """Maximum time for receiving the body of an HTTP request."""
     admin_key: SecretStr = SecretStr("")
     """Key that allows a client to reload weights over HTTP. Empty: clients on this host can reload
     weights."""
@@ -132,21 +107,6 @@ class EncoderConfig(Section):
     """Host names ("encoder, encoder.example.org") under which HTTP clients reach the service, in addition to
     localhost, the name of this host and its addresses. A request for another name is rejected unless it has a
     key."""
-    max_connections: int | None = Field(default=None, gt=0)
-    """Maximum number of HTTP connections. When it is reached, a new connection closes the one that has been
-    idle longest. None: the limit on the process's file descriptors, at most 4096."""
-    image_formats: str = "JPEG, PNG, WEBP, GIF, BMP"
-    """Image formats that are decoded, by Pillow's names."""
-    tenant_part: float = Field(default=0.5, gt=0, le=1)
-    """Maximum fraction of the store for entries from the HTTP requests of one tenant. The same limit applies
-    to all requests without a tenant together."""
-    max_items: int = Field(default=64, gt=0)
-    """Maximum number of media in one HTTP request."""
-    remembered_files: int = Field(default=32_768, ge=0)
-    """Number of decoded files that the service recognizes by their bytes. A repeated file with a cached
-    embedding is then not decoded again. Each takes about 400 bytes. 0: every file is decoded."""
-    max_waiting: int = Field(default=256, gt=0)
-    """Maximum number of items in the queue. Beyond it, the service returns status 503."""
     sglang: bool = False
     """Also serve SGLang's `--language-only` servers on the HTTP port."""
     receivers: str = ""
@@ -154,17 +114,11 @@ class EncoderConfig(Section):
     A server that receives only embeddings that it requested itself needs no entry."""
     allow_hosts: tuple[str, ...] = ("*",)
     """Hosts ("images.example.org, *.cdn.example.org") from which http(s) URLs are fetched. "*" allows every
-    host. Empty: URLs are not fetched. If a host resolves to a private, loopback or link-local address or to a
+    host. Ports 80 and 443 are allowed, or only the port that an entry names ("images.example.org:8080").
+    Empty: URLs are not fetched. If a host resolves to a private, loopback or link-local address or to a
     cloud's metadata address, it must also match `allow_networks`."""
     allow_networks: str = ""
     """Networks ("10.2.0.0/16") that are not public, but from which URLs of allowed hosts are fetched."""
-    allow_ports: str = "80, 443"
-    """Ports from which URLs are fetched."""
-    fetch_deadline_s: float = Field(default=5.0, gt=0)
-    """Maximum time for fetching one URL, including redirects, from the start of its fetch."""
-    max_fetches: int = Field(default=64, gt=0)
-    """Number of URLs that are fetched concurrently. Each class of service has its share. At most
-    `max_waiting` further fetches wait. Beyond that, the service returns status 503."""
 
     @field_validator("urls", "engine_urls", "allow_hosts", mode="before")
     @classmethod
@@ -185,19 +139,6 @@ class EncoderConfig(Section):
     def engine_weights(self) -> dict[str, float]:
         """Return the weight of each URL in `engine_urls`."""
         return _weighted(self.engine_urls)
-
-    @field_validator("image_formats")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        known = {name.upper() for name in _IMAGE_FORMATS}
-        wrong = [name for name in _words(value) if name.upper() not in known]
-        if wrong or not _words(value):
-            raise ValueError(f"{', '.join(wrong) or 'none'}: use one of {', '.join(_IMAGE_FORMATS)}")
-        return value
-
-    def formats(self) -> tuple[str, ...]:
-        """Return the names in `image_formats`, in upper case."""
-        return tuple(name.upper() for name in _words(self.image_formats))
 
     @field_validator("receivers")
     @classmethod
@@ -246,15 +187,8 @@ class EngineConfig(Section):
     """When the engine saves a KV page. "always": after computing it. "second": when a second request uses it,
     on this engine or (vLLM only) on another engine of the same store. While the engine is idle, it also saves
     other pages if the store has free memory. "never": the engine saves no pages."""
-    max_open_saves_bytes: ByteSize = Field(default=1 << 30, gt=0)
-    """Maximum bytes of pages that are being saved. Beyond it, pages are not saved, so that a slow store never
-    delays the end of a request."""
     share_embeddings: bool = True
     """Load and save embeddings, and use the encoder service."""
-    prefill_while_encoding: bool = True
-    """Let vLLM prefill the tokens before the first medium whose embedding has not arrived. This has no effect
-    with a draft model, a custom encoder cache manager (`--ec-manager-config`), recurrent states in aligned
-    blocks or pruned videos, or if chunked prefill is off."""
     sglang_preprocessing: Literal["auto", "cpu", "device"] = "auto"
     """Where an SGLang server with a GPU decodes and resizes images. "cpu": on the CPU, like vLLM and the
     encoder service, so that all of them share embeddings. "device": on the GPU, SGLang's default. Such
@@ -270,11 +204,6 @@ class EngineConfig(Section):
     """Where the vision tower of a vLLM server runs. "engine": in the server. "service": the server loads no
     tower, and the services at `encoder.engine_urls` fetch, decode and encode the images of its requests. Such
     requests get status 503 if no service responds within `encoder.language_only_timeout_s`."""
-    images_per_prompt: int | None = Field(default=None, ge=0)
-    """Maximum number of images in a prompt of a server without a tower. vLLM's `--limit-mm-per-prompt` sets
-    it. None: no limit."""
-    embeddings_by_value: bool = False
-    """Accept embeddings in requests. vLLM's `--enable-mm-embeds` sets it."""
 
 
 class Config(Section):
@@ -358,8 +287,9 @@ def portable(config: Config) -> dict[str, Any]:
 def load_portable(values: Mapping[str, Any]) -> Config:
     """Restore settings from the result of `portable`. Any other mapping is passed to `load`.
 
-    Raises ConfigError like `load`.
+    Keys that begin with `CARRIED` are left out. Raises ConfigError like `load`.
     """
+    values = {name: value for name, value in values.items() if not name.startswith(CARRIED)}
     complete = {f"{s}.{name}" for s, kind in _SECTIONS.items() if s != "qos" for name in kind.model_fields}
     # Complete settings ignore this process's file and environment, which may belong to another engine.
     is_complete = values.keys() >= complete - {"encoder.admin_key"}

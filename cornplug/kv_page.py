@@ -4,13 +4,16 @@ A page holds `page_tokens` tokens of every layer, head outermost:
 
     [kv_head][layer][K, V][token][dim]
 
-(MLA: one head and one plane of latent vectors, which every rank holds and the first writes),
-so that a tensor-parallel rank with a contiguous range of heads reads and writes contiguous
-bytes, and any TP or PP degree can read pages that another wrote. The unit of integrity is the
-*segment*: one head of all layers, or of as many of them as the writer's pipeline stages leave whole. A
-page has few: each is a call on the way of the page, and 8 bytes in its header. Keys are cached after
-rotary embedding, as both engines do. A page of recurrent states has one row for each layer instead, and a
-rank's part of the state in place of a head: only the same TP degree reads it.
+With MLA there is one head and one plane of latent vectors. Every rank holds it, and the first rank writes it.
+
+A tensor-parallel rank has a contiguous range of heads, so it reads and writes contiguous bytes. Pages can be
+read with another TP or PP degree than they were written with. The unit of integrity is the *segment*: one
+head of all layers, or of a run of layers that no pipeline stage of the writer splits. A page has few
+segments, because each costs a call per copy and 8 bytes of the header. Keys are cached after rotary
+embedding, as in both engines.
+
+A page of recurrent states has one row per layer, and a rank's part of the state in place of a head. It can
+only be read with the same TP degree.
 """
 
 from __future__ import annotations

@@ -47,8 +47,6 @@ class ServiceClass:
     priority: int = field(default=0, compare=False)
     deadline_s: float | None = field(default=None, compare=False)
     """Deadline of requests that do not set one. None: the default of the service."""
-    max_deadline_s: float | None = field(default=None, compare=False)
-    """Upper limit for the deadline of a request. None: the limit of the service."""
 
     @property
     def rank(self) -> tuple[int, float, str]:
@@ -95,7 +93,6 @@ class QosClasses:
                     share=share[name],
                     priority=one.priority,
                     deadline_s=one.deadline_s,
-                    max_deadline_s=one.max_deadline_s,
                 )
                 self._by_app |= dict.fromkeys(one.apps, made)
                 self._by_key += [(key.encode(), made, tenant) for key, tenant in one.bound_keys()]

@@ -21,6 +21,8 @@ STORE_PROTOCOL: Final = 6
 
 The default name of the socket contains it, so that each release uses its own store during a rolling upgrade.
 """
+BACKGROUND_TIMEOUT_S: Final = 1.0
+"""Minimum time in seconds that a background thread waits for one reply of the store."""
 DEFAULT_NAMESPACE: Final = "default"
 """Namespace of every app that is not listed in another namespace."""
 
@@ -133,15 +135,12 @@ class StoreConfig(Section):
     """Let an engine start a store if none is running at `socket`."""
     deadline_s: float = Field(default=0.1, gt=0)
     """Maximum time that an engine's scheduler waits for one reply of the store (typically 0.1 ms). After
-    that, the lookup counts as a miss, and the engine does not use the store until it responds again."""
-    background_timeout_s: float = Field(default=1.0, gt=0)
-    """Maximum time that a background thread waits for one reply of the store. This wait delays one request,
-    not the engine."""
+    that, the lookup counts as a miss, and the engine does not use the store until it responds again.
+    Background threads wait for at least 1 s."""
     load_when: Literal["pays", "always"] = "pays"
     """When an engine loads an entry. "pays": only if loading is faster than computing, according to the
-    engine's own measurements. "always": whenever the store has the entry."""
-    lease_s: float = Field(default=30.0, gt=0)
-    """Time that an engine has to copy an entry that it leased. After that, the entry can be evicted."""
+    engine's own measurements. "always": whenever the store has the entry. The engine then also waits for the
+    encoder service up to `encoder.deadline_s`, even if its own tower is faster."""
     quarantine_s: float = Field(default=5.0, ge=0)
     """Time before the memory of a reservation is reused after the process that reserved it died."""
     secret_file: Path = Field(default_factory=lambda: cache_dir() / "secret")
@@ -159,6 +158,12 @@ class StoreConfig(Section):
     )
     """Namespaces, by name. They can only be set in the file named by `CORNPLUG_CONFIG`, which the store reads
     when it starts. Apps that are not listed in any namespace share the namespace "default"."""
+
+    @property
+    def background_timeout_s(self) -> float:
+        """Maximum time in seconds that a background thread waits for one reply of the store. This wait delays
+        one request, not the engine."""
+        return max(BACKGROUND_TIMEOUT_S, self.deadline_s)
 
     @field_validator("far", "far_secret_files", mode="before")
     @classmethod
@@ -209,8 +214,6 @@ class ClassConfig(Section):
     """Order in which classes get the tower's time beyond their shares, highest first."""
     deadline_s: float | None = Field(default=None, gt=0)
     """Deadline of requests that do not set one. None: `encoder.deadline_s`."""
-    max_deadline_s: float | None = Field(default=None, gt=0)
-    """Upper limit for the deadline of a request. None: `encoder.max_deadline_s`."""
     api_keys: tuple[str, ...] = ()
     """API keys of this class, in plain text or as "sha256:" followed by 64 hex digits. Only the digest is
     kept."""

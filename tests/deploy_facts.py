@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
 
-from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics
+from cornplug.encoder_service.telemetry.service_metrics import ServiceGauges, ServiceMetrics
 from cornplug.engine_common.shared_flags import SETTINGS
 from cornplug.metrics import METRICS, STORE_METRICS
 from cornplug.sglang_hooks.activation import ENABLE
@@ -98,7 +98,7 @@ def series() -> dict[str, frozenset[str]]:
     found = {name: frozenset(one.labels) for name, one in {**METRICS, **STORE_METRICS}.items()}
     registry = CollectorRegistry()
     _meters(registry)
-    for registered in (registry, ServiceMetrics(lambda: 0.0).registry):
+    for registered in (registry, ServiceMetrics(ServiceGauges(lambda: 0.0)).registry):
         for collector in registered._collector_to_names:
             for family in collector.collect():
                 name = f"{family.name}_total" if family.type == "counter" else family.name

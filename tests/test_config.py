@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from cornplug.config import Config, EncoderConfig, EngineConfig, StoreConfig, load, load_portable, portable
+from cornplug.config import (
+    CARRIED,
+    Config,
+    EncoderConfig,
+    EngineConfig,
+    StoreConfig,
+    load,
+    load_portable,
+    portable,
+)
 from cornplug.errors import ConfigError
 
 SIZED = {"store": StoreConfig, "encoder": EncoderConfig, "engine": EngineConfig}
@@ -21,7 +30,7 @@ def is_size(name: str) -> bool:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "cornplug.toml"
-    path.write_text('[store]\nsize_bytes = 1000\nlease_s = 7\n[engine]\napp = "from-file"\n')
+    path.write_text('[store]\nsize_bytes = 1000\ndeadline_s = 7\n[engine]\napp = "from-file"\n')
     return path
 
 
@@ -31,8 +40,8 @@ def test_load_without_anything_gives_defaults() -> None:
 
 def test_load_file_wins_over_defaults(file: Path) -> None:
     config = load(environ={"CORNPLUG_CONFIG": str(file)})
-    assert (config.store.size_bytes, config.store.lease_s, config.engine.app) == (1000, 7.0, "from-file")
-    assert config.store.deadline_s == Config().store.deadline_s
+    assert (config.store.size_bytes, config.store.deadline_s, config.engine.app) == (1000, 7.0, "from-file")
+    assert config.store.quarantine_s == Config().store.quarantine_s
 
 
 def test_load_environment_over_file_overrides_over_both(file: Path) -> None:
@@ -43,7 +52,7 @@ def test_load_environment_over_file_overrides_over_both(file: Path) -> None:
         "UNRELATED": "x",
     }
     config = load({"engine.app": "from-flag"}, environ=environ)
-    assert (config.store.size_bytes, config.store.lease_s, config.engine.app) == (2000, 7.0, "from-flag")
+    assert (config.store.size_bytes, config.store.deadline_s, config.engine.app) == (2000, 7.0, "from-flag")
 
 
 @pytest.mark.parametrize(
@@ -154,6 +163,20 @@ def test_load_unreadable_file_is_named(tmp_path: Path) -> None:
     broken.write_text("[store\n")
     with pytest.raises(ConfigError, match="not valid TOML"):
         load(environ={"CORNPLUG_CONFIG": str(broken)})
+
+
+def test_load_portable_leaves_carried_flags_out() -> None:
+    here = load({"engine.app": "chat"}, environ={})
+    flag = f"{CARRIED}embeddings_by_value"
+    assert load_portable({**portable(here), flag: True}) == here
+    assert load_portable({"engine.app": "chat", flag: True}).engine.app == "chat"
+    with pytest.raises(ConfigError):
+        load({flag: True}, environ={})
+
+
+def test_store_background_timeout_is_at_least_a_second() -> None:
+    assert StoreConfig().background_timeout_s == 1.0
+    assert StoreConfig(deadline_s=5).background_timeout_s == 5.0
 
 
 def test_config_after_loading_is_frozen() -> None:

@@ -28,6 +28,7 @@ from dockerfile_parse import DockerfileParser
 from cornplug import __version__
 from cornplug.commands import top
 from cornplug.config import EncoderConfig, load
+from cornplug.encoder_service.scheduling.fair_queue import MAX_WAITING
 from cornplug.errors import ConfigError, StoreError
 from cornplug.private_paths import secret_problem
 from cornplug.processes import answers
@@ -432,7 +433,7 @@ def test_manifest_autoscaler_metric_is_the_code_s_and_has_a_rule() -> None:
         for metric in scaler["spec"]["metrics"]:
             targets[metric["pods"]["metric"]["name"]] = float(metric["pods"]["target"]["averageValue"])
     assert targets.keys() == served.keys()
-    assert 0 < targets["cornplug_encoder_waiting"] < EncoderConfig().max_waiting
+    assert 0 < targets["cornplug_encoder_waiting"] < MAX_WAITING
     for name, rule in served.items():
         assert re.fullmatch(rule["name"]["matches"], name)
         filled = rule["metricsQuery"].replace("<<.Series>>", name).replace("<<.GroupBy>>", "pod")

@@ -129,7 +129,7 @@ class Client:
     async def _ask(self, http: httpx.AsyncClient, app: App, image: bytes) -> Asked:
         sent = time.monotonic()
         form = {"model": self._model, "deadline_s": f"{app.deadline_s:g}"}
-        headers = {"accept": "application/octet-stream", **app.headers}
+        headers = {"accept": "application/vnd.safetensors", **app.headers}
         try:
             answer = await http.post("/v1/encode", data=form, files={"image": image}, headers=headers)
             status = answer.status_code

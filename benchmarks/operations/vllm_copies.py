@@ -28,6 +28,7 @@ from cornplug.vllm_connector.kv.metadata import PageLoad, PageSave, PageWrite
 from cornplug.vllm_connector.kv.worker import KVWorker
 from cornplug.vllm_connector.kv_copies import block_copies
 from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies
+from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes
 from cornplug.vllm_connector.kv_copies.copy_sides import CopySide, CpuSide
 
 LAYERS, HEADS, BLOCK, PAGE = 32, 8, 16, 64
@@ -288,7 +289,7 @@ def _with_arena(moves: Moves, counts: Operations, side: CopySide) -> None:
     memory.reaches(bytes(16), len(moves._memory))
     memory._thread.submit(lambda: None).result()
     worker._arena = ArenaMoves(
-        worker._pages, worker._reports, memory, *copies, block_size=BLOCK, slots=BLOCK,
+        worker._pages, worker._reports, memory, *copies, sizes=BlockSizes(BLOCK, BLOCK),
         discard=worker._discard_now,
     )  # fmt: skip
     worker._mover.submit = None

@@ -123,7 +123,7 @@ class Checkpoint:
             return cls(path, config, processors)
         assert family is not None
         assert family.base is not None
-        # As the engines: without a revision, and its config in place of config.json's field.
+        # Like the engines: no revision, and the base's config in place of config.json's field.
         base = cls.open(str(elsewhere))
         processors = {modality: own or base.preprocessors[modality] for modality, own in processors.items()}
         return cls(path, {**config, family.base.config_field: base.config}, processors, base)
@@ -260,10 +260,10 @@ class Checkpoint:
             files = {name: read_json(self.path / name) or {} for name in PROCESSOR_FILES}
             pixels = {"files": processor_spec(files, chosen), "asked": asked}
         if "size" in asked and not {"min_pixels", "max_pixels"}.isdisjoint(published):
-            # Whether the file's limits or the caller's size counts depends on whom the caller told:
-            # transformers' `from_pretrained` takes the limits, its processors' call the size.
+            # It depends on the call whether the file's limits or the caller's size apply: transformers'
+            # `from_pretrained` uses the limits, and a call of the processor uses the size.
             pixels["asked_size"] = asked["size"]
-        # The first modality goes unsaid: its identities are older than the second modality.
+        # The first modality is not named, because its identities are older than the second modality.
         named = {} if chosen == family.first_modality else {"modality": chosen}
         return named | {
             "tower": self.tower_spec(dtype, modality=chosen, numeric_class=numeric_class),
@@ -298,9 +298,9 @@ class Checkpoint:
         """
         whole = self.config
         text = whole["text_config"] if isinstance(whole.get("text_config"), dict) else whole
-        # In a flat file the towers' configs stand beside the text's own fields.
+        # In a flat file, the towers' configs are next to the text's own fields.
         spec = {k: v for k, v in without_inert(text).items() if k not in _OTHER_PARTS}
-        # Flat and nested files of one family name their text part differently.
+        # Flat and nested files of one family have different names for their text part.
         spec["model_type"] = str(spec.get("model_type", "")).removesuffix("_text")
         for config, name in ((whole, "classes"), (text, "text_classes")):
             if found := unusual_classes(config):
@@ -315,7 +315,7 @@ class Checkpoint:
             rope.setdefault("rope_theta", theta)
         legacy = rope.pop("type", "default")
         rope.setdefault("rope_type", legacy)
-        if rope["rope_type"] == "mrope":  # transformers 5 tells it by `mrope_section` alone
+        if rope["rope_type"] == "mrope":  # transformers 5 recognises it by `mrope_section` alone
             rope["rope_type"] = "default"
         return spec | {"rope_parameters": rope}
 
@@ -330,11 +330,11 @@ class Checkpoint:
         held: Part = part
         if family is not None and family.generic:
             if part == "projector":
-                return {}  # all of it is the tower's
+                return {}  # all tensors belong to the tower
             held = "language_model"
         rows = self._parts.get(held)
         if family is not None and family.generic:
-            # Of a described family that does not fit, every part has rows, under other names.
+            # If a described family does not fit, every part has rows, under other names.
             rows = {row[1]: row for found in self._parts.values() for row in found.values()}
         if not rows:
             raise CheckpointError(f"{self.path} has no tensors of its {part}.", reason="no_weights")

@@ -27,8 +27,8 @@ from cornplug.planner.launch.command_list import line
 from cornplug.planner.launch.command_process import READY_S, CommandProcess
 from cornplug.planner.launch.common_secret import common_secret
 from cornplug.planner.launch.control_socket import ControlSocket, ask, control_socket
-from cornplug.planner.launch.launcher import local_commands, running
-from cornplug.planner.launch.session import CURRENT, LaunchSession
+from cornplug.planner.launch.launcher import CommandSelection, local_commands, running
+from cornplug.planner.launch.session import CURRENT, LaunchSession, LaunchWaits, RunFolder
 from cornplug.planner.launch.supervisor import RestartPolicy
 from cornplug.planner.launch.transition import PlanTransition, Render, transition
 from cornplug.planner.launch.warm_requests import warm_requests
@@ -53,10 +53,8 @@ def main(argv: list[str]) -> int:
     run_dir = args.run_dir or runtime_dir() / f"plan-{re.sub(r'[^A-Za-z0-9.-]+', '-', plan.name)[:24]}"
     render = partial(
         local_commands,
+        selection=CommandSelection(args.host, args.routers, args.only),
         run_dir=run_dir,
-        host=args.host,
-        routers=args.routers,
-        only=args.only,
         addresses=dict(args.address),
         secret_file=common_secret(args.secret_file),
         transfer=args.transfer,
@@ -77,7 +75,7 @@ def main(argv: list[str]) -> int:
         signal.signal(number, lambda *_: stop.set())
     try:
         with control_socket(run_dir) as control:
-            return _launch(plan, to_start, render, run_dir, control, args, console, stop)
+            return _launch(plan, to_start, render, run_dir, control, args, stop)
     except ProcessFailed as e:
         print(f"cornplug launch: {e}", file=sys.stderr)
         return _FAILED
@@ -95,9 +93,9 @@ def _launch(
     run_dir: Path,
     control: ControlSocket,
     args: argparse.Namespace,
-    console: Console,
     stop: threading.Event,
 ) -> int:
+    console = Console()
     with Progress(
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console
     ) as progress:
@@ -119,12 +117,10 @@ def _launch(
                     plan,
                     processes,
                     render=render,
-                    run_dir=run_dir,
+                    folder=RunFolder(run_dir, args.transfer),
                     event=events,
                     policy=RestartPolicy(limit=args.restarts),
-                    transfer=args.transfer,
-                    ready_s=args.ready_s,
-                    settle_s=args.settle_s,
+                    waits=LaunchWaits(args.ready_s, args.settle_s),
                 )
                 console.print(_addresses(processes))
                 print(
@@ -176,7 +172,7 @@ def _steps(steps: PlanTransition) -> list[str]:
 
 
 class _Events:
-    """Reports events of processes: as progress during the start, later as lines, and to `--apply`."""
+    """Reporter of process events: as progress during the start, later as lines, and to `--apply`."""
 
     def __init__(self, control: ControlSocket, progress: Progress | None) -> None:
         self.progress = progress
@@ -196,7 +192,7 @@ class _Events:
 
 
 class _Warming:
-    """Runs `cornplug warm` with the applications' prompts while the engines serve other requests."""
+    """Runs of `cornplug warm` with the applications' prompts, while the engines serve other requests."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir

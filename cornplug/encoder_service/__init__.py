@@ -1,1 +1,3 @@
-"""cornplug's encoder service: one tower for every engine, app and model that has it."""
+"""Encoder service of cornplug: one vision or audio tower that serves every engine, app and model that uses
+it.
+"""

@@ -58,11 +58,11 @@ class AuditLog:
         log.warning("%s", _line("refused", _who(request), reason=reason, **extra))
 
     def did(self, what: str, request: HTTPConnection, **about: Any) -> None:
-        """Log an operator's request that took effect."""
+        """Log a request of the operator that was carried out."""
         log.info("%s", _line(what, _who(request), **about))
 
     def did_here(self, what: str, **about: Any) -> None:
-        """Log an operation that a signal started."""
+        """Log an operation that was triggered by a signal to this process."""
         log.info("%s", _line(what, {"by": "signal"}, **about))
 
 

@@ -51,6 +51,7 @@ HEAD_S: Final = 10.0
 BACKLOG: Final = 128
 """Connections waiting to be accepted. All may be accepted before the first is closed again."""
 _MOST: Final = 4096
+"""Maximum number of HTTP connections. A further connection closes the connection that is idle longest."""
 _FOR_OTHERS: Final = 512
 """File descriptors reserved for engines, replicas, files, fetches, and connections that are being closed."""
 _LEAST: Final = 64
@@ -59,6 +60,11 @@ _LAST_S: Final = 1.0
 """Time to send the last refusals to requests that are cut off at the end of `encoder.drain_s`."""
 CPU_BATCH_TOKENS: Final = 2048
 """A few images use a core fully. Larger batches would only increase latency."""
+TENANT_FRACTION: Final = 0.5
+"""Maximum fraction of the store for entries from the HTTP requests of one tenant. The same limit applies to
+all requests without a tenant together."""
+PREPARED_FRACTION: Final = 0.25
+"""Maximum fraction of the memory of the host or control group for decoded and preprocessed media."""
 UNREAD_S: Final = 30.0
 """Maximum time that a client may leave its reply unread."""
 RENEW_S: Final = 5.0
@@ -93,7 +99,7 @@ class HeadTimeoutProtocol(AutoHTTPProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self._before: object = self  # no cycle is it
+        self._before: object = self  # a value that no cycle is equal to
         self._look: asyncio.TimerHandle = self.loop.call_later(HEAD_S, self._tick)
         if len(self.others) >= self.most:
             self._evicted().transport.abort()
@@ -183,10 +189,9 @@ class BoundListeners:
 
 def web_settings(app: ASGIApp, config: EncoderConfig) -> uvicorn.Config:
     """Return uvicorn's settings for the HTTP server."""
-    most = config.max_connections or connections_allowed()
     return uvicorn.Config(
         app,
-        http=limited(most),
+        http=limited(connections_allowed()),
         ws="none",
         # The client is the peer of the connection. Forwarding headers are ignored, even from this host.
         proxy_headers=False,
@@ -289,7 +294,7 @@ def main(argv: Sequence[str]) -> int:
         store = None if args.no_store else open_store(config.store, autostart=False)
         # No engine's loop waits here. If the store fails, results are only not shared.
         cache = ResultCache(
-            store, deadline_s=config.store.background_timeout_s, account_fraction=config.encoder.tenant_part
+            store, deadline_s=config.store.background_timeout_s, account_fraction=TENANT_FRACTION
         )
         tracing = open_tracing()
         encoder = EncoderCore(
@@ -299,11 +304,9 @@ def main(argv: Sequence[str]) -> int:
             executors=replicas,
             tracing=tracing,
             limits=EncoderLimits(
-                max_batch_items=config.encoder.max_batch_items,
                 max_batch_tokens=config.encoder.max_batch_tokens
                 or (CPU_BATCH_TOKENS if args.device == "cpu" else MAX_BATCH_TOKENS),
-                max_waiting=config.encoder.max_waiting,
-                max_prepared_bytes=config.encoder.max_prepared_bytes or host_memory().total_bytes // 4,
+                max_prepared_bytes=int(host_memory().total_bytes * PREPARED_FRACTION),
                 admission_threads=config.encoder.prepare_threads,
             ),
             classes=QosClasses(config.qos),
@@ -339,15 +342,15 @@ def _open_models(args: argparse.Namespace, report: Report) -> tuple[ModelRegistr
     devices = devices_of(args.device, args.replicas) if args.replicas else []
     threads = args.threads or max(1, cores() // max(1, len(devices)))
     if not devices:
-        # On a CPU one core is left to the engines and to this process's other threads: threads that compute
-        # wait for each other at each operation, so all wait when one is interrupted. Beside a GPU the cores
-        # only prepare media, by a thread each, which would start a thread of torch's a core.
+        # On a CPU one core is left to the engines and to this process's other threads, because computing
+        # threads wait for each other at each operation: if one is interrupted, all wait. With a GPU the cores
+        # only prepare media. Each preparing thread would start as many torch threads as there are cores.
         threads = args.threads or (max(1, cores() - 1) if args.device == "cpu" else 1)
         torch.set_num_threads(threads)
         return ModelRegistry.open(
             args.model, dtype=args.dtype, device=args.device, compile=args.compile, report=report
         ), []
-    torch.set_num_threads(1)  # as beside a GPU
+    torch.set_num_threads(1)  # as with a GPU in this process
     registry = ModelRegistry.open(args.model, dtype=args.dtype, device="meta", report=report)
     report(f"starting {len(devices)} replicas of {threads} threads on {', '.join(devices)}")
     settings = ReplicaSettings(dtype=args.dtype, threads=threads, compile=args.compile)

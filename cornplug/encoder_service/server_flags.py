@@ -96,7 +96,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     )
     out.add_argument(
         "--receivers",
-        help="networks (10.1.0.0/16, ...) of SGLang servers that may receive what another host requests",
+        help="networks (10.1.0.0/16, ...) of SGLang servers to which other hosts may direct embeddings",
     )
     out.add_argument(
         "--require-key",

@@ -107,8 +107,9 @@ def misplaced(tables: FieldTables, fields: Iterable[str]) -> dict[str, str]:
 
 
 def defaults_of(config_class: Any) -> dict[str, Any]:
-    """Defaults of a dataclass, including pydantic's `Field(default=...)`. Fields whose default needs an
-    instance are left out."""
+    """Return the defaults of a dataclass, including pydantic's `Field(default=...)`. Fields whose default
+    needs an instance are left out.
+    """
     found: dict[str, Any] = {}
     for one in dataclasses.fields(config_class):
         default, factory = one.default, one.default_factory

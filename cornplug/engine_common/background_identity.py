@@ -22,7 +22,7 @@ _NOT_SHARED: Final = {
 
 
 class BackgroundIdentity(Generic[T]):
-    """Identifies a model on a thread, starting at construction. Thread-safe.
+    """Identification of a model on a thread, which starts at construction. Thread-safe.
 
     Args:
         identify: returns the identity. Raises CheckpointError if the model cannot be identified.
@@ -66,7 +66,9 @@ class BackgroundIdentity(Generic[T]):
         return self.wait(self.first_wait_s())
 
     def first_wait_s(self) -> float:
-        """Seconds left of `FIRST_WAIT_S` since the first call, or 0 once `identify` has finished."""
+        """Return the seconds left of `FIRST_WAIT_S` since the first call, or 0 after `identify` has
+        finished.
+        """
         now = time.monotonic()
         if self._waits_until_s is None:
             self._waits_until_s = now + FIRST_WAIT_S

@@ -1,7 +1,7 @@
 """Policy for fetching an embedding from the encoder service, used by both plugins.
 
-    not in the store ──may ask──> asked ──valid reply────────> "service_*"
-                          │         └─ error, late, invalid ─> a miss; the service's failures start a back-off
+    not in the store ──allowed──> requested ──valid reply────────> "service_*"
+                          │         └─ error, late, invalid ─> a miss; a failed service starts a back-off
                           └─ unidentified, not served, down, backed off ─> a miss
 
 This module has no I/O, threads or clock. The vLLM plugin polls it from an engine's loop, the SGLang plugin
@@ -73,8 +73,9 @@ class ExpectedEmbedding:
 
 
 class EncoderRequestPolicy:
-    """Decides whether to send a request to the encoder service and whether to accept its reply. Times are
-    seconds of one monotonic clock. Used by one thread."""
+    """Decisions whether to send a request to the encoder service, and whether to accept its reply. Times are
+    seconds of one monotonic clock. Used by one thread.
+    """
 
     def __init__(self) -> None:
         self._backoff = BackOff()
@@ -85,8 +86,8 @@ class EncoderRequestPolicy:
         """Return the model identity for a request to the service.
 
         Args:
-            tower: the engine's tower, or None. `identified` tells whether the engine has no tower or has not
-                identified it yet.
+            tower: the engine's tower, or None. `identified` distinguishes an engine without a tower from an
+            engine that has not identified it yet.
             refusal: the error with which the connection would reject a request immediately, if any.
 
         Raises EncoderError if no request should be sent. Packing pixels takes tens of milliseconds, so call

@@ -15,7 +15,7 @@ from cornplug.codec import PayloadKind
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CornplugError
-from cornplug.store.payload import put_payload
+from cornplug.store.payload import NewPayload, put_payload
 from cornplug.store.validation import MAX_COST_S
 
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ class TowerClock:
 
 
 class EmbeddingPublisher:
-    """Saves embeddings in the background. Calls `report(outcome, bytes)` once for each offer, from any
-    thread."""
+    """Background saves of embeddings. Calls `report(outcome, bytes)` once for each offer, from any thread."""
 
     def __init__(self, runtime: EngineRuntime, report: Callable[[str, int], None]) -> None:
         self._run = runtime
@@ -134,11 +133,13 @@ class EmbeddingPublisher:
             size = payload.nbytes
             outcome = put_payload(
                 self._run.store,
-                payload,
-                kind=PayloadKind.EMBEDDING,
-                key=key,
-                dtype=dtype_name(embedding.dtype),
-                shape=tuple(embedding.shape),
+                NewPayload(
+                    payload,
+                    PayloadKind.EMBEDDING,
+                    key=key,
+                    dtype=dtype_name(embedding.dtype),
+                    shape=tuple(embedding.shape),
+                ),
                 app=self._run.app,
                 deadline_s=self._run.background_timeout_s,
                 cost_s=cost_s,

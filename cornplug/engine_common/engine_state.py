@@ -33,7 +33,9 @@ _COSTS_AT: Final = 32
 _CORES: Final = 44
 _EPOCH: Final = 48
 _SOURCE: Final = struct.Struct("<QHB")
-"""Time before the source was read, length of its name in bytes, and whether the name is a version."""
+"""Layout of the source in the page: time before it was read, length of its name in bytes, and whether the
+name is a version.
+"""
 _SOURCE_AT: Final = 56
 _NAME_AT: Final = _SOURCE_AT + _SOURCE.size
 _PAGE: Final = mmap.PAGESIZE
@@ -72,12 +74,14 @@ class EngineState:
         return int(_BEGAN.unpack_from(self._page)[1]) if self._page is not None else _HERE_SINCE_NS
 
     def replaced(self) -> bool:
-        """Whether the weights may differ from the checkpoint. True if this process cannot read the state."""
+        """Return whether the weights may differ from the checkpoint. True if this process cannot read the
+        state.
+        """
         page = self._page
         return page is None or page[_FLAG] != 0 or page[_EPOCH] & 1 != 0
 
     def unknown(self) -> bool:
-        """Whether the weights are unknown until the engine restarts."""
+        """Return whether the weights are unknown until the engine restarts."""
         return self._page is None or self._page[_FLAG] != 0
 
     def note_replaced(self, value: bool = True) -> None:
@@ -98,11 +102,11 @@ class EngineState:
                 self.note_replaced()
 
     def one_core(self) -> bool:
-        """Whether exactly one request scheduler started."""
+        """Return whether exactly one request scheduler started."""
         return self._page is not None and self._page[_CORES] == 1
 
     def epoch(self) -> int:
-        """Epoch of the weights: odd during an update, even otherwise, 0 at the start."""
+        """Return the epoch of the weights: odd during an update, even otherwise, 0 at the start."""
         return self._epoch[0] if self._epoch is not None else 0
 
     def begin_update(self) -> int:
@@ -139,7 +143,7 @@ class EngineState:
             self._epoch[0] = epoch + 1
 
     def source(self) -> WeightSource | None:
-        """Origin of the weights, or None during an update and if the origin is unknown."""
+        """Return the origin of the weights, or None during an update and if the origin is unknown."""
         epoch = self.epoch()
         if self._page is None or self.replaced():
             return None
@@ -163,12 +167,12 @@ class EngineState:
             _COSTS.pack_into(self._page, _COSTS_AT, encode_row_s, not fetch_pays)
 
     def encode_row_s(self) -> float | None:
-        """Seconds per row of the engine's own tower, or None if it has not run yet."""
+        """Return the seconds per row of the engine's own tower, or None if it has not run yet."""
         seconds = float(_COSTS.unpack_from(self._page, _COSTS_AT)[0]) if self._page is not None else 0.0
         return seconds or None
 
     def fetch_pays(self) -> bool:
-        """Whether fetching embeddings from the store is faster than encoding. True until measured."""
+        """Return whether fetching embeddings from the store is faster than encoding. True until measured."""
         return self._page is None or not _COSTS.unpack_from(self._page, _COSTS_AT)[1]
 
     def _begin(self, began_ns: int) -> None:
@@ -184,7 +188,7 @@ _state: EngineState | None = None
 def begin(*, anew: bool = False) -> None:
     """Record that an engine is about to be configured in this process. Does nothing in its child processes.
 
-    `anew`: the engine is not one of those that this process began before. Those keep their own state.
+    With `anew`, the engine gets a new state. Engines that this process began before keep theirs.
     """
     global _state
     now = time.time_ns()
@@ -197,7 +201,7 @@ def begin(*, anew: bool = False) -> None:
 
 
 def current() -> EngineState:
-    """State of the engine that this process belongs to. Created if there is none."""
+    """Return the state of the engine that this process belongs to. Created if there is none."""
     global _state
     if _state is None:
         with _lock:

@@ -1,6 +1,6 @@
-"""The root of page keys, for both engines: a digest of all that determines KV, but the tokens.
+"""Root of page keys, for both engines: a digest of everything that determines KV except the tokens.
 
-MLA latents are the same bytes in both engines for the models of an allow list, which a test compares.
+MLA latents have the same bytes in both engines for models on an allow list, which a test compares.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from cornplug.identity import kv_root
 from cornplug.kv_page import PageGeometry
 
 _COMPARED: Final = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"})
-"""Architectures of tests/integration/test_latents_of_two_engines.py."""
+"""Architectures whose latents tests/integration/test_latents_of_two_engines.py compares."""
 
 _YARN: Final = frozenset({"yarn", "deepseek_yarn"})
-"""The published name, and the one that both engines write into the config of the model that they hold."""
+"""Names of YaRN: the published name, and the name that both engines write into the config of a loaded
+model.
+"""
 
 _READ_ALIKE: Final = frozenset(
     {
@@ -39,7 +41,7 @@ def page_root(
     Args:
         identity: (language model fingerprint, KV spec), from `EngineModel.kv_identity`.
         page: geometry of the whole model's pages, not of a rank's shard.
-        adapter: `Adapters.digest` of the request's LoRA adapter, or None.
+        adapter: `LoraDigests.digest` of the request's LoRA adapter, or None.
         salt: the tenant's salt. None is the deployment's shared domain, "" is a salt.
     """
     fingerprint, spec = identity

@@ -14,6 +14,8 @@ from cornplug.store.payload import FAR_WAIT_S
 
 When = Literal["pays", "always"]
 
+DEADLINE_FLOOR_S: Final = 0.5
+"""Minimum time in seconds that an engine waits for an embedding, even if its own tower is faster."""
 _FADE: Final = 0.9
 """Decay of a sample's weight per new sample, so about ten samples count."""
 _FRESH_S: Final = 60.0
@@ -39,13 +41,13 @@ class FadedRate:
             self._at = self._clock()
 
     def seconds(self, units: float, *, fresh_s: float = math.inf) -> float | None:
-        """Seconds for `units` of work, or None if nothing was measured in the last `fresh_s`."""
+        """Return the seconds for `units` of work, or None if nothing was measured in the last `fresh_s`."""
         if not self._units or self._clock() - self._at > fresh_s:
             return None
         return self._seconds / self._units * units
 
     def per_second(self) -> float:
-        """Units per second, or 0 if nothing was measured."""
+        """Return the units per second, or 0 if nothing was measured."""
         return self._units / self._seconds if self._seconds else 0.0
 
 
@@ -67,7 +69,7 @@ class StepSlope:
         self._xx, self._xy = self._xx * _FADE + tokens * tokens, self._xy * _FADE + tokens * seconds
 
     def seconds(self, tokens: int) -> float | None:
-        """Seconds to compute `tokens` more tokens, or None if nothing was measured."""
+        """Return the seconds to compute `tokens` more tokens, or None if nothing was measured."""
         if not self._x:
             return None
         ratio = self._y / self._x
@@ -79,7 +81,7 @@ class StepSlope:
 
 
 class LoadRule:
-    """Loads a prefix only if that is faster than computing it. Used by one thread."""
+    """Rule that loads a prefix only if that is faster than computing it. Used by one thread."""
 
     def __init__(self, when: When, clock: Callable[[], float] = time.monotonic) -> None:
         self._when = when
@@ -110,17 +112,18 @@ class LoadRule:
         return first_s + (load_s or 0.0) < compute_s
 
     def load_s(self, size_bytes: int) -> float | None:
-        """Seconds to load `size_bytes`, or None if no load was measured recently."""
+        """Return the seconds to load `size_bytes`, or None if no load was measured recently."""
         moving = self._moving.seconds(size_bytes, fresh_s=_FRESH_S)
         return None if moving is None else moving + (self._noticing.seconds(1) or 0.0)
 
     def compute_s(self, tokens: int) -> float | None:
-        """Seconds to compute `tokens`, or None before the first measured step."""
+        """Return the seconds to compute `tokens`, or None before the first measured step."""
         return self._prefill.seconds(tokens)
 
     def far_wait_s(self, tokens: int) -> float:
-        """Maximum wait of a request for far stores, for a lookup of `tokens`: a twentieth of the time to
-        compute the tokens, within bounds. An engine without a measurement uses the upper bound."""
+        """Return the maximum wait of a request for far stores, for a lookup of `tokens`: a twentieth of the
+        time to compute the tokens, within bounds. An engine without a measurement uses the upper bound.
+        """
         compute_s = self.compute_s(tokens)
         if compute_s is None:
             return _FAR_MOST_S
@@ -147,8 +150,9 @@ class LoadRule:
 
 
 class FetchRule:
-    """Takes an embedding only if that is faster than encoding, and limits the wait for a service accordingly.
-    Used by one thread."""
+    """Rule that fetches an embedding only if that is faster than encoding, and limits the wait for a service
+    accordingly. Used by one thread.
+    """
 
     def __init__(self, when: When, clock: Callable[[], float] = time.monotonic) -> None:
         self._when = when
@@ -176,15 +180,20 @@ class FetchRule:
         return fetch_s + (self._copying.seconds(size_bytes) or 0.0) < encode_s
 
     def encode_s(self, rows: int) -> float | None:
-        """Seconds that this engine's tower takes for `rows`, or None before it has run."""
+        """Return the seconds that this engine's tower takes for `rows`, or None before it has run."""
         return self._encoding.seconds(rows)
 
-    def encode_deadline_s(self, rows: int, *, floor_s: float, ceiling_s: float) -> float:
-        """Maximum wait in seconds for a service that would encode `rows`."""
-        return encode_deadline_s(self.encode_s(rows), floor_s=floor_s, ceiling_s=ceiling_s)
+    def encode_deadline_s(self, rows: int, *, ceiling_s: float) -> float:
+        """Return the maximum wait in seconds for a service that would encode `rows`."""
+        return encode_deadline_s(self._when, self.encode_s(rows), ceiling_s=ceiling_s)
 
 
-def encode_deadline_s(encode_s: float | None, *, floor_s: float, ceiling_s: float) -> float:
-    """Maximum wait in seconds for a service: three times the engine's own encode time, within bounds. The
-    upper bound if that time was not measured (None)."""
-    return ceiling_s if encode_s is None else min(ceiling_s, max(min(floor_s, ceiling_s), 3 * encode_s))
+def encode_deadline_s(when: When, encode_s: float | None, *, ceiling_s: float) -> float:
+    """Return the maximum wait in seconds for a service: three times the engine's own encode time, at least
+    `DEADLINE_FLOOR_S` and at most `ceiling_s`.
+
+    It is `ceiling_s` if that time was not measured (None), or if the engine always loads.
+    """
+    if when == "always" or encode_s is None:
+        return ceiling_s
+    return min(ceiling_s, max(DEADLINE_FLOOR_S, 3 * encode_s))

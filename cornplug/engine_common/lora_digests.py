@@ -26,8 +26,9 @@ _noted: Final[dict[_Load, _Signature]] = {}
 _first: Final[dict[str, _Signature]] = {}
 """Folder -> state of its files at the first load."""
 _rewritten: Final[set[str]] = set()
-"""Folders whose files were another adapter before. The engine's own cache may contain KV of either
-adapter."""
+"""Folders whose files belonged to another adapter before. The engine's own cache may contain KV of either
+adapter.
+"""
 _unseen: Final[set[_Load]] = set()
 """Adapters whose files could not be checked before the engine loaded them."""
 _reread: Final[set[int | str]] = set()
@@ -81,7 +82,7 @@ def is_reread(load: int | str) -> bool:
 
 
 def rereads() -> int:
-    """Number of adapters that `note_reread` recorded."""
+    """Return the number of adapters that `note_reread` recorded."""
     return len(_reread)
 
 
@@ -98,8 +99,9 @@ class LaterAdapters:
         return self._adapters.digest(path, load)
 
     def digest(self, path: str, load: int | str = 0) -> bytes:
-        """Digest of an adapter's files. Raises as `LoraDigests.digest`, and CheckpointError("identifying")
-        while the files are read."""
+        """Return the digest of an adapter's files. Raises as `LoraDigests.digest`, and
+        CheckpointError("identifying") while the files are read.
+        """
         note_in_time(path, load)
         late = self._late.get((path, load))
         if late is not None and not late.done():
@@ -121,7 +123,7 @@ class LoraDigests:
         self._known: dict[_Load, bytes] = {}
 
     def digest(self, path: str, load: int | str = 0) -> bytes:
-        """Digest of an adapter's files.
+        """Return the digest of an adapter's files.
 
         Raises CheckpointError: "lora" if they cannot be read, "lora_files" if engines would load different
         files, "lora_changed" if they changed since the first call.

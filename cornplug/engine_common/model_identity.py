@@ -56,7 +56,7 @@ class TowerIdentity:
     """Reason why `videos` is None."""
 
     def of(self, modality: str) -> TowerIdentity | None:
-        """Identity of one modality's embeddings, or None if the modality is not shared."""
+        """Return the identity of one modality's embeddings, or None if the modality is not shared."""
         return {"image": self, "video": self.videos}.get(modality)
 
 
@@ -71,8 +71,9 @@ def declares_quantization(hf_config: Any) -> bool:
 
 
 def declares_quantised_kv(hf_config: Any) -> str:
-    """Name of the field in which a checkpoint's config (a transformers object) declares scales of a quantised
-    KV cache, or ""."""
+    """Return the name of the field in which a checkpoint's config (a transformers object) declares scales of
+    a quantised KV cache, or "".
+    """
     said = getattr(hf_config, "quantization_config", None) or {}
     said = said if isinstance(said, dict) else said.to_dict()
     nested = said.get("quantization")
@@ -117,7 +118,7 @@ class EngineModel:
     """Start time of the engine on the clock of file timestamps, or None if unknown. If a file changed later,
     the engine may have loaded the older version."""
     epochs: Mapping[str, int] = field(default_factory=dict)
-    """`model_type` -> how often releases of this engine have changed the results. 0 if absent."""
+    """Number of times that releases of this engine have changed the results, by `model_type`. 0 if absent."""
     weight_version: str | None = None
     """Version that a trainer gave the weights, or None for the weights of the checkpoint."""
 
@@ -128,9 +129,10 @@ class EngineModel:
             raise CheckpointError(f"cannot identify overrides: {e}", reason="overrides") from e
 
     def tower_identity(self) -> TowerIdentity:
-        """Identity of tower and projector. Reads weights (cached on disk). Raises CheckpointError:
+        """Return the identity of tower and projector. Reads weights (cached on disk). Raises CheckpointError:
         "unproven_family" if the family is not tested with this release and dtype of the engine, and as
-        `Checkpoint.identity`."""
+        `Checkpoint.identity`.
+        """
         name = str(self.checkpoint.config.get("model_type"))
         described = name in FAMILIES and not self.checkpoint.family.generic
         if name not in self.validated_families or not (described or name in self.generic_inputs):
@@ -154,7 +156,7 @@ class EngineModel:
         return self._named(whole)
 
     def own_identity(self, engine: Mapping[str, Any]) -> TowerIdentity:
-        """Identity of this checkpoint's towers in one engine, for families that are not tested.
+        """Return the identity of this checkpoint's towers in one engine, for families that are not tested.
 
         Other engines and the encoder service do not use it. Preprocessing is not part of it.
 
@@ -180,7 +182,7 @@ class EngineModel:
         return self._named(TowerIdentity(digest("cornplug-own-tower-v1", weights, canonical(spec)), None))
 
     def _named(self, tower: TowerIdentity) -> TowerIdentity:
-        """Identity under the trainer's weight version. No encoder service has these weights."""
+        """Return the identity under the trainer's weight version. No encoder service has these weights."""
         if self.weight_version is None:
             return tower
         return replace(tower, identity=self._of_trainer(tower.identity), served_identity=None)
@@ -191,7 +193,7 @@ class EngineModel:
         return of_trainer(identity, folder_fingerprint(self.checkpoint.path), self.weight_version)
 
     def _video_identity(self, name: str, overrides: Mapping[str, Any]) -> TowerIdentity:
-        """Identity of videos. Raises CheckpointError if this engine shares only images."""
+        """Return the identity of videos. Raises CheckpointError if this engine shares only images."""
         if self.why_no_videos:
             raise CheckpointError(
                 f"{self.engine} does not share videos of {name!r}", reason=self.why_no_videos

@@ -21,7 +21,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 RoomAnswer = Reservation | ReserveRefusal | None
-"""The store's reply for a page, or None if it did not reply."""
+"""The store's reply for a page, or None without a reply."""
 
 
 @dataclass(slots=True)
@@ -36,8 +36,22 @@ class PageCost:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class EntryCost:
+    """Cost of one entry: a share of a page's cost, less than 1 if a page's tokens have several entries."""
+
+    page: PageCost
+    share: float = 1.0
+
+    def capped_s(self) -> float:
+        """Return the cost that the store accepts, in seconds."""
+        return min(self.page.seconds * self.share, MAX_COST_S)
+
+
 def free_pages(runtime: EngineRuntime, page: PageSize) -> int | None:
-    """Number of pages that fit into the store without an eviction, or None if the store does not reply."""
+    """Return the number of pages that fit into the store without an eviction, or None if the store does not
+    reply.
+    """
     try:
         stat = runtime.store.stat(deadline_s=runtime.deadline_s)
     except CornplugError:
@@ -46,7 +60,7 @@ def free_pages(runtime: EngineRuntime, page: PageSize) -> int | None:
 
 
 class PagePublisher:
-    """Saves pages of one engine. Methods do not raise if the store fails; the failure is counted as the
+    """Saves of one engine's pages. Methods do not raise if the store fails; the failure is counted as the
     pages' outcome.
 
     Args:
@@ -55,8 +69,7 @@ class PagePublisher:
             their outcomes. None: pages are committed whole.
         only_seen: `reserve` reports that a request uses its pages, and names each page once. It reserves only
             pages that an earlier request used, on any engine of the store.
-        cost, cost_share: an entry costs this share of `cost`, less than 1 if a page's tokens have several
-            entries. None: unknown.
+        cost: cost of an entry, or None if it is unknown.
     """
 
     def __init__(
@@ -68,11 +81,10 @@ class PagePublisher:
         deadline_s: float,
         part: WriterPart | None = None,
         only_seen: bool = False,
-        cost: PageCost | None = None,
-        cost_share: float = 1.0,
+        cost: EntryCost | None = None,
     ) -> None:
         self._run, self._page, self._tally = runtime, page, tally
-        self._cost, self._cost_share = cost or PageCost(), cost_share
+        self._cost = cost or EntryCost(PageCost())
         self._deadline_s, self._part = deadline_s, part
         self._only_seen = only_seen
         self._posting = runtime.store if isinstance(runtime.store, PostingStore) else None
@@ -89,7 +101,7 @@ class PagePublisher:
                 deadline_s=deadline_s or self._deadline_s,
                 part=self._part,
                 only_seen=self._only_seen,
-                cost_s=min(self._cost.seconds * self._cost_share, MAX_COST_S),
+                cost_s=self._cost.capped_s(),
             )
         except CornplugError as e:
             return self._no_room(e, len(keys))
@@ -106,7 +118,7 @@ class PagePublisher:
                 deadline_s=self._deadline_s,
                 part=self._part,
                 only_seen=self._only_seen,
-                cost_s=min(self._cost.seconds * self._cost_share, MAX_COST_S),
+                cost_s=self._cost.capped_s(),
             )
         except CornplugError as e:
             return Answered(self._no_room(e, len(keys)))

@@ -91,8 +91,9 @@ def _alike(leases: Leases, page: PageGeometry) -> bool:
 
 @lru_cache
 def _around_key(page: PageGeometry) -> tuple[bytes, bytes, struct.Struct]:
-    """Bytes of a page header before the key, bytes between key and checksums, and the struct of the
-    checksums."""
+    """Return the bytes of a page header before the key, bytes between key and checksums, and the struct of
+    the checksums.
+    """
     key = bytes(range(1, 33))
     header = encode_header(
         PayloadHeader(PayloadKind.KV_PAGE, key, page.dtype, page.shape, (0,) * page.segments)
@@ -141,11 +142,13 @@ class RankPages:
         return range(mine.start * size, mine.stop * size) == self.held.layers
 
     def numbers(self, runs: int) -> list[int]:
-        """Indices of this rank's segments in a page with `runs` segments per head, in its order."""
+        """Return the indices of this rank's segments in a page with `runs` segments per head, in its own
+        order.
+        """
         return [number for of_head in self._segments(runs) for number in of_head]
 
     def spans(self) -> list[tuple[int, int, int]]:
-        """(offset in a page, offset in this rank's part, size) of each contiguous range of bytes."""
+        """Return (offset in a page, offset in this rank's part, size) of each contiguous range of bytes."""
         step, layers, heads = self.page.layer_bytes, self.held.layers, self.held.heads
         head, size = self.page.layers * step, len(layers) * step
         if size == head:
@@ -165,8 +168,9 @@ class RankPages:
         self.copy(lease.location, read_page_header(lease, self.page).checksums, into)
 
     def copy(self, location: PayloadLocation, checksums: Sequence[int], into: torch.Tensor) -> None:
-        """Like `read`, with the checksums of the page's header. Raises CodecError("corrupt"),
-        StoreUnavailable."""
+        """Copy like `read`, with the checksums of the page's header. Raises CodecError("corrupt"),
+        StoreUnavailable.
+        """
         page, held, digest = self.page, self.held, xxhash.xxh3_64_intdigest
         runs = len(checksums) // page.heads
         arena = self._arena(self.store.view(location), runs)

@@ -41,7 +41,8 @@ _TOWERS: Final = re.compile(r"(vision|audio|visual|speech)[a-z_]*(config|_cfg)\.
 
 
 def changes(patched: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes of an engine to a config: "path.of.field" -> the engine's value, or None for a removed field.
+    """Return the changes of an engine to a config: "path.of.field" -> the engine's value, or None for a
+    removed field.
 
     Both arguments are results of transformers' `to_dict`. Fields without effect are left out. Raises
     CheckpointError("overrides") for a value without a canonical form.
@@ -94,7 +95,7 @@ def length_matters(*configs: Mapping[str, Any]) -> bool:
 
 
 def remote_code(folder: Path) -> str | None:
-    """Digest of a checkpoint's own code, or None if its JSON files name none.
+    """Return the digest of a checkpoint's own code, or None if its JSON files name none.
 
     For engines that run this code (`trust_remote_code`). Raises CheckpointError("remote_code") if the code is
     in another repository, because any version of it may run.

@@ -96,7 +96,7 @@ def extra_config(args: argparse.Namespace) -> dict[str, str]:
 
 
 def dest(flag: str) -> str:
-    """argparse's `dest` of a flag."""
+    """Return argparse's `dest` of a flag."""
     return flag.removeprefix("--").replace("-", "_")
 
 

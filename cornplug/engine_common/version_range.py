@@ -29,15 +29,18 @@ class VersionRange:
         return found is not None and self.low <= tuple(map(int, found.groups())) < self.high
 
     def installed(self) -> str | None:
-        """Version of the installed engine, or None if it is not installed. Does not import the engine."""
+        """Return the version of the installed engine, or None if it is not installed. Does not import the
+        engine.
+        """
         try:
             return importlib.metadata.version(self.package)
         except importlib.metadata.PackageNotFoundError:
             return None
 
     def refusal(self) -> str:
-        """Reason why cornplug does not run with the installed engine, or "" if its version is in the
-        range."""
+        """Return the reason why cornplug does not run with the installed engine, or "" if its version is in
+        the range.
+        """
         version = self.installed()
         if version is not None and version in self:
             return ""

@@ -18,12 +18,12 @@ _UNNAMED = "default"
 
 
 def replaced() -> bool:
-    """Whether the weights may differ from the checkpoint, as seen by any process of the engine."""
+    """Return whether the weights may differ from the checkpoint, as seen by any process of the engine."""
     return engine_state.current().replaced()
 
 
 def epoch() -> int:
-    """Epoch of this engine's weights, which increases with each update (`EngineState.epoch`)."""
+    """Return the epoch of this engine's weights, which increases with each update (`EngineState.epoch`)."""
     return engine_state.current().epoch()
 
 
@@ -49,7 +49,7 @@ def end_sharing(why: str, log: logging.Logger) -> None:
 
 
 def unusable_version(version: object, before: object) -> str:
-    """Reason why a trainer's version cannot identify the updated weights, or "" if it can.
+    """Return the reason why a trainer's version cannot identify the updated weights, or "" if it can.
 
     `before` is the engine's previous version.
     """

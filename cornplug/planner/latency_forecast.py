@@ -12,7 +12,7 @@ class PlanRecord(BaseModel):
 
 
 class RequestTimes(PlanRecord):
-    """Seconds, or a slowdown. None if the class has no such time, as TPOT with one-token outputs."""
+    """Times in seconds, or slowdowns. None if the class has no such time, as TPOT with one-token outputs."""
 
     mean: float | None = None
     p50: float | None = None

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError
 
 from cornplug.errors import ConfigError
 from cornplug.planner.latency_forecast import LatencyForecast, PlanRecord
+from cornplug.planner.parallelism import Parallelism
 
 FORMAT: Final = 1
 
@@ -171,7 +172,11 @@ class ReplicaGroup(PlanRecord):
     @property
     def ranks(self) -> int:
         """Number of processes (one per GPU) of one replica."""
-        return self.tp * self.pp * self.dp * self.pcp
+        return self.parallelism.ranks
+
+    @property
+    def parallelism(self) -> Parallelism:
+        return Parallelism(self.tp, self.pp, self.dp, self.dcp, self.pcp)
 
 
 class RouteStage(PlanRecord):
@@ -275,6 +280,10 @@ class TimesCorrection(PlanRecord):
     """Factor on the profile's encode and prefill times. Below 1 means faster than the profile."""
     decode: float = 1.0
     """Factor on the profile's decode iteration times."""
+
+    @property
+    def parallelism(self) -> Parallelism:
+        return Parallelism(self.tp, self.pp, self.dp, self.dcp, self.pcp)
 
 
 class Plan(PlanRecord):

@@ -1,9 +1,9 @@
-"""`cornplug replay TRACE --store SIZE`: compare the savings of a store of this size with known policies."""
+"""`cornplug replay TRACE --store SIZE`: hits and savings of a store of this size with a recorded trace."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -12,19 +12,17 @@ from rich.table import Table
 
 from cornplug import config
 from cornplug.errors import ConfigError
-from cornplug.replay.reference_policies import REFERENCES, OfflineOptimum, offline_optimum
 from cornplug.replay.scores import ReplayScore, StoreReplay, replay
 from cornplug.replay.trace_readers import FORMATS, TokenCost, TraceRequest, distinct_bytes, read_trace
 from cornplug.settings import bytes_of
 
-STORE: Final = "cornplug"
 _GIB: Final = 1 << 30
 _WIDTH: Final = 120
 """Minimum width of the output, so that tables in files are not wrapped."""
 
 
 def main(argv: list[str]) -> int:
-    """Print a table for each size and return 0. Raises ConfigError for an invalid trace or size."""
+    """Print a table of all sizes and return 0. Raises ConfigError for an invalid trace or size."""
     options = _parser().parse_args(argv)
     cost = TokenCost(kv_bytes=options.token_bytes, prefill_s=options.token_us / 1e6)
     requests = read_trace(options.trace, cost, options.format)[: options.requests]
@@ -34,18 +32,11 @@ def main(argv: list[str]) -> int:
     console = Console(highlight=False)
     console.width = max(console.width, _WIDTH)
     console.print(_summary(options.trace, requests))
-    curves: dict[str, list[float]] = {}
-    for size_bytes in sizes:
-        scores = _scores(requests, size_bytes)
-        optimum = offline_optimum([access for request in requests for access in request.accesses], size_bytes)
-        console.print(_table(size_bytes, scores, optimum))
-        if len(scores[STORE].by_app) > 1:
-            console.print(_app_table(scores))
-        for name, score in scores.items():
-            curves.setdefault(name, []).append(score.total.saved_s)
-        curves.setdefault(optimum.name, []).append(optimum.saved_s)
+    namespaces = config.load().store.namespaces
+    scores = {size: replay(requests, StoreReplay(size, namespaces)) for size in sizes}
+    console.print(_table(scores))
     if options.plot is not None:
-        _plot(options.plot, sizes, curves)
+        _plot(options.plot, scores)
         console.print(f"wrote {options.plot}")
     return 0
 
@@ -54,8 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     defaults = TokenCost()
     parser = argparse.ArgumentParser(
         prog="cornplug replay",
-        description="Simulate the store with a recorded trace, and compare it with LRU, FIFO, SIEVE, GDSF "
-        "and the offline optimum. Namespaces are read from the file named by CORNPLUG_CONFIG.",
+        description="Simulate stores of one or more sizes with a recorded trace, and print their hits and "
+        "savings. Namespaces are read from the file named by CORNPLUG_CONFIG.",
     )
     parser.add_argument(
         "trace",
@@ -102,12 +93,6 @@ def _size(text: str, requests: Sequence[TraceRequest]) -> int:
     return max(64, int(distinct_bytes(requests) * found)) if percent else int(found)
 
 
-def _scores(requests: Sequence[TraceRequest], size_bytes: int) -> dict[str, ReplayScore]:
-    namespaces = config.load().store.namespaces
-    scores = {STORE: replay(requests, StoreReplay(size_bytes, namespaces))}
-    return scores | {name: replay(requests, cache(size_bytes)) for name, cache in REFERENCES.items()}
-
-
 def _summary(path: Path, requests: Sequence[TraceRequest]) -> str:
     accesses = sum(len(request.accesses) for request in requests)
     return (
@@ -117,59 +102,36 @@ def _summary(path: Path, requests: Sequence[TraceRequest]) -> str:
     )
 
 
-def _table(size_bytes: int, scores: dict[str, ReplayScore], optimum: OfflineOptimum) -> Table:
-    table = Table(title=f"store of {size_bytes / _GIB:,.2f} GiB", title_justify="left")
-    for head in ("policy", "hits", "hits by bytes", "saved s", "saved of all", "of optimum"):
-        table.add_column(head, justify="left" if head == "policy" else "right")
-    for name, score in scores.items():
-        total = score.total
-        table.add_row(
-            name,
-            f"{total.hit_rate:.2%}",
-            f"{total.byte_hit_rate:.2%}",
-            f"{total.saved_s:,.2f}",
-            f"{total.saved_s / max(total.cost_s, 1e-12):.2%}",
-            f"{total.saved_s / max(optimum.saved_s, 1e-12):.2f}",
-        )
-    whole = scores[STORE].total
-    table.add_row(
-        optimum.name,
-        f"{optimum.hits / max(1, whole.accesses):.2%}",
-        "",
-        f"{optimum.saved_s:,.2f}",
-        f"{optimum.saved_s / max(whole.cost_s, 1e-12):.2%}",
-        "1.00",
-    )
-    return table
-
-
-def _app_table(scores: dict[str, ReplayScore]) -> Table:
-    table = Table(title="by app", title_justify="left")
-    for head in ("app", "accesses", *(f"{name}: hits, saved s" for name in (STORE, "LRU"))):
+def _table(scores: Mapping[int, ReplayScore]) -> Table:
+    """Return a row for each size, followed by a row for each app if there are several."""
+    table = Table()
+    for head in ("store", "app", "accesses", "hits", "hits by bytes", "saved s", "saved of all"):
         table.add_column(head, justify="left" if head == "app" else "right")
-    for app in sorted(scores[STORE].by_app):
-        cells = [
-            f"{one.hit_rate:.2%}, {one.saved_s:,.2f}"
-            for one in (scores[name].by_app[app] for name in (STORE, "LRU"))
-        ]
-        table.add_row(app, f"{scores[STORE].by_app[app].accesses:,}", *cells)
+    for size_bytes, score in scores.items():
+        apps = sorted(score.by_app.items()) if len(score.by_app) > 1 else []
+        for app, counts in (("", score.total), *apps):
+            table.add_row(
+                "" if app else f"{size_bytes / _GIB:,.2f} GiB",
+                app or "all",
+                f"{counts.accesses:,}",
+                f"{counts.hit_rate:.2%}",
+                f"{counts.byte_hit_rate:.2%}",
+                f"{counts.saved_s:,.2f}",
+                f"{counts.saved_s / max(counts.cost_s, 1e-12):.2%}",
+            )
     return table
 
 
-def _plot(path: Path, sizes: Sequence[int], curves: dict[str, list[float]]) -> None:
+def _plot(path: Path, scores: Mapping[int, ReplayScore]) -> None:
     from matplotlib.figure import Figure  # an optional dependency, not needed for the table
 
-    order = sorted(range(len(sizes)), key=lambda i: sizes[i])
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for name, saved in curves.items():
-        line = "--" if name.startswith("optimum") else "-"
-        gib = [sizes[i] / _GIB for i in order]
-        axes.plot(gib, [saved[i] for i in order], marker="o", label=name, linestyle=line)
+    sizes = sorted(scores)
+    axes.plot([size / _GIB for size in sizes], [scores[size].total.saved_s for size in sizes], marker="o")
     axes.set_xlabel("store, GiB")
     axes.set_ylabel("recomputation saved, s")
     axes.set_ylim(bottom=0)
-    axes.legend()
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as e:

@@ -1,4 +1,4 @@
-"""Hits and saved seconds of policies on one trace.
+"""Hits and saved seconds of a cache on one trace.
 
 `StoreReplay` is the policy of the store: its index, as a daemon runs it, without memory, sockets or a clock.
 """
@@ -13,24 +13,28 @@ from typing import Final, Protocol
 
 from cornplug.replay.trace_readers import TraceAccess, TraceRequest
 from cornplug.settings import NamespaceConfig
-from cornplug.store.base import KEY_BYTES, Reservation
+from cornplug.store.base import KEY_BYTES, Reservation, ReserveTerms
 from cornplug.store.daemon.index import StoreIndex
+from cornplug.store.daemon.reservations import ReservationTimes
 
 _OWNER: Final = 1
 _BATCH: Final = 64
-"""Entries that an engine reserves before it commits them: pages of a step."""
+"""Number of entries that an engine reserves before it commits them, such as the pages of a step."""
 
 
 class StoreReplay:
-    """Requests as engines make them: a lease on the entries that are there, and room for the others."""
+    """Store that handles requests as engines send them: it leases present entries and reserves missing
+    entries.
+    """
 
     def __init__(self, capacity_bytes: int, namespaces: Mapping[str, NamespaceConfig] | None = None) -> None:
         self._index = StoreIndex(
-            bytes(16), capacity_bytes, quarantine_s=0.0, grow=lambda missing: missing, namespaces=namespaces
-        )
+            bytes(16), capacity_bytes, times=ReservationTimes(0.0), grow=lambda missing: missing,
+            namespaces=namespaces,
+        )  # fmt: skip
 
     def serve(self, request: TraceRequest) -> list[bool]:
-        """Whether each access finds its entry; the missing ones are written."""
+        """Return whether each access finds its entry, and write the missing entries."""
         keys = [_key(access) for access in request.accesses]
         mask = self._index.contains(keys)
         there = [key for key, is_there in zip(keys, mask, strict=True) if is_there]
@@ -48,11 +52,10 @@ class StoreReplay:
         reserved: list[Reservation] = []
         for cost_s, some in groupby(missing, key=lambda access: access.cost_s):
             entries = [(_key(access), access.size_bytes) for access in some]
-            answers = self._index.reserve(
-                _OWNER, entries, app=request.app, now_s=request.time_s, cost_s=cost_s
-            )
+            terms = ReserveTerms(request.app, cost_s=cost_s)
+            answers = self._index.reserve(_OWNER, entries, terms, now_s=request.time_s)
             reserved += [answer for answer in answers if isinstance(answer, Reservation)]
-        # As the daemon: of one message the tail first.
+        # Like the daemon, commit the entries of one message tail first.
         for one in reversed(reserved):
             self._index.commit(_OWNER, one.token, b"")
 
@@ -62,7 +65,7 @@ def _key(access: TraceAccess) -> bytes:
 
 
 class ReplayedCache(Protocol):
-    """A cache that a trace is replayed against."""
+    """Cache against which a trace is replayed."""
 
     def serve(self, request: TraceRequest) -> Sequence[bool]:
         """Return whether each access finds its entry, and write the missing entries."""
@@ -70,8 +73,9 @@ class ReplayedCache(Protocol):
 
 @dataclass(slots=True)
 class AccessCounts:
-    """Counts over some accesses. A hit after a missing part of its prefix counts as a hit but saves
-    nothing."""
+    """Counts over some accesses. A hit after a missing part of its prefix counts as a hit but saves no
+    time.
+    """
 
     accesses: int = 0
     hits: int = 0
@@ -91,7 +95,7 @@ class AccessCounts:
 
 @dataclass(slots=True)
 class ReplayScore:
-    """The result of one policy."""
+    """Result of one cache."""
 
     total: AccessCounts = field(default_factory=AccessCounts)
     by_app: dict[str, AccessCounts] = field(default_factory=lambda: defaultdict(AccessCounts))

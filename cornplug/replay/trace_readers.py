@@ -34,28 +34,28 @@ _KEY_MASK: Final = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class TraceAccess:
-    """One entry that a request needs."""
+    """Entry that a request needs."""
 
     key: int
-    """Below 2**64."""
+    """Number below 2**64 that identifies the entry."""
     size_bytes: int
     cost_s: float
-    """Seconds that its recomputation takes."""
+    """Seconds to recompute the entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request, with the entries that it looks up, and writes if they are missing."""
+    """Request with the entries that it looks up, and writes if they are missing."""
 
     time_s: float
     app: str
     accesses: tuple[TraceAccess, ...]
     is_prefix: bool
-    """Each entry continues the one before it, as KV pages do: without that one it saves nothing."""
+    """Whether each entry continues the previous entry, like KV pages, so that it saves nothing without it."""
 
 
 def distinct_bytes(requests: Iterable[TraceRequest]) -> int:
-    """Bytes of all entries of a trace, each once."""
+    """Return the bytes of all distinct entries of a trace."""
     return sum({access.key: access.size_bytes for one in requests for access in one.accesses}.values())
 
 

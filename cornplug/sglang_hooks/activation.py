@@ -62,13 +62,13 @@ def need(parts: Iterable[str]) -> None:
 
 
 def needed() -> frozenset[str] | None:
-    """Parts that the main process has selected, or None if it has not selected any yet."""
+    """Return the parts that the main process has selected, or None if it has not selected any yet."""
     said = os.environ.get(_PARTS)
     return None if said is None else frozenset(part for part in said.split(",") if part)
 
 
 def group() -> bytes:
-    """Id of this replica's tensor-parallel ranks in the store (32 bytes).
+    """Return the id of this replica's tensor-parallel ranks in the store (32 bytes).
 
     b"" in a process that was not started by the main process of a sharing server. Call it only in SGLang's
     scheduler processes. Each replica of a server has a different id.
@@ -84,7 +84,7 @@ def group() -> bytes:
 
 
 def is_on() -> bool:
-    """Whether this server was started with cornplug."""
+    """Return whether this server was started with cornplug."""
     return _VARIABLE in os.environ
 
 
@@ -106,7 +106,7 @@ def _runtime(pid: int) -> EngineRuntime:
 
 
 def runtime() -> EngineRuntime:
-    """Settings and store connection of this process, created on first use. Requires `is_on`.
+    """Return the settings and store connection of this process, created on first use. Requires `is_on`.
 
     Raises ConfigError if the settings are invalid.
     """
@@ -115,5 +115,5 @@ def runtime() -> EngineRuntime:
 
 
 def tally() -> Tally:
-    """Counters of this process, which the server's `/metrics` shows."""
+    """Return the counters of this process, which the server's `/metrics` shows."""
     return _tally

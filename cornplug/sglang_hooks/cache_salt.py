@@ -9,7 +9,7 @@ _MARK: Final = "\x00"
 
 
 def salt_of(cache_salt: str | None, extra_key: str | None) -> str | None:
-    """Salt of a request's embeddings and pages. None is the deployment's shared domain.
+    """Return the salt of a request's embeddings and pages. None is the deployment's shared domain.
 
     A `cache_salt` alone is used unchanged, so it names the same domain as in vLLM. A user's `extra_key`
     (without the LoRA id that SGLang appends) makes another domain. The encoding distinguishes all pairs of

@@ -1,7 +1,7 @@
 """Facts of one SGLang version: the tested range, the validated families, and how functions are hooked.
 
-SGLang offers entry points and a hook registry for any of its functions. Each module of this
-room lists the hooks that it needs (`HOOKS`); `hook_registry.py` registers them.
+SGLang provides entry points, and a hook registry for all of its functions. Each module of this package lists
+the hooks that it needs (`HOOKS`), and `hook_registry.py` registers them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ share."""
 
 
 def validated_families(dtype: str, kind: str = "image") -> frozenset[str]:
-    """Families for which the installed SGLang shares images with this dtype.
+    """Return the families for which the installed SGLang shares images with this dtype.
 
     `tests/integration/test_families.py` has compared this release's embeddings with those of the encoder
     service. Among the others, SGLang 0.5.23 computes Gemma 3's SigLIP with CLIP's activation, cannot load

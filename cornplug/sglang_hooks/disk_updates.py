@@ -5,7 +5,7 @@ notifies all processes of the server, because the tokenizer's process has no wei
 
     tokenizer, each rank    the epoch is odd: no process shares
     each rank               loads, flushes its cache, compares its memory with the files, votes
-    first rank              all votes are yes: names the folder, and the epoch is even
+    first rank              all votes are yes: records the folder, and the epoch is even
 
 After an update, nothing that was computed with the previous weights remains: SGLang's flush has ended its
 storage threads and emptied its trees, and each rank has dropped page hashes, placeholders and embeddings. If
@@ -36,8 +36,7 @@ _trained: Final[set[bool]] = set()
 
 
 def _loaded(_result: Any, runner: Any) -> None:
-    """Called after weights are loaded. If they are fetched while graphs are captured, `load_model` returns
-    without them."""
+    """Compare the loaded weights with the files, unless they are fetched later, while graphs are captured."""
     if runner.startup_weight_load is None:
         _check(runner)
 
@@ -86,7 +85,7 @@ def _update(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
 
 
 def _excluded(manager: Any, recv_req: Any) -> str:
-    """Reason why cornplug cannot identify the weights that the request loads, or ""."""
+    """Return the reason why cornplug cannot identify the weights that the request loads, or ""."""
     if recv_req.load_format not in READS_SAFETENSORS:
         return f"load format {recv_req.load_format!r} is not supported"
     if _trained:
@@ -100,7 +99,7 @@ def note_trained() -> None:
 
 
 def excluded_server(manager: Any) -> str:
-    """Reason why cornplug cannot identify new weights of this server, or ""."""
+    """Return the reason why cornplug cannot identify new weights of this server, or ""."""
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
     from sglang.srt.runtime_context import get_server_args
 
@@ -122,7 +121,7 @@ def excluded_server(manager: Any) -> str:
 
 
 def _unlike(manager: Any, recv_req: Any, result: Any, path: str, began_ns: int) -> str:
-    """Reason why this rank does not hold exactly the folder's weights, or "" if it does."""
+    """Return the reason why this rank does not hold exactly the folder's weights, or "" if it does."""
     if not (result.success and recv_req.flush_cache):
         return "SGLang did not load the weights and flush its cache"
     if str(Path(recv_req.model_path).resolve()) != path:

@@ -44,7 +44,7 @@ _registered: dict[str, Hook] = {}
 
 
 def needed(server_args: Any) -> frozenset[str]:
-    """Parts that a server with these resolved settings needs."""
+    """Return the parts that a server with these resolved settings needs."""
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 
     from cornplug.sglang_hooks.kv import hicache_config
@@ -78,7 +78,7 @@ def needed(server_args: Any) -> frozenset[str]:
 
 
 def hooks(parts: Iterable[str]) -> tuple[Hook, ...]:
-    """Hooks of these parts."""
+    """Return the hooks of these parts."""
     found: list[Hook] = []
     for place in (place for part in sorted(parts) for place in _MODULES[part]):
         module, _, name = place.partition(":")
@@ -137,7 +137,7 @@ def is_applied(hook: Hook) -> bool:
 
 
 def misfit(hook: Hook) -> str:
-    """Reason why a hook cannot accept the calls of its target, or "" if it can.
+    """Return the reason why a hook cannot accept the calls of its target, or "" if it can.
 
     The check passes every parameter of the target, by position and by name, so that an added or renamed
     parameter is detected here and not by the first request.

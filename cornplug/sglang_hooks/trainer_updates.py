@@ -3,8 +3,8 @@
     tokenizer, each rank    the epoch is odd: no process shares
     each rank               a session (begin_weight_update to end_weight_update) of any number of calls, or
                             one update_weights_from_ipc
-    each rank               the session is over: has nothing computed before, votes on its version
-    first rank              all votes are yes and of one version: names it, and the epoch is even
+    each rank               the session is over: drops what was computed before, votes on its version
+    first rank              all votes are yes and for one version: records it, and the epoch is even
 
 The calls of a session are parts of one state of the weights, which has a name only at its end. Any of the
 calls may contain the version, and so may `/update_weight_version` after them. If the calls contain different
@@ -45,7 +45,7 @@ class _Update:
     waits_for_flush: bool = False
 
     def version(self) -> str | None:
-        """The version of the update, or None unless there is exactly one."""
+        """Return the version of the update, or None unless there is exactly one."""
         return next(iter(self.versions)) if len(self.versions) == 1 else None
 
 
@@ -165,7 +165,7 @@ def _settle(manager: Any, update: _Update, *, is_empty: bool) -> None:
 
 
 def _wrapper_made(_wrapper: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Called before SGLang creates the handler of `/flush_cache`.
+    """Wrap the function that the handler of `/flush_cache` will call, before SGLang creates the handler.
 
     Another module hooks `Scheduler.flush_cache`, and SGLang supports one hook per function and process.
     """

@@ -105,6 +105,16 @@ class WriterPart(msgspec.Struct, frozen=True, array_like=True):
     """Total number of parts that are written."""
 
 
+class ReserveTerms(msgspec.Struct, frozen=True):
+    """Writer and cost of entries that are reserved together, see `Store.reserve`."""
+
+    app: str
+    part: WriterPart | None = None
+    only_seen: bool = False
+    cost_s: float = 0.0
+    """Seconds to recompute each entry, or 0 if unknown."""
+
+
 class ReserveRefusal(enum.Enum):
     """Reason why `reserve` did not return memory.
 

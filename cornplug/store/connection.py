@@ -331,19 +331,19 @@ class DaemonConnection:
             try:
                 reply = self._first_answer(end_s)
             except (msgspec.MsgspecError, ProtocolError, ValueError) as e:
-                raise ConnectionResetError(f"no store answers there: {e}") from e
+                raise ConnectionResetError(f"no store responds there: {e}") from e
             if isinstance(reply, messages.ClientRejected):
                 field = "store.secret_file" if reply.reason == "secret" else "store.socket"
                 raise ConfigError(field, reply.message, _REMEDIES[reply.reason])
             if not isinstance(reply, messages.DaemonWelcome) or len(fds) != _WELCOME_FDS:
-                raise ConnectionResetError("no store answers there")
+                raise ConnectionResetError("no store responds there")
             arena_fd, fences_fd, table_fd, notes_fd = fds
             try:
                 arena = MappedArena(arena_fd, reply.arena_id, reply.capacity_bytes, MappedFences(fences_fd))
                 notes = None if reply.notes_page == NO_PAGE else ClientNotes(notes_fd, reply.notes_page)
                 return arena, MappedEntryTable(table_fd), notes
             except ValueError as e:
-                raise ConnectionResetError(f"no store answers there: {e}") from e
+                raise ConnectionResetError(f"no store responds there: {e}") from e
         finally:
             for fd in fds:
                 os.close(fd)

@@ -150,7 +150,7 @@ class MappedEntryTable:
         self.shape = TableShape(self._words[BUCKETS], self._words[RECORDS])
         buckets = self.shape.buckets
         if buckets < 1 or buckets & (buckets - 1) or self.shape.size_bytes != size_bytes:
-            raise ValueError(f"no table of entries: {self.shape}, {size_bytes} bytes")
+            raise ValueError(f"not a table of entries: {self.shape}, {size_bytes} bytes")
         words = np.frombuffer(self._bytes, np.uint64, buckets * LANES, HEADER_BYTES)
         self._buckets = words.reshape(-1, LANES)
         self._bucket_mask = np.uint64(buckets - 1)
@@ -234,4 +234,4 @@ class MappedEntryTable:
 
     def _check_serving(self) -> None:
         if self._words[SERVING] != 1:
-            raise StoreUnavailable("the store is gone: it has ended", reason="store_down")
+            raise StoreUnavailable("the store has ended", reason="store_down")

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from cornplug.errors import StoreUnavailable
 from cornplug.settings import NamespaceConfig
 from cornplug.store.arena import WriteFences
-from cornplug.store.base import Leases, PayloadLocation, Reservation, ReserveRefusal, WriterPart
+from cornplug.store.base import Leases, PayloadLocation, Reservation, ReserveRefusal, ReserveTerms, WriterPart
 from cornplug.store.daemon.index import StoreIndex
-from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
+from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, ReservationTimes
 from cornplug.store.store_stats import StoreStat
 from cornplug.store.validation import (
     check_app,
@@ -50,9 +50,13 @@ class MemoryStore:
         self.arena = mmap.mmap(-1, max(capacity_bytes, mmap.PAGESIZE))
         self.fences = WriteFences()
         self.index = StoreIndex(
-            secrets.token_bytes(16), capacity_bytes, quarantine_s=quarantine_s, grow=lambda missing: missing,
-            reservation_s=reservation_s, reclaim_s=reclaim_s, fences=self.fences, namespaces=namespaces,
-        )  # fmt: skip
+            secrets.token_bytes(16),
+            capacity_bytes,
+            times=ReservationTimes(quarantine_s, reservation_s, reclaim_s),
+            grow=lambda missing: missing,
+            fences=self.fences,
+            namespaces=namespaces,
+        )
         self._owners = itertools.count(1)
 
     def connect(self) -> MemoryConnection:
@@ -95,9 +99,8 @@ class MemoryConnection:
         check_cost(cost_s)
         with self._store.lock:
             index, now_s = self._index(), self._store.clock()
-            return index.reserve(
-                self._owner, entries, app=app, part=part, now_s=now_s, only_seen=only_seen, cost_s=cost_s
-            )
+            terms = ReserveTerms(app, part, only_seen, cost_s)
+            return index.reserve(self._owner, entries, terms, now_s=now_s)
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
         for _, meta in written:

@@ -244,7 +244,7 @@ def split_keys(blob: bytes, most: int = MAX_KEYS) -> list[bytes]:
     """Split joined keys. Raises ValueError if the length is not a multiple of the key size, or for more than
     `most` keys."""
     if len(blob) % KEY_BYTES:
-        raise ValueError(f"{len(blob)} bytes are no whole number of keys")
+        raise ValueError(f"{len(blob)} bytes are not a whole number of keys")
     check_count(len(blob) // KEY_BYTES, most)
     # This is five times as fast as slicing in a loop.
     return list(struct.unpack(f"{KEY_BYTES}s" * (len(blob) // KEY_BYTES), blob))
@@ -253,7 +253,7 @@ def split_keys(blob: bytes, most: int = MAX_KEYS) -> list[bytes]:
 def take_number(body: bytes) -> tuple[int, memoryview]:
     """Return the number and the message of a body. Raises ProtocolError if it is too short."""
     if len(body) < NUMBER.size:
-        raise ProtocolError("a message without its number")
+        raise ProtocolError("a message has no number")
     return NUMBER.unpack_from(body)[0], memoryview(body)[NUMBER.size :]
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Literal, TypeVar, cast
 
+import msgspec
 import xxhash
 
 from cornplug import codec
@@ -44,6 +45,7 @@ FAR_WAIT_S: Final = 5e-3
 _PAUSE_S: Final = 0.005
 PIECE_BYTES: Final = 1 << 20
 LEASE_S: Final = 30.0
+"""Time in seconds that an engine has to copy a leased entry. After that, the entry can be evicted."""
 _Found = TypeVar("_Found")
 Outcome = Literal["stored", "present", "pending", "growing", "full", "too_large", "lost"]
 """Result of `put_payload`. "lost" means that the reservation ended before the commit."""
@@ -250,36 +252,41 @@ def _get_into(
         return header
 
 
-def put_payload(
-    store: Store,
-    payload: bytes | bytearray | memoryview,
-    *,
-    kind: codec.PayloadKind,
-    key: bytes,
-    dtype: str,
-    shape: Sequence[int],
-    app: str,
-    deadline_s: float,
-    segments: int = 1,
-    cost_s: float = 0.0,
-) -> Outcome:
-    """Store a payload (C-contiguous, any item size) under `key`.
+class NewPayload(msgspec.Struct, frozen=True):
+    """Payload to store, and its header without checksums."""
 
-    Each of `segments` equal parts gets a checksum. `cost_s` is the time in seconds that it takes to recompute
-    the payload, or 0 if unknown. Raises StoreUnavailable if the store does not reply, and ValueError if the
-    payload cannot be divided into `segments`.
+    data: bytes | bytearray | memoryview
+    """C-contiguous, any item size."""
+    kind: codec.PayloadKind
+    key: bytes
+    dtype: str
+    shape: Sequence[int]
+    segments: int = 1
+    """Number of equal parts, each of which gets a checksum."""
+
+
+def put_payload(
+    store: Store, payload: NewPayload, *, app: str, deadline_s: float, cost_s: float = 0.0
+) -> Outcome:
+    """Store a payload under its key.
+
+    `cost_s` is the time in seconds that it takes to recompute the payload, or 0 if unknown. Raises
+    StoreUnavailable if the store does not reply, and ValueError if the payload cannot be divided into its
+    segments.
     """
-    source = memoryview(payload).cast("B")
+    source, segments = memoryview(payload.data).cast("B"), payload.segments
     if segments < 1 or source.nbytes % segments:
         raise ValueError(f"{source.nbytes} bytes are not {segments} equal segments")
-    answer = reserve(store, [(key, source.nbytes)], app=app, deadline_s=deadline_s, cost_s=cost_s)[0]
+    answer = reserve(store, [(payload.key, source.nbytes)], app=app, deadline_s=deadline_s, cost_s=cost_s)[0]
     if isinstance(answer, ReserveRefusal):
         return cast(Outcome, answer.value)  # FIRST_SIGHT is returned only for calls with `only_seen`
     with contextlib.ExitStack() as on_error:
         on_error.callback(_give_up, store, answer, deadline_s)
         target = store.view(answer.location, writable=True)
         checksums = copy_checksummed(target, source, segments, of="source")
-        header = codec.PayloadHeader(kind, key, dtype, tuple(shape), checksums)
+        header = codec.PayloadHeader(
+            payload.kind, payload.key, payload.dtype, tuple(payload.shape), checksums
+        )
         meta = codec.encode_header(header)
         on_error.pop_all()
     return "stored" if store.commit([(answer, meta)], deadline_s=deadline_s)[0] else "lost"

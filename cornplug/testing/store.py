@@ -1,4 +1,4 @@
-"""The contract of `cornplug.store.base.Store`, as tests that every implementation runs.
+"""Contract of `cornplug.store.base.Store`, as tests that every implementation runs.
 
 class TestMine(StoreContract):
     capacity_bytes = 1 << 20
@@ -17,7 +17,7 @@ import pytest
 from cornplug.codec import PayloadKind
 from cornplug.errors import CodecError, StoreUnavailable
 from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, Store, WriterPart
-from cornplug.store.payload import get_payload, get_payload_into, put_payload
+from cornplug.store.payload import NewPayload, get_payload, get_payload_into, put_payload
 from cornplug.testing.store_writing import (
     DEADLINE_S,
     StoreStage,
@@ -37,7 +37,7 @@ __all__ = ["DEADLINE_S", "StoreContract", "StoreStage", "fill", "key", "lease", 
 def reserve_seen(
     store: Store, name: object, size_bytes: int = 64, part: WriterPart | None = None
 ) -> Reservation | ReserveRefusal:
-    """The answer to one request that wants room only for a key that another one named."""
+    """Reserve for one request that reserves only a key that another request has named."""
     entries = [(key(name), size_bytes)]
     return store.reserve(entries, app="test", part=part, deadline_s=DEADLINE_S, only_seen=True)[0]
 
@@ -224,8 +224,8 @@ class StoreContract(WritingContract, SightingContract):
         held = [lease(store, name) for name in range(3)]
         assert None not in held
         assert lease(store, 3) is None
-        assert lease(store, 0) is not None, "what it has it may have twice"
-        assert isinstance(reserve(store, "new", self.quarter), Reservation), "writers have the rest"
+        assert lease(store, 0) is not None, "a leased entry can be leased again"
+        assert isinstance(reserve(store, "new", self.quarter), Reservation), "the rest is for writers"
         assert lease(other, 0) is not None
         store.release([each.token for each in held[1:] if each], deadline_s=DEADLINE_S)
         assert isinstance(reserve(store, "newer", self.quarter), Reservation)
@@ -336,9 +336,13 @@ class StoreContract(WritingContract, SightingContract):
     def test_store_copying_reads_count_and_refresh(self, store: Store, other: Store) -> None:
         for name in range(4):
             put_payload(
-                store, bytes(self.quarter), kind=PayloadKind.EMBEDDING, key=key(name), dtype="float16",
-                shape=(1,), app="test", deadline_s=DEADLINE_S,
-            )  # fmt: skip
+                store,
+                NewPayload(
+                    bytes(self.quarter), PayloadKind.EMBEDDING, key=key(name), dtype="float16", shape=(1,)
+                ),
+                app="test",
+                deadline_s=DEADLINE_S,
+            )
         target = memoryview(bytearray(self.quarter))
         assert get_payload(other, key(0), deadline_s=DEADLINE_S) is not None
         assert get_payload_into(other, key(1), target, deadline_s=DEADLINE_S) is not None

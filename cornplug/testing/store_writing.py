@@ -1,4 +1,4 @@
-"""Helpers of the store's contract, and its tests of writing: reservations that end, parts, late writers."""
+"""Helpers of the store's contract, and its tests of writing: expiring reservations, parts, late writers."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from cornplug import codec
 from cornplug.codec import PayloadKind
 from cornplug.errors import StoreUnavailable
 from cornplug.store.base import Lease, PayloadLocation, Reservation, ReserveRefusal, Store, WriterPart
-from cornplug.store.payload import get_payload, put_payload
+from cornplug.store.payload import NewPayload, get_payload, put_payload
 
 DEADLINE_S = 5.0
 
 
 @dataclass(frozen=True)
 class StoreStage:
-    """The stage of a test: one store of `StoreContract.capacity_bytes`, with these times."""
+    """Environment of a test: one store of `StoreContract.capacity_bytes`, with these times."""
 
     connect: Callable[[], Store]
-    """A new connection to the one store; the stage closes it."""
+    """Open a new connection to the store, which the stage closes."""
     advance: Callable[[float], None]
-    """Let so many seconds pass for the store: by a clock, or by waiting."""
+    """Let a number of seconds pass for the store, by a clock or by waiting."""
     quarantine_s: float
     reservation_s: float
-    """When a reservation ends by itself."""
+    """Seconds after which a reservation expires."""
     reclaim_s: float
-    """When its room is given to others although its writer, alive, has said nothing."""
+    """Seconds after which its memory is reused although its connected writer has sent nothing."""
     raw: Callable[[Store, PayloadLocation], memoryview]
-    """The bytes of a location, writable, past all checks of `view`, as a stray write would reach them."""
+    """Return the bytes of a location, writable and without the checks of `view`, as a stray write would
+    access them.
+    """
 
 
 def key(name: object) -> bytes:
-    """A key for a test."""
+    """Return a key for a test."""
     return hashlib.sha256(repr(name).encode()).digest()
 
 
@@ -52,7 +54,7 @@ def reserve_part(
 
 
 def write_part(store: Store, room: Reservation, payload: bytes, segments: int, mine: range) -> bool:
-    """Write and commit the segments `mine` of a payload; whether they are in."""
+    """Write and commit the segments `mine` of a payload. Return whether they were accepted."""
     step = len(payload) // segments
     view = store.view(room.location, writable=True)
     view[mine.start * step : mine.stop * step] = payload[mine.start * step : mine.stop * step]
@@ -62,7 +64,7 @@ def write_part(store: Store, room: Reservation, payload: bytes, segments: int, m
 
 
 def fill(store: Store, name: object, payload: bytes, app: str = "test") -> None:
-    """Reserve, write and commit one entry with meta b"meta"; fails the test if refused."""
+    """Reserve, write and commit one entry with meta b"meta". Fails the test if it is refused."""
     room = reserve(store, name, len(payload), app)
     assert isinstance(room, Reservation), room
     store.view(room.location, writable=True)[:] = payload
@@ -81,9 +83,13 @@ def put(store: Store, payload: bytes, segments: int) -> str:
     """Store `payload` under key("e") as 64 float16 rows."""
     shape = (64, len(payload) // 128)
     return put_payload(
-        store, payload, kind=PayloadKind.EMBEDDING, key=key("e"), dtype="float16", shape=shape, app="test",
-        deadline_s=DEADLINE_S, segments=segments,
-    )  # fmt: skip
+        store,
+        NewPayload(
+            payload, PayloadKind.EMBEDDING, key=key("e"), dtype="float16", shape=shape, segments=segments
+        ),
+        app="test",
+        deadline_s=DEADLINE_S,
+    )
 
 
 class WritingContract:
@@ -190,7 +196,7 @@ class WritingContract:
         assert reserve_part(other, "a", 128, 1, group=b"h" * 16) is ReserveRefusal.PENDING
         assert reserve_part(other, "a", 128, 1, count=3) is ReserveRefusal.PENDING
         assert reserve_part(other, "a", 64, 1) is ReserveRefusal.PENDING
-        assert reserve_part(store, "a", 128, 0) is ReserveRefusal.PENDING, "this part has its writer"
+        assert reserve_part(store, "a", 128, 0) is ReserveRefusal.PENDING, "this part already has a writer"
         assert isinstance(reserve_part(other, "a", 128, 1), Reservation)
         assert store.stat(deadline_s=DEADLINE_S).reservations == 1
 
@@ -220,7 +226,9 @@ class WritingContract:
         with pytest.raises(StoreUnavailable):
             write_part(other, second, b"x" * size, 4, range(2, 4))
         stage.advance(stage.quarantine_s + 0.1)
-        assert reserve(other, "b", 64) is ReserveRefusal.FULL, "the other part's writer may be writing"
+        assert reserve(other, "b", 64) is ReserveRefusal.FULL, (
+            "the writer of the other part may still be writing"
+        )
         assert other.commit([(second, b"")], deadline_s=DEADLINE_S) == [False]
         assert isinstance(reserve(other, "b", size), Reservation)
 
@@ -244,7 +252,7 @@ class WritingContract:
         assert isinstance(room, Reservation)
         assert write_part(store, room, b"x" * size, 2, range(1))
         stage.advance(stage.reservation_s + 0.1)
-        assert isinstance(reserve(store, "a", size), Reservation), "nobody writes there any more"
+        assert isinstance(reserve(store, "a", size), Reservation), "no process writes there any more"
 
     def test_store_bad_part_raises_value_error(self, store: Store) -> None:
         for group, index, count in (

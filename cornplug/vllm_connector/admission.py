@@ -20,7 +20,7 @@ rate of first tokens while requests wait (Little's law: J. Little, "A proof for 
 1961). A class keeps its share because the number of requests in the queue is limited, not because of their
 order:
 
-    room of the queue = requests that the rate serves inside the shortest deadline of a class with a share
+    size of the queue = requests that the rate serves inside the shortest deadline of a class with a share
     ├ premium's share of it     kept free for premium, used or not
     ├ standard's share
     └ the rest                  requests of any class, in the order of arrival
@@ -167,21 +167,23 @@ class TtftForecast:
         return TtftVerdict(outcome="admitted", wait_s=wait_s)
 
     def _queue(self, last: QueueReading, now_s: float, rate: float) -> float:
-        """Requests ahead: the queue of the last reading, plus requests sent since, minus requests begun
-        since."""
+        """Return the number of requests ahead: the queue of the last reading, plus requests sent since, minus
+        requests begun since.
+        """
         since = min(self._since_reading, sum(self._pending.values()))
         return last.waiting + since - rate * max(now_s - last.at_s, 0.0)
 
 
 def _likely(requests: float) -> float:
-    """Queue length that covers nearly every wait after `requests`: their number and three standard
+    """Return the queue length that covers nearly every wait after `requests`: their number and three standard
     deviations. Times between first tokens have a standard deviation close to their mean, so that of a sum of
-    n grows with the root of n."""
+    n grows with the root of n.
+    """
     return requests + 3 * math.sqrt(requests)
 
 
 def _served(requests: float) -> float:
-    """Inverse of `_likely`."""
+    """Return the inverse of `_likely`."""
     return (math.sqrt(2.25 + requests) - 1.5) ** 2
 
 
@@ -263,7 +265,7 @@ class Admission:
 
 
 def _figures(registry: CollectorRegistry | None, clock: Callable[[], float]) -> QueueReading | None:
-    """vLLM's metrics, summed over its engines, or None if vLLM has none."""
+    """Return vLLM's metrics, summed over its engines, or None if vLLM has none."""
     found: dict[str, float] = {}
     try:
         for sample in (s for family in _families(registry) for s in family.samples if s.name in _NAMES):

@@ -74,7 +74,7 @@ def _warn(asked: str, why: str) -> None:
 
 
 def wraps(why: str) -> list[tuple[str, str, Callable[..., Any]]]:
-    """vLLM's functions to wrap, with their wrappers. `why` is the reason why cornplug is disabled."""
+    """Return vLLM's functions to wrap, with their wrappers. `why` is the reason why cornplug is disabled."""
     arguments = "vllm.engine.arg_utils"
     return [
         (arguments, "EngineArgs.add_cli_args", _add_cli_args),

@@ -1,27 +1,27 @@
 """Facts of one vLLM version: the tested range, the validated families, and how functions are wrapped.
 
-vLLM offers entry points, connector classes and metrics hooks; those need no patch. Functions without a
-hook in 0.32 are wrapped, each once and each by a thin shell over the original:
+vLLM's entry points, connector classes and metrics hooks need no patch. Functions that have no hook in 0.32
+are wrapped once, each by a short wrapper around the original:
 
-* `EngineArgs.add_cli_args` and `.from_cli_args`: the `--kv-connector` flag group;
-* `BaseMultiModalProcessor._get_mm_hashes` and `InputProcessor.process_inputs`: identifiers;
+* `EngineArgs.add_cli_args` and `.from_cli_args`: add the `--kv-connector` flag group.
+* `BaseMultiModalProcessor._get_mm_hashes` and `InputProcessor.process_inputs`: set identifiers of media.
 * `create_parser` of both item trackers, `BaseRenderer.render_chat` and `.render_chat_async`, and the HTTP
-  server's `init_exception_handler`: images of an engine without a tower;
-* `init_scale_out_state`: to say that media of requests that come rendered are not shared;
-* `Worker.get_kv_cache_spec`: to say what such an engine has not loaded;
-* `make_empty_encoder_model_runner_output`: what an engine without a language model reports of its saves;
-* `ImageEmbeddingMediaIO.load_base64`: handles in the place of embeddings;
-* `Worker.load_model` and `.reload_weights`: to compare the loaded weights with the files;
-* `MultiConnector.__init__` and `.update_state_after_alloc`: to learn that other connectors load KV;
-* `EngineCoreProc.run_busy_loop`: to wake an engine that sleeps;
-* `SpinCondition.wait`: so that steps without tokens do not keep workers spinning;
-* `OMPProcessManager.__init__`: so that an engine on a CPU computes on as many cores as without cornplug;
-* `EngineCore._reset_caches`: to tell a pause from a reset that a user asked for;
-* `collective_rpc` of `EngineCore` and `AsyncLLM`, `EngineCore.sleep`: to learn that weights were replaced;
-* `EngineCore.reset_prefix_cache`: to learn that no block holds KV of replaced weights;
-* `Worker.sleep`: to end copies of KV before its memory goes away;
-* `Scheduler.__init__`: to learn whether one engine core, and no other, has this engine's state;
-* `Scheduler.add_request`: so that a request may have the id of one that was aborted while it loads.
+    server's `init_exception_handler`: process images for an engine without a tower.
+* `init_scale_out_state`: logs that media of requests that were rendered elsewhere are not shared.
+* `Worker.get_kv_cache_spec`: logs the weights that an engine without a tower has not loaded.
+* `make_empty_encoder_model_runner_output`: reports the saves of an engine without a language model.
+* `ImageEmbeddingMediaIO.load_base64`: accepts handles instead of embeddings.
+* `Worker.load_model` and `.reload_weights`: compare the loaded weights with the files.
+* `MultiConnector.__init__` and `.update_state_after_alloc`: detect that other connectors load KV.
+* `EngineCoreProc.run_busy_loop`: wakes a sleeping engine.
+* `SpinCondition.wait`: does not let workers spin after steps without tokens.
+* `OMPProcessManager.__init__`: lets an engine on a CPU use as many cores as without cornplug.
+* `EngineCore._reset_caches`: distinguishes a pause from a reset that a user requested.
+* `collective_rpc` of `EngineCore` and `AsyncLLM`, `EngineCore.sleep`: detect that weights were replaced.
+* `EngineCore.reset_prefix_cache`: detects that no block holds KV of replaced weights.
+* `Worker.sleep`: ends copies of KV before its memory is released.
+* `Scheduler.__init__`: counts the engine cores that share this engine's state.
+* `Scheduler.add_request`: allows the id of a request that was aborted while it loads.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _MARK = "_cornplug_original"
 
 
 def validated_families(dtype: str, kind: str = "image") -> frozenset[str]:
-    """Families whose media of this kind the installed vLLM shares with this dtype.
+    """Return the families whose media of this kind the installed vLLM shares with this dtype.
 
     `tests/integration/test_families.py` and `test_family_videos.py` have compared this release's embeddings
     with those of the encoder service. vLLM may lay out, scale or split embeddings of other families
@@ -78,7 +78,7 @@ def adapts_neighbours(config: VllmConfig) -> bool:
 
 
 def decoding() -> str:
-    """Rule by which the installed vLLM decodes images."""
+    """Return the rule by which the installed vLLM decodes images."""
     version = str(SUPPORTED_VERSIONS.installed())
     # If the rule is unknown, this name makes the encoder service reject the request.
     return decoding_of("vllm", version) or f"vllm-{version}"

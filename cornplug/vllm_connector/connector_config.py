@@ -16,6 +16,7 @@ from cornplug.engine_common import engine_state
 from cornplug.engine_common.shared_flags import settings
 from cornplug.sharing_verdict import first_line
 from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.carried_flags import EMBEDDINGS_BY_VALUE
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
 from cornplug.vllm_connector.media import no_tower_settings
 from cornplug.vllm_connector.several_connectors import (
@@ -38,8 +39,9 @@ _left_out: Final[list[str]] = []
 
 
 def why_not() -> str:
-    """Reason why the last configuration that this process made does not share KV, or "" if it does or if
-    cornplug was not configured."""
+    """Return the reason why the last configuration that this process made does not share KV, or "" if it does
+    or if cornplug was not configured.
+    """
     return _left_out[0] if _left_out else ""
 
 
@@ -197,12 +199,12 @@ def kv_impossible(config: Any) -> str | None:
 
 
 def _note_by_value(config: Any) -> None:
-    """Record `--enable-mm-embeds` in the settings that every API process receives."""
+    """Record `--enable-mm-embeds` beside the settings that every API process receives."""
     kv, ec = our_settings(config.kv_transfer_config), config.ec_transfer_config
     if kv is not None:
-        kv["engine.embeddings_by_value"] = True
+        kv[EMBEDDINGS_BY_VALUE] = True
     if _is_ec(ec):
-        ec.ec_connector_extra_config["engine.embeddings_by_value"] = True
+        ec.ec_connector_extra_config[EMBEDDINGS_BY_VALUE] = True
 
 
 def _complete_settings(config: Any) -> None:

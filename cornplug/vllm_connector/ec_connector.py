@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 
 class CornplugECConnector(ECConnectorBase):
-    """Loads embeddings from the store and the encoder service, and saves embeddings that this engine
-    computes."""
+    """Encoder-cache connector that loads embeddings from the store and the encoder service, and saves
+    embeddings that this engine computes.
+    """
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
@@ -48,7 +49,7 @@ class CornplugECConnector(ECConnectorBase):
         if vllm_config.model_config.multimodal_config is None:
             return
         if role == ECConnectorRole.SCHEDULER:
-            early = early_prefill(vllm_config, wanted=run.config.engine.prefill_while_encoding)
+            early = early_prefill(vllm_config)
             self._scheduler = ECScheduler(
                 vllm_config, run, self._tally, early, encoder_only=not self.is_consumer
             )

@@ -78,8 +78,9 @@ class EngineAlarm:
         return in_wave is not None and in_wave()
 
     def _ring(self) -> None:
-        """Fire once and end. Pauses are frequent, so a postponed time is checked when the first one has
-        passed."""
+        """Fire once and end. Pauses are frequent, so a postponed time is checked when the original time has
+        passed.
+        """
         with self._changed:
             while self._due is not None:
                 left = self._due - time.monotonic()

@@ -1,7 +1,7 @@
-"""The last fence: an error of any kind in a hook ends sharing, and never the engine.
+"""Catches all errors in hooks: after an error, the engine continues without sharing.
 
-vLLM guards none of these calls: an exception in its engine core or in a worker ends the engine. Errors that
-can be expected are counted misses where they occur; this is for the others.
+vLLM does not catch exceptions of these calls, so an exception in its engine core or in a worker would end the
+engine. Expected errors are counted as misses where they occur. This module handles all others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 
 class Fenced(Protocol):
-    """A connector whose sharing can be stopped."""
+    """Connector whose sharing can be stopped."""
 
     def _stop_sharing(self, hook: str, error: Exception) -> None: ...
 
@@ -21,7 +21,9 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def fenced(answer: Callable[..., Any]) -> Callable[[_Hook], _Hook]:
-    """Return a decorator: after an error, sharing is stopped and the hook's result is `answer(self, ...)`."""
+    """Return a decorator of hooks. After an error it stops sharing, and the hook returns `answer(self,
+    ...)`.
+    """
 
     def decorate(hook: _Hook) -> _Hook:
         @functools.wraps(hook)
@@ -38,5 +40,5 @@ def fenced(answer: Callable[..., Any]) -> Callable[[_Hook], _Hook]:
 
 
 def called_again(hook: _Hook) -> _Hook:
-    """Decorator that stops sharing after an error and calls the hook once more."""
+    """Decorate a hook: after an error, stop sharing and call the hook once more."""
     return fenced(hook)(hook)

@@ -68,7 +68,7 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
 
 
 def transfer_configs(name: str, extra: Mapping[str, Any]) -> tuple[Any, Any | None]:
-    """vLLM's (KVTransferConfig, ECTransferConfig or None) for `--kv-connector name`.
+    """Return vLLM's (KVTransferConfig, ECTransferConfig or None) for `--kv-connector name`.
 
     Raises ConfigError for invalid settings, before any process is started.
     """

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
-    """Shares KV pages with all engines that run the same model."""
+    """KV connector that shares pages with all engines that run the same model."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

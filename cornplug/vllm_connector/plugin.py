@@ -16,12 +16,12 @@ _state: dict[str, bool | str] = {"registered": False}
 
 
 def registered() -> bool:
-    """Whether `register` has completed in this process."""
+    """Return whether `register` has completed in this process."""
     return bool(_state["registered"])
 
 
 def why_not() -> str:
-    """Reason why `register` did nothing, or "" if it completed or was not called yet."""
+    """Return the reason why `register` did nothing, or "" if it completed or was not called yet."""
     return str(_state.get("why", ""))
 
 
@@ -55,7 +55,7 @@ def _install_flags(why: str) -> None:
 
 
 def _seams() -> list[tuple[str, str, Callable[..., Any]]]:
-    """vLLM's functions to wrap, with their wrappers."""
+    """Return vLLM's functions to wrap, with their wrappers."""
     from cornplug.vllm_connector import connector_config, engine_alarm, flags, rendered_elsewhere
     from cornplug.vllm_connector.kv import copies_in_flight, cpu_use, page_keys, provenance, resets
     from cornplug.vllm_connector.media import encoder_only, left_out_weights, mm_identifiers, served_images

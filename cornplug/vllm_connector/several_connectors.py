@@ -19,7 +19,9 @@ id."""
 
 
 def connectors(kv: Any) -> list[dict[str, Any]]:
-    """Settings of a MultiConnector's connectors, as in its configuration. Empty for other connectors."""
+    """Return the settings of a MultiConnector's connectors, as in its configuration. Empty for other
+    connectors.
+    """
     if kv is None or kv.kv_connector != _MULTI:
         return []
     return list(kv.kv_connector_extra_config.get("connectors") or ())
@@ -31,8 +33,9 @@ def is_ours(kv: Any) -> bool:
 
 
 def our_settings(kv: Any) -> dict[str, Any] | None:
-    """cornplug's settings in a configuration, which may be modified, or None if cornplug is not a KV
-    connector in it."""
+    """Return cornplug's settings in a configuration, which may be modified, or None if cornplug is not a KV
+    connector in it.
+    """
     if is_ours(kv):
         return kv.kv_connector_extra_config
     for child in connectors(kv):
@@ -83,7 +86,7 @@ def with_offloading(kv: Any, size_gib: float, backend: str) -> Any:
 
 
 def _as_child(kv: Any) -> dict[str, Any]:
-    """Settings of one of several connectors: those that differ from vLLM's defaults."""
+    """Return the settings of one of several connectors: those that differ from vLLM's defaults."""
     plain = type(kv)(kv_connector=kv.kv_connector, kv_role=kv.kv_role)
     names = [one.name for one in dataclasses.fields(kv) if one.name != "engine_id"]
     given = {name: getattr(kv, name) for name in names if getattr(kv, name) != getattr(plain, name)}

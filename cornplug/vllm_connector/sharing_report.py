@@ -85,7 +85,7 @@ def _kv(config: VllmConfig) -> SharingVerdict:
     ours = our_settings(config.kv_transfer_config)
     if ours is None:
         return SharingVerdict(what="KV", shared=False, why=why_not() or "another KV connector is configured")
-    engine = settings.load(ours).engine
+    engine = settings.load_portable(ours).engine
     if not engine.share_kv:
         return SharingVerdict(what="KV", shared=False, why="engine.share_kv is false")
     config = _one_rank(config)
@@ -152,7 +152,7 @@ def _one_group_shares(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page
 
 
 def _layer_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """Layer name -> its KV cache spec, in the order of construction."""
+    """Return the KV cache spec of each layer by name, in the order of construction."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
@@ -194,7 +194,7 @@ def _build_draft(config: VllmConfig) -> None:
 
 
 def _grouped(config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> KVCacheConfig:
-    """The cache groups that vLLM makes of these layers."""
+    """Return the cache groups that vLLM makes of these layers."""
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     try:

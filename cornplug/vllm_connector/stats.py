@@ -51,13 +51,13 @@ class ECStats(_TallyStats, ECConnectorStats):
 
 
 def drained_kv(tally: Tally) -> KVStats | None:
-    """Counts since the last call, or None if there are none."""
+    """Return the counts since the last call, or None if there are none."""
     data = tally.drain()
     return KVStats(data=data) if data else None
 
 
 def drained_ec(tally: Tally) -> ECStats | None:
-    """Counts since the last call, or None if there are none."""
+    """Return the counts since the last call, or None if there are none."""
     data = tally.drain()
     return ECStats(data=data) if data else None
 

@@ -24,7 +24,7 @@ from cornplug.config import StoreConfig
 from cornplug.errors import CodecError, StoreUnavailable
 from cornplug.store.base import Lease, Reservation
 from cornplug.store.client import PoolStore
-from cornplug.store.payload import get_payload, get_payload_into, put_payload
+from cornplug.store.payload import NewPayload, get_payload, get_payload_into, put_payload
 from devkit.store_soak.soak_payload import KEYS, SIZES, key_of, payload_of, size_of
 
 DEADLINE_S: Final = 0.5
@@ -170,10 +170,11 @@ class SoakClient:
     def _put_entry(self, key: bytes) -> None:
         payload = payload_of(key)
         outcome = put_payload(
-            self._store, payload,
-            kind=codec.PayloadKind.EMBEDDING, key=key, dtype="uint8", shape=(len(payload),),
-            app=f"soak-{self._index % 3}", deadline_s=DEADLINE_S,
-        )  # fmt: skip
+            self._store,
+            NewPayload(payload, codec.PayloadKind.EMBEDDING, key=key, dtype="uint8", shape=(len(payload),)),
+            app=f"soak-{self._index % 3}",
+            deadline_s=DEADLINE_S,
+        )
         self._operations[f"put: {outcome}"] += 1
 
     def _check(self, key: bytes, payload: bytes | bytearray | memoryview, how: str) -> None:

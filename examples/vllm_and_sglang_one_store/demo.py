@@ -223,7 +223,7 @@ def main() -> int:
     """Run the demo; its exit status."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     # This model is so small that computing is mostly cheaper: the demo shows the sharing.
-    os.environ.update(CORNPLUG_STORE_LOAD_WHEN="always", CORNPLUG_ENCODER_DEADLINE_FLOOR_S="60")
+    os.environ["CORNPLUG_STORE_LOAD_WHEN"] = "always"
     with tempfile.TemporaryDirectory(prefix="cornplug-two-engines-") as folder:
         return 0 if Demo(Path(folder), console).run() else 1
 

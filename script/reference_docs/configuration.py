@@ -25,12 +25,7 @@ _UNITS: Final = {
     "_bytes": "bytes",
     "_tokens": "tokens",
     "_pixels": "pixels",
-    "_frames": "frames",
-    "_items": "media",
     "_threads": "threads",
-    "_connections": "connections",
-    "max_waiting": "media",
-    "tenant_part": "fraction",
     "share": "fraction",
     "ceiling": "fraction",
 }

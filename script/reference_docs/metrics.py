@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from prometheus_client import CollectorRegistry
 
 from cornplug.encoder_service.replicas.pool import ReplicaMetrics
-from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics
+from cornplug.encoder_service.telemetry.service_metrics import ServiceGauges, ServiceMetrics
 from cornplug.metrics import LABELS, METRICS, STORE_METRICS
 from cornplug.vllm_connector.admission import _meters as admission_meters
 
@@ -82,7 +82,7 @@ def store() -> list[Series]:
 
 def service() -> list[Series]:
     """Metrics of the encoder service."""
-    registry = ServiceMetrics(lambda: 0.0).registry
+    registry = ServiceMetrics(ServiceGauges(lambda: 0.0)).registry
     registry.register(ReplicaMetrics(()))
     return sorted(_registered(registry))
 

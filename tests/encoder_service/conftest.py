@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from collaborators import kept
 from PIL import Image
 from transformers import AutoImageProcessor
 
@@ -26,6 +27,7 @@ from cornplug.encoder_service.models.registry import ModelRegistry
 from cornplug.encoder_service.preprocess.image import ImagePreprocessor
 from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
 from cornplug.encoder_service.preprocess.whole_processor import WholeProcessor
+from cornplug.encoder_service.scheduling.batcher import EncodeJob
 from cornplug.encoder_service.wire.messages import EncodeRequest, WireTensor
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.store.memory import MemoryStore
@@ -145,6 +147,16 @@ def request_for(registry: ModelRegistry) -> Requests:
 
 
 MakeEncoder = Callable[..., EncoderCore]
+
+
+def waiting_for_batch(encoder: EncoderCore) -> int:
+    """Requests in its queue, as its metrics say."""
+    return sum(requests for requests, _ in encoder.meters.gauges.queue().values())
+
+
+def joined(encoder: EncoderCore, requests: int) -> bool:
+    """Whether so many requests wait for one job."""
+    return any(len(job.requests) == requests for job in kept(encoder, EncodeJob))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,10 @@ from typing import Any, Final
 import numpy as np
 from PIL import Image, ImageCms, PngImagePlugin
 
+FORMATS: Final = (
+    "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP",
+)  # fmt: skip
+"""Formats of still images that Pillow decodes without another program."""
 SIDE: Final = (70, 60)
 
 

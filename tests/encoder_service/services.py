@@ -141,8 +141,8 @@ async def drips_body(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 async def half(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Half an answer, then the end."""
     writer.write(
-        b"HTTP/1.1 200 OK\r\ncontent-length: 4096\r\ncontent-type: application/octet-stream\r\n"
-        b"x-cornplug-key: 00\r\n\r\n" + bytes(2048)
+        b"HTTP/1.1 200 OK\r\ncontent-length: 4096\r\ncontent-type: application/vnd.safetensors\r\n\r\n"
+        + bytes(2048)
     )
     await writer.drain()
     writer.close()

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import socket
 import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
 import numpy as np
 import pytest
+import safetensors.torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cornplug.encoder_service.media.image import as_received, decode
+from cornplug.encoder_service.wire.messages import SAFETENSORS
 from cornplug.errors import MediaError
 from devkit.processes import EncoderProcess
 
@@ -31,15 +33,18 @@ pytestmark = pytest.mark.more
 
 MAX_PIXELS: Final = 4_000_000
 MAX_BODY: Final = 2_000_000
-BODY_S: Final = 1.5
-FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "ICO", "TGA", "QOI", "PPM", "JPEG2000", "AVIF")
 ANSWER_TIMEOUT_S: Final = 8.0
 """Longest that a refusal may take on a busy machine of two cores."""
 GROWTH_BYTES: Final = 150 << 20
 """Eight bytes for each of two images at the limit, and the allocator's reserve."""
 
-HOSTILE: Final = hostile_images.hostile()
-ODD: Final = hostile_images.odd()
+NOT_DECODED: Final = ("tiff", "16-bit tiff", "ppm", "qoi", "tga", "ico")
+"""Beginnings of the names of files whose format the service does not accept."""
+HOSTILE: Final = {
+    name: (data, "unknown_format" if reason and name.startswith(NOT_DECODED) else reason)
+    for name, (data, reason) in hostile_images.hostile().items()
+}
+ODD: Final = {name: found for name, found in hostile_images.odd().items() if not name.startswith(NOT_DECODED)}
 
 
 class Living:
@@ -107,9 +112,6 @@ def living(llava_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFacto
     env = {
         "CORNPLUG_ENCODER_MAX_PIXELS": str(MAX_PIXELS),
         "CORNPLUG_ENCODER_MAX_BODY_BYTES": str(MAX_BODY),
-        "CORNPLUG_ENCODER_BODY_DEADLINE_S": str(BODY_S),
-        # More than an operator should allow: what each of these decoders does with hostile files is tested.
-        "CORNPLUG_ENCODER_IMAGE_FORMATS": ", ".join(FORMATS),
         "OMP_NUM_THREADS": "1",
     }
     with EncoderProcess(
@@ -196,7 +198,6 @@ GOOD: Final = base64.b64encode(saved(sample_image(1), "PNG")).decode()
         (b'{"model": "\\r\\nx-evil: 1", "image": "G"}', 404),
         (b'{"model": "' + b"m" * 1025 + b'", "image": "G"}', 422),
         (b'{"model": "M", "items": ' + b"[" * 1000 + b"]" * 1000 + b"}", 422),
-        (b'{"model": "M", "items": [' + b'{"image": ""},' * 64 + b'{"image": ""}]}', 413),
         (b'{"model": "M", "audio": "' + b"AAAA" + b'"}', 422),
         (b'{"model": "M", "video": "AAAA"}', 422),
         (b" " * (MAX_BODY + 100_000), 413),
@@ -245,11 +246,11 @@ def test_http_salt_cannot_write_headers(living: Living) -> None:
     answer = living.http.post(
         "/v1/encode",
         json={"model": living.model, "image": GOOD, "cache_salt": "a\r\nx-evil: 1\r\n\r\n"},
-        headers={"accept": "application/octet-stream"},
+        headers={"accept": SAFETENSORS},
     )
     assert answer.status_code == 200
     assert "x-evil" not in answer.headers
-    assert answer.headers["x-cornplug-shape"] == "16,64"
+    assert safetensors.torch.load(answer.content)["embedding"].shape == (16, 64)
 
 
 @contextlib.contextmanager
@@ -283,15 +284,6 @@ def test_http_garbage_connection_is_closed(living: Living, data: bytes) -> None:
     living.well()
 
 
-def test_http_body_that_never_comes_is_cut_off(living: Living) -> None:
-    began = time.monotonic()
-    with raw(living, HEAD + b"content-length: 1000\r\n\r\n{") as s:
-        answer = b"".join(iter(lambda: s.recv(65536), b""))
-    assert answer.startswith(b"HTTP/1.1 408")
-    assert b'"slow_body"' in answer
-    assert BODY_S * 0.9 < time.monotonic() - began < BODY_S + ANSWER_TIMEOUT_S
-
-
 def test_http_many_open_connections_delay_no_request(living: Living) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(50):
@@ -300,17 +292,19 @@ def test_http_many_open_connections_delay_no_request(living: Living) -> None:
         living.well()
 
 
-def test_http_all_hostile_images_in_one_request_are_answered(living: Living) -> None:
-    """64 at a time, each its own line; good ones among them."""
+def test_http_hostile_images_beside_good_ones_are_answered(living: Living) -> None:
+    """All at once."""
     data = [data for data, _ in HOSTILE.values() if len(data) < 25_000]
     data = [*data[:60], saved(sample_image(7), "PNG")]
-    body = {"model": living.model, "items": [{"image": base64.b64encode(d).decode()} for d in data]}
-    answer = living.http.post("/v1/encode", json=body)
-    assert answer.status_code == 200
-    rows = {row["index"]: row for row in map(json.loads, answer.text.splitlines())}
-    assert sorted(rows) == list(range(len(data)))
-    assert all("error" in rows[i] for i in range(len(data) - 1))
-    array = np.frombuffer(base64.b64decode(rows[len(data) - 1]["data"]), np.float32)
+
+    def ask(image: bytes) -> httpx.Response:
+        body = {"model": living.model, "image": base64.b64encode(image).decode()}
+        return living.http.post("/v1/encode", json=body)
+
+    with ThreadPoolExecutor(16) as threads:
+        *bad, good = threads.map(ask, data)
+    assert all("error" in answer.json() for answer in bad)
+    array = np.frombuffer(base64.b64decode(good.json()["data"]), np.float32)
     assert array.size == 16 * 64
     assert np.isfinite(array).all()
 

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from PIL import Image
 from time_limits import TimeLimits
 
 from cornplug.config import Config, load
+from cornplug.encoder_service.execution import encoder, media_intake
+from cornplug.encoder_service.http import body_limits
 from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.models.registry import ModelRegistry
 from cornplug.encoder_service.preprocess import decode_lanes
 from cornplug.encoder_service.preprocess.byte_budget import ByteBudget
+from cornplug.encoder_service.preprocess.decode_lanes import DecodeLimits
 from cornplug.errors import EncoderRefused
 from cornplug.qos import QosClasses, ServiceClass
 from devkit import checkpoints
@@ -100,7 +104,8 @@ def test_http_slow_decoders_are_killed_others_are_served(
     serve: Serve, llava: str, slow: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before: once every thread was held, no request was answered, and `/ready` said ok."""
-    served = serve(encoder={"decode_deadline_s": 1.5})
+    monkeypatch.setattr(encoder, "DecodeLimits", partial(DecodeLimits, decode_s=1.5))
+    served = serve()
     monkeypatch.setattr(decode_lanes, "STUCK_S", 0.1)  # `/ready` has to be asked between the two
     seen = threading.Event()
 
@@ -227,12 +232,28 @@ def test_encoder_engine_inputs_count_until_item_is_made(
     assert small.waiting() == 0
 
 
-def test_http_deadline_is_bounded_by_class(serve: Serve, llava: str, slow: bytes, within: TimeLimits) -> None:
+def test_http_deadline_of_a_request_is_limited(
+    serve: Serve, llava: str, slow: bytes, within: TimeLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before: 600 s for every request."""
-    served = serve(classes={"nightly": {"max_deadline_s": 0.5}})
+    monkeypatch.setattr(media_intake, "MAX_DEADLINE_S", 0.5)
+    served = serve()
     with within(10):
         answer = ask(served.url, llava, slow, deadline_s=600)
     assert (answer.status_code, answer.json()["error"]["reason"]) == (504, "too_late")
+
+
+def test_http_body_that_never_comes_is_cut_off(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_limits, "BODY_DEADLINE_S", 0.5)
+    port = serve().listener.getsockname()[1]
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as s:
+        s.sendall(
+            b"POST /v1/encode HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+            b"content-length: 1000\r\n\r\n{"
+        )
+        answer = b"".join(iter(lambda: s.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b'"slow_body"' in answer
 
 
 def test_sglang_images_share_the_decoding_budget(
@@ -270,24 +291,22 @@ def long_service(tmp_path: Path, short_path: Path) -> Iterator[EncoderProcess]:
 
 
 class Flood:
-    """One anonymous request of 60 huge images, which is read until `close` or its end."""
+    """60 anonymous requests for huge images, whose replies are read until `close` or their end."""
 
     def __init__(self, url: str, model: str) -> None:
-        self._files = [("image", saved(Image.new("RGB", (2548, 2520), (i, 0, 0)), "PNG")) for i in range(60)]
+        images = [saved(Image.new("RGB", (2548, 2520), (i, 0, 0)), "PNG") for i in range(60)]
         self._url, self._model = url, model
-        self.statuses: list[int] = []
         self._http = httpx.Client(timeout=300, trust_env=False)
-        self._response: httpx.Response | None = None
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, args=(image,)) for image in images]
+        for thread in self._threads:
+            thread.start()
 
-    def _run(self) -> None:
+    def _run(self, image: bytes) -> None:
         data = {"model": self._model, "deadline_s": "120"}
         with (
             contextlib.suppress(httpx.HTTPError, OSError),
-            self._http.stream("POST", f"{self._url}/v1/encode", data=data, files=self._files) as answer,
+            self._http.stream("POST", f"{self._url}/v1/encode", data=data, files={"image": image}) as answer,
         ):
-            self.statuses.append(answer.status_code)
             answer.read()
 
     def close(self) -> None:
@@ -296,7 +315,8 @@ class Flood:
             stream = connection._connection._network_stream
             with contextlib.suppress(OSError):
                 stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
-        self._thread.join(60)
+        for thread in self._threads:
+            thread.join(60)
         self._http.close()
 
 

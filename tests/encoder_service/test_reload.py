@@ -31,7 +31,7 @@ from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, E
 from cornplug.errors import CheckpointError, EncoderRefused
 from devkit import checkpoints
 
-from .conftest import SECRET, MakeEncoder, eventually, inputs_of, png, sample_image
+from .conftest import SECRET, MakeEncoder, eventually, inputs_of, png, sample_image, waiting_for_batch
 from .execution.test_encoder import Gate, hold
 from .test_unix_socket import RealService
 
@@ -144,7 +144,7 @@ def test_reload_running_request_ends_with_its_first_weights(
     gate.entered.clear()
     running = hold(encoder, gate, request_of(encoder.registry, pair[0], 1))
     queued = encoder.submit(old)
-    eventually(lambda: encoder._batcher.queued() == 1)
+    eventually(lambda: waiting_for_batch(encoder) == 1)
     rewrite(pair[0], "vision_tower.")
     assert len(encoder.reload()) == 1
     gate.open.set()
@@ -194,7 +194,7 @@ def test_reload_that_fails_serves_as_before(
 
 
 def test_reload_other_preprocessing_is_another_model(encoder: EncoderCore, pair: tuple[Path, Path]) -> None:
-    limits = MediumLimits(max_pixels=10**6, max_audio_s=10.0)
+    limits = MediumLimits(max_pixels=10**6, max_media_s=10.0)
     preparer = MediaPreparer(encoder.registry, secret=SECRET, limits=limits)
 
     def prepared() -> PreprocessedMedium:

@@ -39,7 +39,7 @@ from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable
 from cornplug.local_socket import SocketClaim, receive_frame
 from cornplug.private_paths import read_secret
 
-from .conftest import SECRET, MakeEncoder, Requests, eventually, sample_image
+from .conftest import SECRET, MakeEncoder, Requests, eventually, sample_image, waiting_for_batch
 from .execution.test_encoder import Gate, passes
 from .test_hostile_bodies import messages
 
@@ -117,7 +117,7 @@ def test_server_vanished_client_is_not_computed_for(
         held = stays.submit(request_for(llava_pair[0], 1))
         assert gate.entered.wait(20)
         gone = leaves.submit(request_for(llava_pair[0], 2))
-        eventually(lambda: encoder._batcher.queued() == 1)
+        eventually(lambda: waiting_for_batch(encoder) == 1)
         leaves.close()
         assert reason(gone) == "encoder_down"
         eventually(lambda: encoder.waiting() == 1)

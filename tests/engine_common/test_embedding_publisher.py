@@ -22,10 +22,11 @@ def test_embedding_publisher_tells_the_store_what_an_embedding_cost() -> None:
     offers.offer(b"k" * 32, torch.zeros(2, 8), cost_s=0.25)
     offers.offer(b"l" * 32, torch.zeros(2, 8), cost_s=1e9)
     offers.offer(b"m" * 32, torch.zeros(2, 8))
-    offers._thread.submit(lambda: None).result(60)
+    offers.flush(60)
     offers.close()
     assert outcomes == ["stored"] * 3
-    assert [store.index._entries[key * 32].cost_s for key in (b"k", b"l", b"m")] == [0.25, 3600.0, 0.0]
+    entries = [store.index.find(key * 32) for key in (b"k", b"l", b"m")]
+    assert [entry.cost_s for entry in entries if entry is not None] == [0.25, 3600.0, 0.0]
 
 
 def test_embedding_publisher_flush_waits_for_offers_and_patience_for_room(
@@ -40,8 +41,10 @@ def test_embedding_publisher_flush_waits_for_offers_and_patience_for_room(
     offers.flush(20)
     assert outcomes == ["stored"] * 3
     go = threading.Event()
-    offers._thread.submit(go.wait, 20)
+    monkeypatch.setattr(embedding_publisher, "put_payload", lambda *_, **__: go.wait(20) and "stored")
+    offers.offer(b"n" * 32, torch.zeros(2, 8))
     offers.flush(0.01)
+    assert len(outcomes) == 3, "it waited longer than its timeout"
     go.set()
     offers.close()
 
@@ -66,8 +69,8 @@ def test_embedding_publisher_queue_is_bounded_in_bytes(monkeypatch: pytest.Monke
         offers.offer(b"k" * 32, torch.zeros(rows, 8))
     assert outcomes == ["busy", "busy"]
     go.set()
-    offers._thread.submit(lambda: None).result(60)
+    offers.flush(60)
     offers.offer(b"k" * 32, torch.zeros(100, 8))
-    offers._thread.submit(lambda: None).result(60)
+    offers.flush(60)
     offers.close()
     assert outcomes == ["busy", "busy", "stored", "stored"]

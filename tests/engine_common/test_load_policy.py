@@ -152,7 +152,10 @@ def test_fetch_rule_pays_when_fetch_is_quicker_than_encode() -> None:
     ("own_s", "waits_s"), [(None, 10.0), (0.05, 0.5), (0.4, 1.2), (2.0, 6.0), (9.0, 10.0)]
 )
 def test_fetch_rule_deadline_follows_own_encode_time(own_s: float | None, waits_s: float) -> None:
-    rule = FetchRule("pays")
+    rule, always = FetchRule("pays"), FetchRule("always")
     if own_s is not None:
         rule.encoded(500, own_s)
-    assert rule.encode_deadline_s(500, floor_s=0.5, ceiling_s=10.0) == pytest.approx(waits_s)
+        always.encoded(500, own_s)
+    assert rule.encode_deadline_s(500, ceiling_s=10.0) == pytest.approx(waits_s)
+    assert rule.encode_deadline_s(500, ceiling_s=0.2) == 0.2
+    assert always.encode_deadline_s(500, ceiling_s=10.0) == 10.0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cornplug.config import Config
-from cornplug.engine_common.page_publish import PageCost, PagePublisher
+from cornplug.engine_common.page_publish import EntryCost, PageCost, PagePublisher
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally
@@ -130,10 +130,11 @@ def test_page_publisher_tells_the_store_its_cost_as_last_measured(
 ) -> None:
     store, cost = MemoryStore(capacity_bytes=8 << 20), PageCost()
     publisher = PagePublisher(
-        Runtime(store.connect()), PAGE, Tally(), deadline_s=1, cost=cost, cost_share=share
+        Runtime(store.connect()), PAGE, Tally(), deadline_s=1, cost=EntryCost(cost, share)
     )
     before = publisher.reserve(KEYS[:1])
     cost.seconds = seconds
     rooms = [*before, *publisher.reserve(KEYS[1:2])]
     publisher.commit([(room, SUMS) for room in rooms if isinstance(room, Reservation)])
-    assert [store.index._entries[key].cost_s for key in KEYS[:2]] == [0.0, told]
+    entries = [store.index.find(key) for key in KEYS[:2]]
+    assert [entry.cost_s for entry in entries if entry is not None] == [0.0, told]

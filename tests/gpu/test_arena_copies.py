@@ -21,7 +21,7 @@ import xxhash
 pytest.importorskip("triton")
 
 from cornplug.vllm_connector.kv_copies.arena_copies import ArenaCopies, CopyBatch
-from cornplug.vllm_connector.kv_copies.cache_blocks import CacheBlocks, kernel_table
+from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks, kernel_table
 from cornplug.vllm_connector.kv_copies.copy_sides import CudaSide
 from cornplug.vllm_connector.kv_copies.device_checksums import DeviceChecksums, folded
 from cornplug.vllm_connector.kv_copies.layout import derive
@@ -140,7 +140,7 @@ def test_arena_pages_come_and_go_on_gpu(arena: Arena, order: tuple[int, ...]) ->
     source, target = caches(order), caches(order)
     values = filled(source)
     out, into = copies(source), copies(target, urgent=True)
-    table = kernel_table(TABLE, BLOCK, BLOCK)
+    table = kernel_table(TABLE, BlockSizes(BLOCK, BLOCK))
     slab = out.begin_out(
         [(table, page) for page in (0, 1, 3)], arena.runs([5, 2, 9]), SEGMENT, out.side.mark()
     )
@@ -167,7 +167,7 @@ def test_arena_copies_beside_busy_stream_are_complete(arena: Arena) -> None:
     of = caches(ORDERS["LBNHC"])
     values = filled(of)
     out = copies(of)
-    table = kernel_table(TABLE, BLOCK, BLOCK)
+    table = kernel_table(TABLE, BlockSizes(BLOCK, BLOCK))
     expected = [digests(page_of(values, page)) for page in range(4)]
     busy = torch.randn(2048, 2048, device="cuda")
     for first in range(0, 400, 4):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies
-from cornplug.vllm_connector.kv_copies.cache_blocks import kernel_table
+from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, kernel_table
 from cornplug.vllm_connector.kv_copies.copy_sides import CudaSide
 from cornplug.vllm_connector.kv_copies.layout import derive
 
@@ -78,7 +78,7 @@ def test_pages_come_and_go(order: tuple[int, ...], dtype: torch.dtype) -> None:
     out, into = copies(source), copies(target)
     assert isinstance(out.side, CudaSide)
     assert out.slab(1).host.is_pinned()
-    table = kernel_table(TABLE, BLOCK, BLOCK)
+    table = kernel_table(TABLE, BlockSizes(BLOCK, BLOCK))
     host = arrived(out, table, [0, 1, 3])
     for row, page in enumerate((0, 1, 3)):
         assert torch.equal(host[row], page_of(values, page))
@@ -99,7 +99,7 @@ def test_block_copies_wait_for_the_engines_forward() -> None:
     """The mark is behind a forward that has only been enqueued."""
     of = caches(ORDERS["LBNHC"])
     out = copies(of)
-    table = kernel_table(TABLE, BLOCK, BLOCK)
+    table = kernel_table(TABLE, BlockSizes(BLOCK, BLOCK))
     arrived(out, table, [0])
     for value in range(1, 6):
         torch.cuda._sleep(50_000_000)  # cycles: tens of milliseconds
@@ -113,7 +113,7 @@ def test_block_copies_beside_busy_stream_are_complete() -> None:
     of = caches(ORDERS["LBNHC"])
     values = filled(of)
     out = copies(of)
-    table, mark = kernel_table(TABLE, BLOCK, BLOCK), out.side.mark()
+    table, mark = kernel_table(TABLE, BlockSizes(BLOCK, BLOCK)), out.side.mark()
     wrong: list[int] = []
     done = threading.Event()
 

@@ -171,29 +171,29 @@ FIELDS: Final[Mapping[str, str]] = {
         watermark_key_b watermark_max_probability watermark_mixing_probability""",
     _GPU: f"""
         {_group(SERVER_ARGS, "the same operations, recorded", but=_WITHOUT_GRAPHS)}
-        {_group(SERVER_ARGS, "the same arithmetic, tuned")} {_group(SERVER_ARGS, "where weights lie while")}
-        {_group(SERVER_ARGS, "how KV of 4 bits")} base_gpu_id gpu_id_step mlx_enable_sampling
+        {_group(SERVER_ARGS, "the same arithmetic, tuned")} {_group(SERVER_ARGS, "location of weights while")}
+        {_group(SERVER_ARGS, "reading of 4-bit KV")} base_gpu_id gpu_id_step mlx_enable_sampling
         enable_layerwise_nvtx_marker enable_p2p_check startup_weight_load_mode""",
     _COMPILER: _COMPILED,
     _RANKS: f"""
         {_group(SERVER_ARGS, "which process computes", but=_OF_ONE_PROCESS)}
-        {_group(SERVER_ARGS, "how sums travel")} enable_broadcast_mm_inputs_process enable_dp_lm_head
+        {_group(SERVER_ARGS, "transfer of sums")} enable_broadcast_mm_inputs_process enable_dp_lm_head
         enable_dynamic_chunking enable_prefill_delayer enable_tp_lm_head_all_to_all mm_enable_dp_encoder
         prefill_delayer_* use_ray""",
     _OTHER_MODEL: f"""
         {_group(SERVER_ARGS, "state of models", but="mamba_ssm_dtype")}
-        {_group(SERVER_ARGS, "where experts' weights lie")}
-        {_group(SERVER_ARGS, "how --kt-weight-path")} c128_page_size disable_hybrid_swa_memory
+        {_group(SERVER_ARGS, "location of experts' weights")}
+        {_group(SERVER_ARGS, "computation of --kt-weight-path")} c128_page_size disable_hybrid_swa_memory
         enable_linker_mla_dedup enable_page_major_kv_layout enable_return_indexer_topk
         enable_return_routed_experts enable_strict_thinking enable_unified_memory hf_chat_template_name
         prefill_only_disable_kv_cache reasoning_parser strip_thinking_cache swa_full_tokens_ratio
         swa_prefix_tails enable_return_aux_hidden_states return_aux_hidden_state_layer_ids""",
     "it needs adapters; tests/integration/test_adapted_engines.py runs them": _group(
-        SERVER_ARGS, "where adapters lie"
+        SERVER_ARGS, "location of adapters"
     ),
-    _DRAFTS: _group(SERVER_ARGS, "what drafts propose"),
+    _DRAFTS: _group(SERVER_ARGS, "affects only drafts"),
     _OTHER_SERVER: f"""
-        {_group(SERVER_ARGS, "which server does which half")} enable_prefix_mm_cache
+        {_group(SERVER_ARGS, "roles of disaggregated servers")} enable_prefix_mm_cache
         remote_instance_weight_loader_* weight_cache_*""",
     "a router or planner beside the server reads what it publishes": (
         "enable_forward_pass_metrics load_publish_endpoint"
@@ -264,12 +264,10 @@ VARIABLES: Final[Mapping[str, str]] = {
         OPT_UNIFIED_CACHE_FREE_OUT_OF_WINDOW_SLOTS SHARED_EXPERT_TP1 SWA_EVICTION_INTERVAL TBO_DEBUG
         TRACE_QWEN_MOE_DEEPEP_E2E VALIDATE_MAMBA_REPLAY_STATE_INDICES
         """),
-    _DRAFTS: " ".join(
-        [_group(ENVIRONMENT, "what drafts propose"), _variables("SPEC_EXPANSION_SAFETY_FACTOR")]
-    ),
+    _DRAFTS: " ".join([_group(ENVIRONMENT, "affects drafts"), _variables("SPEC_EXPANSION_SAFETY_FACTOR")]),
     _OTHER_SERVER: " ".join(
         [
-            _group(ENVIRONMENT, "how servers send KV to each other"),
+            _group(ENVIRONMENT, "transfer of KV between servers"),
             _variables("""
                 EMBEDDING_POOL_SIZE_MB ENABLE_DISAGG_PREFILL_CONTINUOUS_INPUT_POLLING ENCODER_*
                 HICACHE_DECODE_OFFLOAD_STRIDE WEIGHT_CACHE_*

@@ -29,9 +29,10 @@ from devkit.processes import at_once, together
 from devkit.sglang_engine import SglangServer
 from devkit.vllm_beds import bed_of_this_run
 
-STORE_DEADLINE_S, _BACKGROUND_S, ENCODER_DEADLINE_S = 0.2, 1.0, 3.0
+STORE_DEADLINE_S, ENCODER_DEADLINE_S = 0.2, 3.0
 """Of a hurried engine; others wait for a busy machine's services (`conftest.py`)."""
 _CALM_ENCODER_DEADLINE_S = 6.0
+_ENVIRONMENT = {"CORNPLUG_STORE_AUTOSTART": "false"}
 _SLOW_BED = not bed_of_this_run().startswith("v1")  # V2's kernels are interpreted
 MACHINE_NOISE_S = 15.0 if _SLOW_BED else 4.0
 """Time that two busy cores may add to any request, with or without cornplug."""
@@ -104,7 +105,7 @@ class Stack:
             *(("--kv-connector", "cornplug", *self._flags(name, hurried=hurried)) if flags else ()),
             *args,
             log=self.folder / f"{name}.log",
-            env={"VLLM_SERVER_DEV_MODE": "1", **_environment(hurried=hurried), **(env or {})},
+            env={"VLLM_SERVER_DEV_MODE": "1", **_ENVIRONMENT, **(env or {})},
             bed=bed,
             vllm=command,
         )
@@ -123,7 +124,7 @@ class Stack:
             *self._flags(name, hurried=hurried),
             *args,
             log=self.folder / f"{name}.log",
-            env={**_environment(hurried=hurried), **(env or {})},
+            env={**_ENVIRONMENT, **(env or {})},
         )
 
     def start(self, **servers: EngineServer) -> None:
@@ -170,11 +171,6 @@ class Stack:
         return self.encoder.tower_passes()
 
 
-def _environment(*, hurried: bool) -> Mapping[str, str]:
-    background = {"CORNPLUG_STORE_BACKGROUND_TIMEOUT_S": str(_BACKGROUND_S)} if hurried else {}
-    return {"CORNPLUG_STORE_AUTOSTART": "false", **background}
-
-
 @contextmanager
 def always_sharing() -> Iterator[pytest.MonkeyPatch]:
     """Engines started inside load whatever is stored, with long deadlines.
@@ -184,9 +180,7 @@ def always_sharing() -> Iterator[pytest.MonkeyPatch]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CORNPLUG_STORE_LOAD_WHEN", "always")
-        patch.setenv("CORNPLUG_ENCODER_DEADLINE_FLOOR_S", "60")
         patch.setenv("CORNPLUG_STORE_DEADLINE_S", "5")
-        patch.setenv("CORNPLUG_STORE_BACKGROUND_TIMEOUT_S", "10")
         yield patch
 
 

@@ -111,8 +111,12 @@ def test_storage_attached_to_a_warm_server_shares_again(sockets: Path, tmp_path:
 # -- many images at once -------------------------------------------------------------------------
 
 MANY: Final = 200
-QUEUE: Final = 8
-"""Images that may wait in the service, so that it refuses some."""
+FEW_WAIT: Final = """
+def change(module):
+    module.MAX_WAITING = 8
+"""
+"""Makes the queue of the service so short that it refuses some images."""
+QUEUE: Final = "cornplug.encoder_service.scheduling.fair_queue"
 AT_ONCE: Final = 64
 """Requests for which the service, which is stopped meanwhile, has a connection at least."""
 HANGS_S: Final = 180.0
@@ -142,7 +146,7 @@ def test_server_without_tower_answers_or_refuses_many_images(
         *("--sglang", "--store-socket", str(store.socket)),
         socket=sockets / f"e-{backend}",
         log=tmp_path / "encoder.log",
-        env={**OWN, "CORNPLUG_ENCODER_MAX_WAITING": str(QUEUE)},
+        env={**OWN, **injected_environment(tmp_path, FEW_WAIT, into=QUEUE)},
     )
     stock = SglangServer(model, log=tmp_path / "stock.log")
     server = SglangServer(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from unittest import mock
+
 import pytest
 
 from cornplug.engine_common import engine_state
@@ -9,4 +12,5 @@ from cornplug.engine_common import engine_state
 
 @pytest.fixture(scope="module", autouse=True)  # before the checkpoints that a module shares are made
 def began_later() -> None:
-    engine_state.current()._begin(2**63)
+    with mock.patch.object(time, "time_ns", return_value=2**63):
+        engine_state.begin()

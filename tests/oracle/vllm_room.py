@@ -64,7 +64,7 @@ def lineage(deployment: Deployment, tower: bytes, secret: bytes) -> bytes:
         "_lock": threading.Lock(),
     }
     vars(identifiers).update(made)
-    assert identifiers._tower.now()[1].wait(60)
+    assert made["_tower"].now()[1].wait(60)
     options = identifiers.options({**deployment.processor_kwargs, **deployment.options})
     name = identifiers.media_name(deployment.image, deployment.uuid, options)
     assert name is not None

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from cornplug.config import NamespaceConfig
-from cornplug.replay.reference_policies import LRUCache
 from cornplug.replay.scores import ReplayScore, StoreReplay, replay
 from cornplug.replay.trace_readers import TokenCost, TraceAccess, TraceRequest, distinct_bytes, read_trace
+
+from .lru import LRU
 
 MOONCAKE = Path(__file__).parents[2] / "benchmarks" / "traces"
 MIB, GIB = 1 << 20, 1 << 30
@@ -45,7 +46,7 @@ def test_store_saves_no_less_than_lru_on_mooncakes_traces(
 ) -> None:
     trace = read_trace(MOONCAKE / f"mooncake_{name}.jsonl.gz", TokenCost())[:requests]
     capacity = distinct_bytes(trace) * percent // 100
-    lru = replay(trace, LRUCache(capacity)).total.saved_s
+    lru = replay(trace, LRU(capacity)).total.saved_s
     assert lru > 0
     assert replay(trace, StoreReplay(capacity)).total.saved_s >= 0.98 * lru
 
@@ -54,7 +55,7 @@ def test_store_beside_a_scan_saves_twice_lru_and_keeps_guarantees() -> None:
     """`images` Zipf 0.9; `chat` of 40 sessions; `documents` read once, 400 MiB/s; 4 GiB."""
     trace = _three_apps()
     mixed = replay(trace, StoreReplay(STORE_BYTES, GUARANTEES))
-    lru = replay(trace, LRUCache(STORE_BYTES))
+    lru = replay(trace, LRU(STORE_BYTES))
     assert mixed.total.saved_s >= 2.2 * lru.total.saved_s
     for app, rules in GUARANTEES.items():
         alone = _alone(app, int(STORE_BYTES * rules.share)).total.hit_rate

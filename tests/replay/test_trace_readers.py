@@ -11,9 +11,11 @@ import pytest
 
 from cornplug.errors import ConfigError
 from cornplug.replay.trace_readers import TokenCost, TraceAccess, TraceRequest, distinct_bytes, read_trace
+from cornplug.store.base import ReserveTerms
 from cornplug.store.daemon.access_log import AccessLog
 from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.index import StoreIndex
+from cornplug.store.daemon.reservations import ReservationTimes
 from cornplug.testing.store import key
 
 COST = TokenCost(kv_bytes=10, prefill_s=1e-3, seconds_per_byte=0.5)
@@ -53,10 +55,14 @@ def test_read_trace_log_of_store_gives_reads_and_writes(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     log = AccessLog(path)
     index = StoreIndex(
-        bytes(16), 1 << 20, quarantine_s=0.0, grow=lambda missing: missing, watchers=EntryWatchers(log=log)
+        bytes(16),
+        1 << 20,
+        times=ReservationTimes(0.0),
+        grow=lambda missing: missing,
+        watchers=EntryWatchers(log=log),
     )
     for name in "ab":
-        (room,) = index.reserve(1, [(key(name), 100)], app="chat", now_s=1.0, cost_s=0.25)
+        (room,) = index.reserve(1, [(key(name), 100)], ReserveTerms("chat", cost_s=0.25), now_s=1.0)
         assert index.commit(1, room.token, b"")  # type: ignore[union-attr]
     index.lease(1, [key("a"), key("absent"), key("b")], ttl_s=9.0, now_s=2.0)
     log.close()
@@ -73,10 +79,14 @@ def test_access_log_ends_at_its_bound(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     log = AccessLog(path, max_bytes=200)
     index = StoreIndex(
-        bytes(16), 1 << 20, quarantine_s=0.0, grow=lambda missing: missing, watchers=EntryWatchers(log=log)
+        bytes(16),
+        1 << 20,
+        times=ReservationTimes(0.0),
+        grow=lambda missing: missing,
+        watchers=EntryWatchers(log=log),
     )
     for name in range(50):
-        (room,) = index.reserve(1, [(key(name), 64)], app="chat", now_s=1.0)
+        (room,) = index.reserve(1, [(key(name), 64)], ReserveTerms("chat"), now_s=1.0)
         assert index.commit(1, room.token, b"")  # type: ignore[union-attr]
     log.close()
     assert 0 < path.stat().st_size <= 200

@@ -36,6 +36,7 @@ from cornplug.sglang_hooks.kv import hicache_config, hicache_storage, page_hash_
 from cornplug.sglang_hooks.kv_pages.costs import LoadPace
 from cornplug.sglang_hooks.kv_pages.layout import (
     HostPages,
+    ModelKV,
     RankPlace,
     host_pages,
     layers_of_stages,
@@ -45,10 +46,16 @@ from cornplug.sglang_hooks.kv_pages.layout import (
 )
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
+from cornplug.sglang_hooks.kv_pages.pool_context import PoolContext, RankPool
 from cornplug.sglang_hooks.kv_pages.reader import PageReader
 from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
 from cornplug.store.base import Store
 from cornplug.testing import FaultyStore
+
+from .hooked import hook_of
+
+storage_hash = hook_of(page_hash_hooks, "get_storage_hash_str")
+attach_storage_backend = hook_of(page_hash_hooks, "HybridCacheController.attach_storage_backend")
 
 # The copies between device and host that SGLang has for GPUs only.
 sglang_hicache_cpu.register()
@@ -158,12 +165,13 @@ class Another(FaultyStore):
 
 
 class RigRuntime(EngineRuntime):
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, another: Store | None = None) -> None:
         self.config = settings({"engine.app": "test", "engine.save": "always"})
         self.app, self.secret, self.store = "test", SECRET, store
+        self.another = another
 
     def another_connection(self) -> Store:
-        return Another(self.store)
+        return self.another or Another(self.store)
 
 
 def as_scheduler(monkeypatch: pytest.MonkeyPatch, store: Store) -> tuple[Tally, SimpleNamespace]:
@@ -218,7 +226,7 @@ def attached(device: Any, hosts: Mapping[PoolName, Any], **more: Any) -> hicache
         backend.on_host_pools_registered()
         return backend
 
-    found = page_hash_hooks._attach(making, Controller(device, anchor))
+    found = attach_storage_backend(making, Controller(device, anchor))
     assert isinstance(found, hicache_storage.CornplugStorage)
     return found
 
@@ -235,6 +243,16 @@ def hashes_of(
     found = hashed(key.page_aligned(page_size), None, page_size=page_size)
     assert isinstance(found, list)
     return found
+
+
+def named(tokens: Sequence[int], page_size: int, space: CacheNamespace = PLAIN) -> list[str]:
+    """SGLang's page hashes, which the hook on its function records in the process's index."""
+    key = RadixKey(array("q", tokens), extra_key=space.extra_key, cache_salt=space.cache_salt)
+    hashes = storage_hash(
+        inspect.unwrap(get_storage_hash_str), key.page_aligned(page_size), None, page_size=page_size
+    )
+    assert isinstance(hashes, list)
+    return hashes
 
 
 def page_of(geometry: PageGeometry, seed: int) -> torch.Tensor:
@@ -272,6 +290,10 @@ class Engine:
     dtype: torch.dtype = torch.bfloat16
     stopping: bool = False
     """SGLang waits for the end of its storage threads."""
+    asks: Any = None
+    """Connection of the lookups, instead of another one to the store."""
+    faulty: Any = None
+    """Connection of the copies, instead of a `FaultyStore` over `store`."""
 
     def __post_init__(self) -> None:
         size, rank = self.tp
@@ -290,33 +312,29 @@ class Engine:
         self.pages: HostPages = host_pages(self.host)
         self.geometry = page_geometry(
             self.pages,
+            ModelKV(HEADS, LAYERS, {}),
             page_tokens=self.page_tokens,
-            heads=HEADS,
-            layers=LAYERS,
-            config={},
             quantised=quantised_format(self.dtype),
             attention="torch_native torch_native",
             place=place,
         )
         self.heads, writes = rank_heads(self.pages, self.geometry, size, rank)
-        self.faulty = FaultyStore(self.store)
+        self.faulty = self.faulty or FaultyStore(self.store)
         self.tally = Tally()
         self.index = PageHashIndex(self.page_size, self.page_tokens)
-        self.run = RigRuntime(self.faulty)
+        self.run = RigRuntime(self.faulty, self.asks)
         self.roots = NamespaceRoots(SECRET, self.geometry, lambda: (self.identity, {"config": "x"}))
         held = RankSlice(heads=self.heads, layers=self.layers, writes=writes)
         mine = RankPages(self.geometry, held, self.faulty)
         among = (1, 0) if self.latent else (size, rank)
         part = part_of(self.geometry, *among, self.group, stages=stages, stage=stage)
         pace = LoadPace("always", self.geometry.page_bytes / self.geometry.page_tokens)
-        self.reader = PageReader(
-            self.run, self.roots, self.index, mine, self.pages, self.tally, lambda: self.stopping,
-            threads=self.threads, pace=pace,
-        )  # fmt: skip
-        self.writer = PageWriter(
-            self.run, self.reader, self.index, mine, self.pages, part, self.tally, pace=pace,
-            only_seen=self.only_seen, threads=self.threads,
-        )  # fmt: skip
+        context = PoolContext(
+            self.run, self.index, self.tally, pace, lambda: self.stopping, only_seen=self.only_seen
+        )
+        pool = RankPool(mine, self.pages, self.threads)
+        self.reader = PageReader(context, self.roots, pool)
+        self.writer = PageWriter(context, self.reader, pool, part)
 
     def knows(self, tokens: Sequence[int], space: CacheNamespace = PLAIN) -> list[str]:
         hashes = hashes_of(tokens, self.page_size, space)

@@ -21,10 +21,16 @@ from sglang.srt.server_args import ServerArgs
 from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.model_identity import EngineModel, StartedModel
 from cornplug.errors import CheckpointError
+from cornplug.identity import placeholder_tokens as values_of
 from cornplug.sglang_hooks import disk_updates
 from cornplug.sglang_hooks.media import placeholder_tokens
 from cornplug.sglang_hooks.model import model_config
 from devkit import checkpoints
+
+from .hooked import hook_of
+
+tokenizer_update = hook_of(disk_updates, "TokenizerManager.update_weights_from_disk")
+scheduler_update = hook_of(disk_updates, "SchedulerWeightUpdaterManager.update_weights_from_disk")
 
 
 def described(folder: Path) -> EngineModel:
@@ -66,7 +72,7 @@ class Rank:
             return SimpleNamespace(success=True)
 
         asked = {"load_format": "auto", "model_path": str(folder), **fields}
-        disk_updates._update(original, self, io_struct.UpdateWeightFromDiskReqInput(**asked))
+        scheduler_update(original, self, io_struct.UpdateWeightFromDiskReqInput(**asked))
 
 
 @pytest.fixture
@@ -148,7 +154,7 @@ def test_disk_update_forgets_media_and_embeddings(
     placeholder_tokens.add(b"i" * 32)
     rank.update(new)
     assert cleared
-    assert not placeholder_tokens._values
+    assert not any(map(placeholder_tokens.is_keyed, values_of(b"i" * 32)))
 
 
 def spoil(new: Path) -> None:
@@ -217,7 +223,7 @@ def test_disk_update_after_update_by_wire_stays_off(new: Path, rank: Rank) -> No
 
 
 def test_disk_update_on_its_way_pauses_sharing(new: Path, rank: Rank) -> None:
-    disk_updates._asked(None, io_struct.UpdateWeightFromDiskReqInput(model_path=str(new)))
+    tokenizer_update(None, io_struct.UpdateWeightFromDiskReqInput(model_path=str(new)))
     assert weights_guard.replaced()
     rank.update(new)
     assert not weights_guard.replaced()

@@ -21,12 +21,20 @@ from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWei
 
 from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.model_identity import StartedModel
+from cornplug.identity import placeholder_tokens as values_of
 from cornplug.sglang_hooks import disk_updates, trainer_updates
 from cornplug.sglang_hooks.media import placeholder_tokens
 from cornplug.sglang_hooks.model import model_config, weight_updates
 from devkit import checkpoints
 
+from .hooked import hook_of
 from .test_disk_updates import described
+
+scheduler_releases = hook_of(trainer_updates, "SchedulerWeightUpdaterManager.release_memory_occupation")
+note_release = hook_of(weight_updates, "SchedulerWeightUpdaterManager.release_memory_occupation")
+update_from_disk = hook_of(disk_updates, "SchedulerWeightUpdaterManager.update_weights_from_disk")
+make_flush_wrapper = hook_of(trainer_updates, "SchedulerFlushWrapper.__init__")
+update_weight_version = hook_of(trainer_updates, "Scheduler.handle_update_weight_version")
 
 
 class Runner:
@@ -70,7 +78,7 @@ class Server:
         manager.scheduler, manager.flush_cache = self, self.flush_cache
         self.weight_updater = manager
         self.flushes: Any = object.__new__(SchedulerFlushWrapper)
-        args, kwargs = trainer_updates._wrapper_made(
+        args, kwargs = make_flush_wrapper(
             self.flushes, flush_cache=self.flush_cache, is_fully_idle=lambda: self.idle, send_output=print
         )
         # SGLang's own functions: an earlier test of this process may have installed the hooks.
@@ -135,7 +143,7 @@ class Server:
         def original(_: Any, recv_req: Any) -> None:
             self.record_weight_version_change(recv_req.new_version)
 
-        trainer_updates._named(original, self, io_struct.UpdateWeightVersionReqInput(new_version=version))
+        update_weight_version(original, self, io_struct.UpdateWeightVersionReqInput(new_version=version))
 
 
 def shares_as() -> str | None:
@@ -154,8 +162,8 @@ def made(patch: pytest.MonkeyPatch) -> Server:
     """A server before its first update."""
     server = Server()
     engine_state.current().note_replaced(False)
-    trainer_updates._rank.update = trainer_updates._rank.flushed_at = None
-    disk_updates._trained.clear()
+    patch.setattr(trainer_updates, "_rank", type(trainer_updates._rank)())
+    patch.setattr(disk_updates, "_trained", set())
     model = SimpleNamespace(hf_config=SimpleNamespace())
     patch.setattr(runtime_context, "get_server_args", lambda: None)
     patch.setattr(runtime_context, "get_serving", lambda: SimpleNamespace(weight_version=server.version))
@@ -170,13 +178,6 @@ def made(patch: pytest.MonkeyPatch) -> Server:
     patch.setattr(torch.distributed, "barrier", lambda *_, **__: None)
     patch.setattr(torch.distributed, "get_rank", lambda group: 0)
     return server
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays() -> Any:
-    yield
-    trainer_updates._rank.update = trainer_updates._rank.flushed_at = None
-    disk_updates._trained.clear()
 
 
 def test_trainer_update_names_weights_and_the_first_ones_again(
@@ -221,7 +222,7 @@ def test_trainer_update_by_ipc_is_named_by_its_one_call(server: Server) -> None:
 def test_trainer_update_forgets_media(server: Server) -> None:
     placeholder_tokens.add(b"i" * 32)
     server.update("7")
-    assert not placeholder_tokens._values
+    assert not any(map(placeholder_tokens.is_keyed, values_of(b"i" * 32)))
 
 
 @pytest.mark.parametrize("versions", [(None,), ("",), ("default",), ("7", "8"), ("v" * 1025,)])
@@ -296,14 +297,14 @@ def test_trainer_update_that_waits_is_over_once_the_weights_are_released(server:
     server.compute()
     server.update("7", flush=False)
     request = io_struct.ReleaseMemoryOccupationReqInput(tags=["weights"])
-    trainer_updates._released(None, request)
+    scheduler_releases(None, request)
     server.flush()
     server.name("8")
     assert weights_guard.replaced()
 
 
 def test_trainer_update_after_a_release_of_the_weights_shares(server: Server) -> None:
-    weight_updates._release(None, io_struct.ReleaseMemoryOccupationReqInput(tags=["weights"]))
+    note_release(None, io_struct.ReleaseMemoryOccupationReqInput(tags=["weights"]))
     assert weights_guard.replaced()
     server.update("7")
     assert shares_as() == "7"
@@ -373,7 +374,7 @@ def test_trainer_update_before_a_disk_update_ends_sharing(server: Server, tmp_pa
     server.update("7")
     request = io_struct.UpdateWeightFromDiskReqInput(model_path=str(tmp_path), load_format="auto")
     result = SimpleNamespace(success=True)
-    disk_updates._update(lambda *_: result, server.weight_updater, request)
+    update_from_disk(lambda *_: result, server.weight_updater, request)
     assert engine_state.current().unknown()
 
 

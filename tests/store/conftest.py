@@ -10,9 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -23,8 +24,11 @@ from cornplug.store import daemon_link
 from cornplug.store.arena import SharedArena
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon import server as server_module
-from cornplug.store.daemon.server import StoreServer
+from cornplug.store.daemon.reservations import ReservationTimes
+from cornplug.store.daemon.server import OpenedTiers, ServedSocket, StoreServer
 from cornplug.testing.store import StoreStage
+
+T = TypeVar("T")
 
 
 def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> None:
@@ -85,8 +89,20 @@ def serve_in_thread(
         listener.bind(str(store_config.socket))
         listener.listen()
         arena = SharedArena(size_bytes)
-        terms = {"quarantine_s": store_config.quarantine_s, **settings}
-        server = StoreServer(listener, arena, secret=read_secret(store_config.secret_file), **terms)
+
+        def taken(made: type[T], **defaults: Any) -> T:
+            """The structure of those settings that are its fields."""
+            own = {field.name: settings.pop(field.name) for field in fields(made) if field.name in settings}  # type: ignore[arg-type]
+            return made(**{**defaults, **own})
+
+        server = StoreServer(
+            taken(ServedSocket, listener=listener),
+            arena,
+            secret=read_secret(store_config.secret_file),
+            times=taken(ReservationTimes, quarantine_s=store_config.quarantine_s),
+            tiers=taken(OpenedTiers),
+            **settings,
+        )
         thread = threading.Thread(target=server.serve)
         thread.start()
         _threads[server] = thread

@@ -28,24 +28,24 @@ class ShelvedStore:
         self.looks: int | None = 3
         self.at_once = 1000
         self.recalls: list[list[bytes]] = []
-        self._coming: dict[bytes, int] = {}
+        self.coming: dict[bytes, int] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def shelve_all(self, store: Any) -> None:
-        """Put every entry of a MemoryStore on disk."""
-        self.shelved |= set(store.index._entries)
+        """Put every entry of a KeyedStore on disk."""
+        self.shelved |= {entry.key for entry in store.entries()}
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
         there = self.inner.contains(keys, deadline_s=deadline_s)
         return bytes([one if key not in self.shelved else 0 for key, one in zip(keys, there, strict=True)])
 
     def tiers(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
-        for key in list(self._coming):
-            self._coming[key] -= 1
-            if self._coming[key] <= 0:
-                del self._coming[key]
+        for key in list(self.coming):
+            self.coming[key] -= 1
+            if self.coming[key] <= 0:
+                del self.coming[key]
                 self.shelved.discard(key)
         mask = self.contains(keys, deadline_s=deadline_s)
         return bytes([Tier.DISK if key in self.shelved else one for key, one in zip(keys, mask, strict=True)])
@@ -54,7 +54,7 @@ class ShelvedStore:
         self.recalls.append(list(keys))
         if self.looks is not None:
             for key in [key for key in keys if key in self.shelved][: self.at_once]:
-                self._coming.setdefault(key, self.looks)
+                self.coming.setdefault(key, self.looks)
 
     def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> Leases:
         asked = [_NO_KEY if key in self.shelved else key for key in keys]

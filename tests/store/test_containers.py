@@ -18,7 +18,7 @@ import pytest
 from cornplug.codec import PayloadKind
 from cornplug.config import StoreConfig
 from cornplug.store.client import PoolStore
-from cornplug.store.payload import get_payload, put_payload
+from cornplug.store.payload import NewPayload, get_payload, put_payload
 
 from .conftest import answers, eventually
 
@@ -93,9 +93,13 @@ def client_main() -> None:
 
 def _stored(store: PoolStore, number: int) -> str:
     return put_payload(
-        store, _payload(number), kind=PayloadKind.KV_PAGE, key=_key(number), dtype="uint8",
-        shape=(_ENTRY_BYTES,), app="", deadline_s=20,
-    )  # fmt: skip
+        store,
+        NewPayload(
+            _payload(number), PayloadKind.KV_PAGE, key=_key(number), dtype="uint8", shape=(_ENTRY_BYTES,)
+        ),
+        app="",
+        deadline_s=20,
+    )
 
 
 @pytest.fixture

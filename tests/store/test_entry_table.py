@@ -206,7 +206,7 @@ def test_entry_table_other_memory_is_refused(writer: EntryTableWriter) -> None:
     fd = os.memfd_create("test")
     try:
         os.truncate(fd, writer.shape.size_bytes)
-        with pytest.raises(ValueError, match="no table"):
+        with pytest.raises(ValueError, match="not a table"):
             MappedEntryTable(fd)
     finally:
         os.close(fd)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from collaborators import kept
 from time_limits import TimeLimits
 
 from cornplug.codec import PayloadHeader, PayloadKind, encode_header
@@ -22,12 +23,14 @@ from cornplug.local_socket import receive_frame
 from cornplug.private_paths import read_secret
 from cornplug.store import messages
 from cornplug.store.arena import WriteFences
-from cornplug.store.base import Reservation, ReserveRefusal
+from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms
 from cornplug.store.client import PoolStore
 from cornplug.store.connection import CircuitBreaker
 from cornplug.store.daemon.entry_table_writer import EntryTableWriter
+from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
 from cornplug.store.daemon.index import SWEEP, StoreIndex
 from cornplug.store.daemon.placement import MAX_LOOKS
+from cornplug.store.daemon.reservations import ReservationTimes
 from cornplug.store.entry_table import TableShape
 from cornplug.store.store_stats import OTHER_APPS
 from cornplug.store.use_notes import NO_PAGE
@@ -179,11 +182,13 @@ def _reply(raw: socket.socket) -> messages.Reply:
 def _small_ones(entries: int, leased_every: int, room_for: int = 0) -> StoreIndex:
     """An index that is full of them, or has room for more."""
     index = StoreIndex(
-        b"\1" * 16, (room_for or entries) * 4096, quarantine_s=1.0, grow=lambda missing: missing
+        b"\1" * 16, (room_for or entries) * 4096, times=ReservationTimes(1.0), grow=lambda missing: missing
     )
     keys = [key(n) for n in range(entries)]
     for at in range(0, entries, 4096):
-        for room in index.reserve(1, [(each, 4096) for each in keys[at : at + 4096]], app="a", now_s=0.0):
+        for room in index.reserve(
+            1, [(each, 4096) for each in keys[at : at + 4096]], ReserveTerms("a"), now_s=0.0
+        ):
             assert isinstance(room, Reservation)
             index.commit(1, room.token, b"")
     leased = keys[::leased_every]
@@ -198,7 +203,7 @@ def test_index_search_for_victims_ends(within: TimeLimits) -> None:
     for n in range(3):
         with within.cpu(0.1):
             answers = index.reserve(
-                1, [(key(("big", n, i)), 2 << 20) for i in range(100)], app="a", now_s=0.0
+                1, [(key(("big", n, i)), 2 << 20) for i in range(100)], ReserveTerms("a"), now_s=0.0
             )
         assert set(answers) == {ReserveRefusal.FULL}
     assert index.stat().evictions == 0
@@ -216,18 +221,23 @@ def test_index_search_that_was_cut_goes_on_where_it_ended() -> None:
     index.end_owner(1, now_s=0.0)
     index.lease(2, keys[:-8:2], ttl_s=1000.0, now_s=0.0)
     tries = 0
-    while index.reserve(2, [(key("big"), 8192)], app="a", now_s=0.0)[0] is ReserveRefusal.FULL:
+    while index.reserve(2, [(key("big"), 8192)], ReserveTerms("a"), now_s=0.0)[0] is ReserveRefusal.FULL:
         tries += 1
         assert tries < 10, "never found"
 
 
 def test_index_large_entry_among_tiny_ones_is_stored_in_the_end() -> None:
-    index = StoreIndex(b"\1" * 16, 64 * 4 * MAX_LOOKS, quarantine_s=1.0, grow=lambda missing: missing)
-    for room in index.reserve(1, [(key(n), 64) for n in range(4 * MAX_LOOKS)], app="a", now_s=0.0):
+    index = StoreIndex(
+        b"\1" * 16, 64 * 4 * MAX_LOOKS, times=ReservationTimes(1.0), grow=lambda missing: missing
+    )
+    for room in index.reserve(1, [(key(n), 64) for n in range(4 * MAX_LOOKS)], ReserveTerms("a"), now_s=0.0):
         assert isinstance(room, Reservation)
         index.commit(1, room.token, b"")
     tries = 0
-    while index.reserve(2, [(key("big"), 128 * MAX_LOOKS)], app="a", now_s=0.0)[0] is ReserveRefusal.FULL:
+    while (
+        index.reserve(2, [(key("big"), 128 * MAX_LOOKS)], ReserveTerms("a"), now_s=0.0)[0]
+        is ReserveRefusal.FULL
+    ):
         tries += 1
         assert tries < 10, "never found"
 
@@ -237,8 +247,9 @@ def test_index_released_leases_leave_nothing_behind() -> None:
     for _ in range(2000):
         leases = index.lease(1, [key(n) for n in range(8)], ttl_s=3600.0, now_s=0.0)
         index.release(1, [each.token for each in leases if each], now_s=0.0)
-    assert len(index._expiries) == 1, "those of `_small_ones`, which have one token"
-    assert len(index._expiries._order) == 2
+    expiries = [one for one in set(kept(index, ExpiryBuckets)) if len(one)]
+    assert [len(one) for one in expiries] == [1], "those of `_small_ones`, which have one token"
+    assert len(expiries[0]._order) == 2
 
 
 def test_index_sweep_ends_some_the_next_the_rest() -> None:

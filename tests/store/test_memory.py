@@ -9,7 +9,7 @@ from cornplug.codec import PayloadKind
 from cornplug.errors import CodecError, StoreUnavailable
 from cornplug.store.base import ReserveRefusal
 from cornplug.store.memory import MemoryStore
-from cornplug.store.payload import get_payload, put_payload
+from cornplug.store.payload import NewPayload, get_payload, put_payload
 from cornplug.testing import FaultyStore, StoreContract
 from cornplug.testing.store import StoreStage, fill, key, present, put, reserve
 
@@ -95,9 +95,9 @@ def test_get_payload_header_of_another_key_is_dropped(faulty: FaultyStore) -> No
 def test_put_payload_failing_half_way_gives_its_room_back(faulty: FaultyStore) -> None:
     with pytest.raises(ValueError, match="equal segments"):
         put(faulty, b"x" * 1280, 3)
-    arguments = {"dtype": "d" * 300, "shape": (1,), "app": "test", "deadline_s": 1.0}
+    payload = NewPayload(b"x", PayloadKind.FEATURE, key=key("a"), dtype="d" * 300, shape=(1,))
     with pytest.raises(CodecError):
-        put_payload(faulty, b"x", kind=PayloadKind.FEATURE, key=key("a"), **arguments)  # type: ignore[arg-type]
+        put_payload(faulty, payload, app="test", deadline_s=1.0)
     stat = faulty.stat(deadline_s=1)
     assert (stat.reservations, stat.bytes_by_app) == (0, {}), "its room is in quarantine"
 

@@ -10,8 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cornplug import codec
 from cornplug.codec import PayloadKind
-from cornplug.store.base import Reservation, ReserveRefusal, WriterPart
+from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms, WriterPart
 from cornplug.store.daemon.index import StoreIndex
+from cornplug.store.daemon.reservations import ReservationTimes
 from cornplug.testing.store import key
 
 CAPACITY, SIZE = 64 * 12, 64 * 2
@@ -42,9 +43,11 @@ class PartsInAnyOrder(RuleBasedStateMachine):
         super().__init__()
         self.now_s = 0.0
         self.index = StoreIndex(
-            b"\1" * 16, CAPACITY, quarantine_s=QUARANTINE_S, reservation_s=RESERVATION_S,
-            reclaim_s=RECLAIM_S, grow=lambda missing: missing,
-        )  # fmt: skip
+            b"\1" * 16,
+            CAPACITY,
+            times=ReservationTimes(QUARANTINE_S, RESERVATION_S, RECLAIM_S),
+            grow=lambda missing: missing,
+        )
         self.drafts: dict[int, _Draft] = {}
         self.writers: list[_Writer] = []
 
@@ -62,7 +65,7 @@ class PartsInAnyOrder(RuleBasedStateMachine):
     @rule(owner=OWNERS, name=st.integers(0, 3), part=PARTS)
     def reserve(self, owner: int, name: int, part: int) -> None:
         (answer,) = self.index.reserve(
-            owner, [(key(name), SIZE)], app="a", part=WriterPart(GROUP, part, 2), now_s=self.now_s
+            owner, [(key(name), SIZE)], ReserveTerms("a", WriterPart(GROUP, part, 2)), now_s=self.now_s
         )
         draft = self.drafts.get(name)
         if self.index.contains([key(name)]) == b"\1":

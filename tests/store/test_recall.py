@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 import pytest
+from keyed_store import KeyedStore
 from time_limits import TimeLimits
 
 from cornplug.store.base import Tier, TieredReads
-from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import get_payload, recalled, tiers_of
 from cornplug.testing.store import key, put
 
@@ -17,7 +17,7 @@ from .shelved_store import ShelvedStore
 
 @pytest.fixture
 def store() -> ShelvedStore:
-    memory = MemoryStore(capacity_bytes=1 << 20)
+    memory = KeyedStore(capacity_bytes=1 << 20)
     found = ShelvedStore(memory.connect())
     assert put(found, bytes(range(256)) * 256, 1) == "stored"  # type: ignore[arg-type]
     found.shelve_all(memory)
@@ -42,7 +42,7 @@ def test_recalled_entry_that_never_comes_costs_the_time_given(
 
 
 def test_recalled_of_store_without_disk_is_its_contains() -> None:
-    memory = MemoryStore(capacity_bytes=1 << 20).connect()
+    memory = KeyedStore(capacity_bytes=1 << 20).connect()
     put(memory, bytes(4096), 1)
     assert not isinstance(memory, TieredReads)
     assert recalled(memory, [key("e"), key("f")], within_s=10, deadline_s=1) == b"\1\0"

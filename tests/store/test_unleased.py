@@ -17,7 +17,7 @@ from cornplug.errors import CodecError
 from cornplug.store import payload as payloads
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
-from cornplug.store.payload import get_payload, get_payload_into, put_payload
+from cornplug.store.payload import NewPayload, get_payload, get_payload_into, put_payload
 from cornplug.store.use_notes import NO_PAGE
 from cornplug.testing.store import key, present
 
@@ -30,9 +30,18 @@ Serve = Callable[..., StoreServer]
 
 def keep(store: PoolStore, name: int, size: int = 4096, segments: int = 1) -> str:
     return put_payload(
-        store, content(name, size), kind=PayloadKind.EMBEDDING, key=key(name), dtype="uint8", shape=(size,),
-        app="test", deadline_s=5, segments=segments,
-    )  # fmt: skip
+        store,
+        NewPayload(
+            content(name, size),
+            PayloadKind.EMBEDDING,
+            key=key(name),
+            dtype="uint8",
+            shape=(size,),
+            segments=segments,
+        ),
+        app="test",
+        deadline_s=5,
+    )
 
 
 def content(name: int, size: int = 4096) -> bytes:

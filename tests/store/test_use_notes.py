@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from cornplug.store.base import Reservation
+from cornplug.store.base import Reservation, ReserveTerms
 from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.index import StoreIndex
+from cornplug.store.daemon.reservations import ReservationTimes
 from cornplug.store.entry_table import TableShape
 from cornplug.store.use_notes import (
     MOST_COUNTED,
@@ -62,7 +64,8 @@ def test_notes_keys_looked_up_are_taken_once_and_wrap(notes: UseNotes) -> None:
 
 def test_notes_that_say_more_than_a_client_can_read_are_clamped(notes: UseNotes) -> None:
     page = notes.open()
-    notes._memory[page * PAGE_BYTES : page * PAGE_BYTES + 32] = b"\xfe" * 32
+    with mmap.mmap(notes.fd, 0) as memory:  # as a client maps it
+        memory[page * PAGE_BYTES : page * PAGE_BYTES + 32] = b"\xfe" * 32
     reads = notes.take(page)
     assert reads is not None
     assert (reads.hits, reads.misses, reads.found, reads.absent) == (MOST_COUNTED,) * 4
@@ -107,14 +110,17 @@ def test_notes_of_several_threads_are_all_counted(notes: UseNotes) -> None:
 def test_notes_hostile_bytes_change_only_counts_and_order(notes: UseNotes) -> None:
     table = EntryTableWriter(TableShape.of(1 << 20))
     watchers = EntryWatchers(table)
-    index = StoreIndex(b"\1" * 16, 64 * 8, quarantine_s=1.0, grow=lambda missing: missing, watchers=watchers)
-    for room in index.reserve(1, [(key(n), 64) for n in range(8)], app="a", now_s=0.0):
+    index = StoreIndex(
+        b"\1" * 16, 64 * 8, times=ReservationTimes(1.0), grow=lambda missing: missing, watchers=watchers
+    )
+    for room in index.reserve(1, [(key(n), 64) for n in range(8)], ReserveTerms("a"), now_s=0.0):
         assert isinstance(room, Reservation)
         index.commit(1, room.token, b"")
     page = notes.open()
     source = random.Random(1)
+    memory = mmap.mmap(notes.fd, 0)  # as a client maps it
     for _ in range(200):
-        notes._memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = source.randbytes(PAGE_BYTES)
+        memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = source.randbytes(PAGE_BYTES)
         reads = notes.take(page)
         assert reads is not None
         assert len(reads.records) <= RING
@@ -122,7 +128,7 @@ def test_notes_hostile_bytes_change_only_counts_and_order(notes: UseNotes) -> No
     assert index.contains([key(n) for n in range(8)]) == b"\1" * 8
     assert 0 <= index.stat().hits < 1 << 64
     for n in range(8, 20):
-        (room,) = index.reserve(1, [(key(n), 64)], app="a", now_s=0.0)
+        (room,) = index.reserve(1, [(key(n), 64)], ReserveTerms("a"), now_s=0.0)
         assert isinstance(room, Reservation)
         index.commit(1, room.token, b"")
     table.close()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
+from keyed_store import KeyedStore
 from vllm.model_executor.models import registry
 
 from cornplug.engine_common import engine_state
@@ -24,8 +27,8 @@ def model_classes_in_process() -> Iterator[None]:
 
 
 @pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore(capacity_bytes=8 << 20)
+def store() -> KeyedStore:
+    return KeyedStore(capacity_bytes=8 << 20)
 
 
 @pytest.fixture
@@ -51,7 +54,8 @@ def faulty(store: MemoryStore) -> FaultyStore:
 def original_weights() -> Iterator[None]:
     engine_state.current().note_replaced(False)
     # Tests write their checkpoints while the "engine" runs.
-    engine_state.current()._begin(2**63)
+    with mock.patch.object(time, "time_ns", return_value=2**63):
+        engine_state.begin()
     yield
     engine_state.current().note_replaced(False)
 

@@ -1,20 +1,21 @@
-"""A GPU that copies the store's memory by itself, played on CPU tensors with real bytes: copies arrive late.
-
-worker._arena = late_arena(worker)
-"""
+"""A GPU that copies the store's memory by itself, played on CPU tensors with real bytes that arrive late."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from cornplug.engine_common.rank_pages import RankPages
 from cornplug.vllm_connector.kv.arena_moves import ArenaMoves
+from cornplug.vllm_connector.kv.move_reports import MoveReports
 from cornplug.vllm_connector.kv_copies import device_checksums
 from cornplug.vllm_connector.kv_copies.arena_copies import ArenaCopies
+from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks
 from cornplug.vllm_connector.kv_copies.device_checksums import BLOCK_BYTES, STATE
 from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory
 
@@ -81,6 +82,8 @@ class BatchCopies:
         self._device, self._ranges = device, ranges
         self.calls: list[list[int]] = []
         """Sizes of each call's copies."""
+        self.error: Exception | None = None
+        """Raised by every call, if set."""
 
     def __call__(
         self,
@@ -89,6 +92,8 @@ class BatchCopies:
         sizes: torch.Tensor,
         is_src_access_order_any: bool = False,
     ) -> None:
+        if self.error is not None:
+            raise self.error
         columns = [one.tolist() for one in (sources, targets, sizes)]
         assert {one.dtype for one in (sources, targets, sizes)} == {torch.int64}
         assert all(one.is_contiguous() for one in (sources, targets, sizes))
@@ -98,14 +103,14 @@ class BatchCopies:
             if self._at_host(target, size):
                 assert not is_src_access_order_any, "another stream writes into the blocks"
                 ctypes.memset(target, STALE_BYTE, size)
-                self._device._later(lambda at=target, data=data: ctypes.memmove(at, data, len(data)))
+                self._device.later(lambda at=target, data=data: ctypes.memmove(at, data, len(data)))
             else:
                 assert self._at_host(source, size), "a copy across two registrations, or of other memory"
                 ctypes.memmove(target, data, size)
-                self._device._later(lambda at=source, data=data: _unchanged(at, data))
+                self._device.later(lambda at=source, data=data: _unchanged(at, data))
 
     def _at_host(self, address: int, size: int) -> bool:
-        hosts = [(one.data_ptr(), one.nbytes) for one in self._device._hosts]
+        hosts = [(one.data_ptr(), one.nbytes) for one in self._device.hosts]
         pinned = any(start <= address and address + size <= start + n for start, n in hosts)
         return pinned or self._ranges.hold(address, size)
 
@@ -114,20 +119,44 @@ def _unchanged(address: int, data: bytes) -> None:
     assert ctypes.string_at(address, len(data)) == data, "the store's memory was changed while it was read"
 
 
-def late_arena(worker: Any, *, ranges: HostRanges | None = None, beside: Any = None) -> ArenaMoves:
-    """The arena's moves of a registered `KVWorker` on the CPU."""
-    ranges, worker._on_gpu = ranges or HostRanges(), True
-    copies = []
-    for _ in range(2):
-        device = LateDevice()
-        batch = BatchCopies(device, ranges)
-        copies.append(ArenaCopies(worker._out.blocks, device, NumpyChecksums(), batch))  # type: ignore[arg-type]
-    memory = beside.memory if beside is not None else EagerMemory(
-        worker._pages.store, ranges.register, ranges.unregister, lambda: None,
+@dataclass(frozen=True)
+class LateArena:
+    """The copies of a rank, and what they are made of."""
+
+    moves: ArenaMoves
+    ranges: HostRanges
+    out: ArenaCopies
+    into: ArenaCopies
+    out_batch: BatchCopies
+    into_batch: BatchCopies
+    out_device: LateDevice
+    rank: tuple[RankPages, MoveReports, CacheBlocks]
+    """Arguments of `open_arena` that the rank's worker passed."""
+
+
+def late_arena(
+    pages: RankPages,
+    reports: MoveReports,
+    blocks: CacheBlocks,
+    *,
+    sizes: BlockSizes,
+    ranges: HostRanges,
+) -> LateArena:
+    """`open_arena` for caches on the CPU."""
+    blocks.device = torch.device("cpu")  # The rig told the worker that they are on a GPU.
+    devices = LateDevice(), LateDevice()
+    out_batch, into_batch = (BatchCopies(device, ranges) for device in devices)
+    sums: Any = NumpyChecksums()
+    out, into = (
+        ArenaCopies(blocks, device, sums, batch)
+        for device, batch in zip(devices, (out_batch, into_batch), strict=True)
+    )
+    memory = EagerMemory(
+        pages.store, ranges.register, ranges.unregister, lambda: None,
         least_bytes=mmap.PAGESIZE, most_bytes=5 * mmap.PAGESIZE,
     )  # fmt: skip
     moves = ArenaMoves(
-        worker._pages, worker._reports, memory, *copies, block_size=worker._block_size, slots=worker._slots,
-        discard=worker._discard_now,
+        pages, reports, memory, out, into, sizes=sizes,
+        discard=lambda keys: pages.discard(keys, deadline_s=1),
     )  # fmt: skip
-    return moves
+    return LateArena(moves, ranges, out, into, out_batch, into_batch, devices[0], (pages, reports, blocks))

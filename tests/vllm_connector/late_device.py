@@ -23,8 +23,10 @@ class LateDevice(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._hosts: list[torch.Tensor] = []
-        self._pending: list[tuple[int, Callable[[], Any]]] = []
+        self.hosts: list[torch.Tensor] = []
+        """Pinned memory that was allocated."""
+        self.pending: list[tuple[int, Callable[[], Any]]] = []
+        """(number of its end, copy) of copies that have not arrived."""
         self._ends = 0
         self._asked: set[int] = set()
         self.pageable = 0
@@ -46,7 +48,7 @@ class LateDevice(TorchDispatchMode):
     def host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         with torch.utils._python_dispatch._disable_current_modes():
             memory = torch.empty(tuple(shape), dtype=dtype)
-        self._hosts.append(memory)
+        self.hosts.append(memory)
         return memory
 
     def begun(self) -> int:
@@ -55,9 +57,9 @@ class LateDevice(TorchDispatchMode):
 
     def wait(self, end: int) -> None:
         """What was begun before this `end` has happened, later copies have not."""
-        for _, happen in [one for one in self._pending if one[0] < end]:
+        for _, happen in [one for one in self.pending if one[0] < end]:
             happen()
-        self._pending = [one for one in self._pending if one[0] >= end]
+        self.pending = [one for one in self.pending if one[0] >= end]
 
     def done(self, end: int) -> bool:
         """False at first."""
@@ -71,8 +73,8 @@ class LateDevice(TorchDispatchMode):
         """The stream has been waited for."""
         self.wait(self.begun())
 
-    def _later(self, happen: Callable[[], Any]) -> None:
-        self._pending.append((self._ends, happen))
+    def later(self, happen: Callable[[], Any]) -> None:
+        self.pending.append((self._ends, happen))
 
     # -- what happens -----------------------------------------------------------------------
 
@@ -85,18 +87,18 @@ class LateDevice(TorchDispatchMode):
             # As `copy_requires_temporaries` of ATen/native/cuda/Copy.cu.
             if target.is_contiguous() and source.is_contiguous():
                 now = source.clone()
-                self._later(lambda: target.copy_(now))
+                self.later(lambda: target.copy_(now))
             else:
                 self.pageable += 1
             return target.fill_(STALE)
         if late and self._at_host(source):
             before = source.clone()
-            self._later(lambda: _unchanged(source, before))
+            self.later(lambda: _unchanged(source, before))
         return func(*args, **(kwargs or {}))
 
     def _at_host(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage().data_ptr()
-        return any(one.untyped_storage().data_ptr() == storage for one in self._hosts)
+        return any(one.untyped_storage().data_ptr() == storage for one in self.hosts)
 
 
 def _unchanged(source: torch.Tensor, before: torch.Tensor) -> None:

@@ -11,13 +11,14 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 import torch
+from collaborators import kept, recorded
 from vllm.config import KVTransferConfig
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -31,9 +32,13 @@ from cornplug.config import Config, EngineConfig, StoreConfig
 from cornplug.metrics import Tally
 from cornplug.store.base import Store
 from cornplug.vllm_connector import kv_connector
+from cornplug.vllm_connector.kv import scheduler as kv_scheduler
 from cornplug.vllm_connector.kv import tracked_requests
+from cornplug.vllm_connector.kv import worker as kv_worker
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 from cornplug.vllm_connector.kv_connector import CornplugConnector
 from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies
+from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes
 
 from .late_device import LateDevice
 
@@ -66,6 +71,12 @@ def runtime(
         deadline_s=config.store.deadline_s,
         background_timeout_s=config.store.background_timeout_s,
     )
+
+
+def tracked_of(engine: Engine, request_id: str) -> TrackedRequest:
+    """What the scheduler half knows of a request."""
+    found = kept(engine.half, TrackedRequest)
+    return next(tracked for tracked in found if tracked.request.request_id == request_id)
 
 
 @dataclass(eq=False)
@@ -164,6 +175,12 @@ class Rank:
     slots: int
     """Of one block of the caches: the engine's block size, or a part of it."""
     active: second_runner.ActiveKVConnector | None = None
+    worker: Any = None
+    """The connector's worker half, until an error replaces it."""
+    pages: Any = None
+    """Its `RankPages`."""
+    arena: Any = None
+    """Its `LateArena`, if its accelerator copies the store's memory by itself."""
 
     def place(self, request: Request, block_size: int, position: int) -> tuple[int, int]:
         """(block of the caches, slot in it)"""
@@ -221,8 +238,30 @@ class Pool(list[int]):
         self.watchers |= {block.block_id: on_reuse for block in blocks}
 
 
+_PARTS: Final = {
+    "half": (kv_connector, "KVScheduler"),
+    "tally": (kv_connector, "Tally"),
+    "costs": (kv_scheduler, "LoadCosts"),
+    "offers": (kv_scheduler, "LoadOffers"),
+    "saves": (kv_scheduler, "PageSaves"),
+    "idle": (kv_scheduler, "IdleSaves"),
+    "identity": (tracked_requests, "CurrentIdentity"),
+    "adapters": (tracked_requests, "LaterAdapters"),
+}
+"""Attribute of `Engine` -> class of which its connector makes one object."""
+
+
 class Engine:
     """One engine of `tp` x `pp` ranks. `connect` gives each process its store connection."""
+
+    half: Any
+    tally: Tally
+    costs: Any
+    offers: Any
+    saves: Any
+    idle: Any
+    identity: Any
+    adapters: Any
 
     def __init__(
         self,
@@ -245,6 +284,7 @@ class Engine:
         latent: bool = False,
         events: bool = False,
         hash_algo: str = "sha256",
+        ranges: Callable[[], Any] | None = None,
         **fields: Any,
     ) -> None:
         """`extra_layers`: of which only the workers' plans know. `draft`: layers of a draft model, which vLLM
@@ -252,9 +292,10 @@ class Engine:
         `accelerator`: the workers copy as on one, with copies that arrive late; "arena": also to and from the
         store's memory by themselves. `second_runner`: vLLM's V2
         model runner calls the workers, the default on a GPU. `latent`: the model has MLA. `events`: KV
-        events are enabled. `hash_algo`: that of the engine's own prefix cache."""
+        events are enabled. `hash_algo`: that of the engine's own prefix cache. `ranges`: makes the memory
+        that is registered with an accelerator."""
         self.second_runner, self.latent, self.events = second_runner, latent, events
-        self.hash_algo = hash_algo
+        self.hash_algo, self.ranges = hash_algo, ranges
         self.block_size, self.tp, self.pp, self.draft = block_size, tp, pp, draft
         self.kernel_block, self.accelerator = kernel_block or block_size, accelerator
         self.free_blocks = Pool(blocks)
@@ -264,10 +305,13 @@ class Engine:
         self._identity = identity
         self._run: Callable[[], Any] = lambda: runtime(connect(), page_tokens=page_tokens, **fields)
         config = self._config(policy, context_parallel)
-        with self._patched(0):
+        with self._patched(0), ExitStack() as stack:
+            made = {name: stack.enter_context(recorded(*part)) for name, part in _PARTS.items()}
             self.connector = self._make_connector(
-                config, KVConnectorRole.SCHEDULER, self._cache_config(range(LAYERS), blocks)
+                config, KVConnectorRole.SCHEDULER, self.cache_config(range(LAYERS), blocks)
             )
+        for name, objects in made.items():
+            setattr(self, name, objects[-1] if objects else None)
         manager = SimpleNamespace(
             block_pool=self.free_blocks,
             get_blocks=lambda request_id: SimpleNamespace(
@@ -315,7 +359,7 @@ class Engine:
             kv_events_config=KVEventsConfig(enable_kv_cache_events=self.events, publisher="null"),
         )
 
-    def _cache_config(self, layers: range, blocks: int) -> KVCacheConfig:
+    def cache_config(self, layers: range, blocks: int) -> KVCacheConfig:
         heads = 1 if self.latent else max(1, HEADS // self.tp)
         spec = (MLAAttentionSpec if self.latent else FullAttentionSpec)(
             block_size=self.block_size, num_kv_heads=heads, head_size=DIM, dtype=torch.float32
@@ -350,9 +394,13 @@ class Engine:
             heads = range(shard * HEADS // self.tp, (shard + 1) * HEADS // self.tp)
         else:
             heads = range(shard * HEADS // self.tp, shard * HEADS // self.tp + 1)
-        with self._patched(shard):
+        with (
+            self._patched(shard),
+            recorded(kv_connector, "KVWorker") as workers,
+            recorded(kv_connector, "RankPages") as pages,
+        ):
             connector = self._make_connector(
-                config, KVConnectorRole.WORKER, self._cache_config(layers, blocks)
+                config, KVConnectorRole.WORKER, self.cache_config(layers, blocks)
             )
         names = self._names(layers)
         layers = range(layers.start, layers.stop + self.draft)
@@ -374,19 +422,10 @@ class Engine:
                 for name in caches
             }
         )
-        connector.register_kv_caches(dict(reversed(caches.items())))
-        if self.accelerator:
-            worker: Any = connector._worker
-            for way in ("_out", "_in"):
-                of = getattr(worker, way)
-                if of is not None:
-                    late = BlockCopies(of._caches, of._layouts, of._shape, direct=False, side=LateDevice())
-                    setattr(worker, way, late)
-            if self.accelerator == "arena" and worker._out is not None:
-                from .late_arena import late_arena  # wants Triton
-
-                worker._arena = late_arena(worker)
-        rank = Rank(connector, heads, layers, caches, self.kernel_block)
+        with self._accelerated() as arenas:
+            connector.register_kv_caches(dict(reversed(caches.items())))
+        rank = Rank(connector, heads, layers, caches, self.kernel_block, arena=arenas[0] if arenas else None)
+        rank.worker, rank.pages = (made[-1] if made else None for made in (workers, pages))
         if self.second_runner:
             with (
                 mock.patch.object(second_runner, "get_kv_transfer_group", return_value=connector),
@@ -395,6 +434,37 @@ class Engine:
             ):
                 rank.active = second_runner.ActiveKVConnector(config, caches)
         return rank
+
+    @contextmanager
+    def _accelerated(self) -> Iterator[list[Any]]:
+        """Give the worker that registers its caches the copies of an accelerator. Yields its `LateArena`, if
+        it opens one."""
+        arenas = list[Any]()
+        if not self.accelerator:
+            yield arenas
+            return
+
+        def copies(*args: Any, urgent: bool, **how: Any) -> BlockCopies:
+            late = BlockCopies(*args, direct=False, side=LateDevice(), **how)
+            if self.accelerator == "arena":
+                late.blocks.device = torch.device("cuda")
+            return late
+
+        def open_arena(*args: Any, sizes: BlockSizes, **_how: Any) -> Any:
+            from .late_arena import HostRanges, late_arena  # needs Triton
+
+            ranges = (self.ranges or HostRanges)()
+            arenas.append(late_arena(*args, sizes=sizes, ranges=ranges))
+            return arenas[-1].moves
+
+        with mock.patch.object(kv_worker, "BlockCopies", copies):
+            if self.accelerator != "arena":
+                yield arenas
+                return
+            from cornplug.vllm_connector.kv import arena_moves
+
+            with mock.patch.object(arena_moves, "open_arena", open_arena):
+                yield arenas
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -590,7 +660,3 @@ class Engine:
         for rank in self.ranks:
             rank.connector.shutdown()
         self.connector.shutdown()
-
-    @property
-    def tally(self) -> Tally:
-        return self.connector._tally

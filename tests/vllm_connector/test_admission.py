@@ -324,20 +324,25 @@ def test_admission_without_vllm_metrics_admits_and_counts() -> None:
     run(test)
 
 
+def pending(engine: Engine) -> int:
+    """Requests whose first token has not come."""
+    return sum(engine.app._forecast._pending.values())
+
+
 def test_admission_request_leaves_queue_at_first_token() -> None:
     async def test() -> None:
         engine = Engine(QOS)
         engine.hold = asyncio.Event()
         waiting = [asyncio.create_task(engine.post()) for _ in range(5)]
         for _ in range(2000):
-            if sum(engine.app._forecast._pending.values()) == 5:
+            if pending(engine) == 5:
                 break
             await asyncio.sleep(0.01)
-        assert sum(engine.app._forecast._pending.values()) == 5
+        assert pending(engine) == 5
         waiting[0].cancel()
         engine.hold.set()
         await asyncio.gather(*waiting, return_exceptions=True)
-        assert sum(engine.app._forecast._pending.values()) == 0
+        assert pending(engine) == 0
 
     run(test)
 

@@ -41,13 +41,13 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "_state", {"registered": False})
 
 
-def test_register_repeated_wraps_once(fresh: None) -> None:
+def test_register_repeated_wraps_once(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin.register()
     assert plugin.registered()
     assert plugin.why_not() == ""
     once = EngineArgs.__dict__["from_cli_args"]
     plugin.register()
-    plugin._state["registered"] = False
+    monkeypatch.setattr(plugin, "_state", {"registered": False})
     plugin.register()
     assert EngineArgs.__dict__["from_cli_args"] is once
     assert isinstance(once, classmethod)

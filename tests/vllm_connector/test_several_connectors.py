@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from cornplug.vllm_connector import plugin
+from cornplug.vllm_connector.carried_flags import EMBEDDINGS_BY_VALUE
 from cornplug.vllm_connector.several_connectors import has_ours, our_settings, with_offloading
 from devkit import checkpoints
 from devkit.vllm_cli import parse_serve
@@ -115,7 +116,7 @@ def test_engine_by_value_is_noted_in_settings_of_one_among_several(model: Path) 
     ).kv_transfer_config
     ours = our_settings(kv)
     assert ours is not None
-    assert (ours["engine.app"], ours["engine.embeddings_by_value"]) == ("chat", True)
+    assert (ours["engine.app"], ours[EMBEDDINGS_BY_VALUE]) == ("chat", True)
 
 
 def test_has_ours_without_cornplug_is_false() -> None:

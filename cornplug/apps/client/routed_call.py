@@ -335,7 +335,7 @@ class RoutedCall:
             self._chooser.failed(self._engine, self._chooser.clock(), sent=self._sent_at)
 
     def _current(self) -> str:
-        assert self._engine is not None, "an answer comes from an engine"
+        assert self._engine is not None, "a response comes from an engine"
         return self._engine
 
     def _request_to(self, engine: str) -> httpx.Request:

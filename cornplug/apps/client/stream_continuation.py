@@ -5,8 +5,8 @@ id. The rest is requested from the end of the last event that does not end with 
 template may strip white space from a message. The engine repeats the text after that point, and the repeated
 text is not forwarded twice.
 
-If a token limit or the usage needs the number of tokens received, engines are asked for the usage in each
-event. It is removed again unless the caller asked for it too.
+If a token limit or the usage needs the number of tokens received, the usage is requested from engines in each
+event. It is removed again unless the caller requested it too.
 
 A stream may continue only if all fields of its request are in an allow list. A field is allowed if the
 remaining text depends on it only through the prompt and the text so far. Penalties and seeds depend on the
@@ -197,7 +197,7 @@ class StreamContinuation:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another engine may be asked for the rest."""
+        """Whether the rest may be requested from another engine."""
         return not (self._strange or self.done or self.finished) and self._next_limits() is not None
 
     def request(self) -> dict[str, Any]:

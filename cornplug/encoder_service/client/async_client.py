@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
@@ -21,13 +21,14 @@ import httpx
 from cornplug.config import load
 from cornplug.encoder_service.client import endpoints, http_transport, responses
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
-from cornplug.encoder_service.client.encode_many import EncodeManyBatch, Item, MediaPayload, Medium, Result
 from cornplug.encoder_service.client.endpoints import configured, is_here, local_store
-from cornplug.encoder_service.client.responses import HttpAnswer, RemoteFailure, RetryLater
+from cornplug.encoder_service.client.media_payload import Item, MediaPayload, Medium, Result
+from cornplug.encoder_service.client.responses import RemoteFailure, RetryLater
 from cornplug.encoder_service.client.retry import CircuitBreakers, RetryPause, RetrySequence, SendAttempt
 from cornplug.encoder_service.wire import decodings
 from cornplug.encoder_service.wire.decodings import Decoding
-from cornplug.errors import EncoderError, EncoderUnavailable
+from cornplug.encoder_service.wire.messages import SAFETENSORS
+from cornplug.errors import CornplugError, EncoderError, EncoderUnavailable
 from cornplug.host import tls_context
 from cornplug.qos import APP_HEADER, CLASS_HEADER
 from cornplug.store.base import Store
@@ -80,7 +81,7 @@ class AsyncEncoderClient:
             near = self._own_store = local_store(config)
             self._stores = {url: near if is_here(url) else None for url in self._services}
         self.circuits = CircuitBreakers(self._services, random.random)
-        headers = {"accept": responses.RAW, "accept-encoding": "identity"}
+        headers = {"accept": SAFETENSORS, "accept-encoding": "identity"}
         if api_key is not None:
             headers["authorization"] = f"Bearer {api_key}"
         if app is not None:
@@ -95,6 +96,7 @@ class AsyncEncoderClient:
             verify=tls_context(),
             follow_redirects=False,
             trust_env=False,
+            limits=httpx.Limits(max_keepalive_connections=CONCURRENCY),
         )
 
     async def encode(
@@ -123,14 +125,6 @@ class AsyncEncoderClient:
         """Return the embedding of an image or of {"image" | "video" | "audio": medium}, as `encode` does."""
         # A PIL image is encoded as PNG, which takes 0.1 s for a large image.
         medium = await asyncio.to_thread(MediaPayload.of, item)
-        return await self.single(
-            medium, model=model, cache_salt=cache_salt, deadline_s=deadline_s or self._deadline_s
-        )
-
-    async def single(
-        self, medium: MediaPayload, *, model: str, cache_salt: str | None, deadline_s: float
-    ) -> EmbeddingRef:
-        """Return the embedding of a medium that is already read and packed, as `encode` does."""
 
         async def send(url: str, timeout_s: float) -> EmbeddingRef:
             return await self._encode_at(url, timeout_s, medium, model, cache_salt)
@@ -148,45 +142,35 @@ class AsyncEncoderClient:
     ) -> AsyncIterator[Result]:
         """Yield (index, reference or error) of each item as it finishes, in any order.
 
-        Items with the same preferred service share a request. Items that this request did not return are
-        retried one by one. `deadline_s` counts for each item from the time it is taken from the iterable. At
-        most `concurrency` items are in flight, and items are taken as others finish, so a generator of
-        millions of items uses little memory.
+        `deadline_s` counts for each item from the time it is taken from the iterable. At most `concurrency`
+        items are in flight, and items are taken as others finish, so a generator of millions of items uses
+        little memory.
         """
         waiting = iter(enumerate(items))
-        ended: asyncio.Queue[Result] = asyncio.Queue()
-        under_way = 0
-        windows: set[asyncio.Task[None]] = set()
+        ended: asyncio.Queue[asyncio.Task[EmbeddingRef]] = asyncio.Queue()
+        in_flight: dict[asyncio.Task[EmbeddingRef], int] = {}
         try:
             while True:
-                # Take at least half of the items together, so that they share requests.
-                if under_way <= concurrency // 2:
-                    entries = list(itertools.islice(waiting, concurrency - under_way))
-                    if entries:
-                        window = self.window(
-                            ended.put_nowait, model=model, cache_salt=cache_salt, deadline_s=deadline_s
-                        )
-                        task = asyncio.create_task(window.run(entries))
-                        windows.add(task)
-                        task.add_done_callback(windows.discard)
-                        under_way += len(entries)
-                if not under_way:
+                for index, item in itertools.islice(waiting, concurrency - len(in_flight)):
+                    task = asyncio.create_task(
+                        self.encode_item(item, model=model, cache_salt=cache_salt, deadline_s=deadline_s)
+                    )
+                    task.add_done_callback(ended.put_nowait)
+                    in_flight[task] = index
+                if not in_flight:
                     return
-                yield await ended.get()
-                under_way -= 1
+                task = await ended.get()
+                index = in_flight.pop(task)
+                result: EmbeddingRef | CornplugError
+                try:
+                    result = task.result()
+                except CornplugError as e:
+                    result = e
+                yield index, result
         finally:
-            left = list(windows)
-            for task in left:
+            for task in in_flight:
                 task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
-
-    def window(
-        self, put: Callable[[Result], None], *, model: str, cache_salt: str | None, deadline_s: float | None
-    ) -> EncodeManyBatch:
-        """Return a batch of items to send together. `put` gets each result."""
-        return EncodeManyBatch(
-            self, put, model=model, cache_salt=cache_salt, deadline_s=deadline_s or self._deadline_s
-        )
+            await asyncio.gather(*in_flight, return_exceptions=True)
 
     async def models(self) -> list[dict[str, Any]]:
         """Return the models of the first service that responds: name, family, identity and fingerprints
@@ -280,21 +264,6 @@ class AsyncEncoderClient:
             if ref is not None:
                 return ref
         raise EncoderUnavailable(f"{url} sent a response without the data", reason="encoder_bad_response")
-
-    def first(self, medium: MediaPayload) -> str:
-        """Return the preferred service for a medium."""
-        return endpoints.ranking(medium.content, self._services)[0]
-
-    def embedding(self, url: str, answer: HttpAnswer) -> EmbeddingRef | None:
-        """Return the embedding in a response from `url`, see `responses.embedding`."""
-        return responses.embedding(answer, self._stores[url])
-
-    def stream(
-        self, url: str, media: Sequence[MediaPayload], *, model: str, cache_salt: str | None, timeout_s: float
-    ) -> AsyncGenerator[tuple[int, HttpAnswer], None]:
-        """Stream responses, as `http_transport.stream` does."""
-        fields = http_transport.form(model, cache_salt, timeout_s, inline=self._stores[url] is None)
-        return http_transport.stream(self._http, url, media, fields, timeout_s)
 
 
 def _unavailable(url: str, e: Exception) -> EncoderUnavailable:

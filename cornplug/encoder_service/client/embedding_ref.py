@@ -94,7 +94,7 @@ class EmbeddingRef:
 
     def tensor(self) -> torch.Tensor:
         """Return a new CPU tensor. It is a copy, because torch has no read-only tensors."""
-        # Not an import statement: this module must load where there is no torch.
+        # Not an import statement, because this module must load without torch.
         torch = importlib.import_module("torch")
 
         flat = torch.frombuffer(bytearray(self.data), dtype=getattr(torch, self.dtype))

@@ -1,4 +1,4 @@
-"""Client for engines: of the encoder service on this host, or of services on other hosts."""
+"""Client that engines use for the encoder service on this host, or for services on other hosts."""
 
 from __future__ import annotations
 

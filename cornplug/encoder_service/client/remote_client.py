@@ -77,7 +77,7 @@ class _ErrorBody(msgspec.Struct):
 
 
 def down(url: str, why: Exception) -> EncoderUnavailable:
-    """Return the error for a service that could not be reached, or that closed the connection."""
+    """Return the error for a service that cannot be reached, or that closed the connection."""
     return EncoderUnavailable(
         f"no service responds at {url} ({str(why) or type(why).__name__}); start one there with: cornplug "
         "encoder --model ... --host ADDRESS",
@@ -122,7 +122,7 @@ def copy_of(error: EncoderError | None) -> EncoderError:
 
 @dataclass(slots=True, eq=False)
 class _Service:
-    """One service as this client sees it. Written by the thread; others read `error` and `proved`."""
+    """State of one service. Only the client's thread writes it. Other threads read `error` and `proved`."""
 
     url: str
     error: EncoderError | None = None

@@ -9,11 +9,10 @@ import msgspec
 
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef, from_store
 from cornplug.encoder_service.client.retry import retry_after_s
-from cornplug.encoder_service.wire.status_codes import status_of
+from cornplug.encoder_service.wire.messages import EMBEDDING_TENSOR, SAFETENSORS
 from cornplug.errors import EncoderRefused, EncoderUnavailable
 from cornplug.store.base import Store
 
-RAW: Final = "application/octet-stream"
 _BUSY: Final = frozenset({429, 503})
 """Overloaded, class over its share, or draining. Another service may accept the request, or this one
 later."""
@@ -55,15 +54,16 @@ def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
     """
     check(answer)
     try:
-        if answer.headers.get("content-type", "").startswith(RAW):
+        if answer.headers.get("content-type", "").startswith(SAFETENSORS):
+            meta, data = _read_safetensors(answer.body)
             return EmbeddingRef.inline(
-                key=bytes.fromhex(answer.headers["x-cornplug-key"]),
-                shape=tuple(int(n) for n in answer.headers["x-cornplug-shape"].split(",")),
-                dtype=answer.headers["x-cornplug-dtype"],
-                origin=answer.headers["x-cornplug-origin"],
-                service_time_s=float(answer.headers["x-cornplug-service-time-s"]),
-                data=answer.body,
-                handle=answer.headers.get("x-cornplug-handle"),
+                key=bytes.fromhex(meta["key"]),
+                shape=tuple(meta["shape"]),
+                dtype=str(meta["dtype"]),
+                origin=str(meta["origin"]),
+                service_time_s=float(meta["service_time_s"]),
+                data=data,
+                handle=meta["handle"],
             )
         meta = msgspec.json.decode(answer.body)
         if store is None:
@@ -109,13 +109,14 @@ def check(answer: HttpAnswer) -> None:
     raise refusal
 
 
-def status_in(body: bytes) -> int:
-    """Return the HTTP status that corresponds to the JSON of a streamed part."""
-    try:
-        error = msgspec.json.decode(body).get("error")
-        return 200 if error is None else status_of(str(error["reason"]))
-    except (KeyError, ValueError, TypeError, AttributeError):
-        return 502
+def _read_safetensors(body: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return the fields and the bytes of the only tensor of a file. The client does without the safetensors
+    library. Format: https://github.com/huggingface/safetensors#format"""
+    size = int.from_bytes(body[:8], "little")
+    header = msgspec.json.decode(body[8 : 8 + size])
+    meta: dict[str, Any] = msgspec.json.decode(header["__metadata__"]["cornplug"])
+    start, end = header[EMBEDDING_TENSOR]["data_offsets"]
+    return meta, body[8 + size + start : 8 + size + end]
 
 
 def _bad_response(answer: HttpAnswer, why: str) -> EncoderUnavailable:

@@ -1,4 +1,4 @@
-"""Retry policy: the next service, the pause, the end. Decisions only, without clock and sockets.
+"""Retry policy: the next service, the pause, and when to give up. It uses neither a clock nor sockets.
 
     RetrySequence.next(now) ──> SendAttempt(url, timeout_s) ──> the client sends, informs `CircuitBreakers`
                             ├─> RetryPause(seconds)         ──> the client sleeps
@@ -24,16 +24,17 @@ CAP_S: Final = 2.0
 """Maximum backoff. The backoff after the n-th consecutive failure is uniform below min(CAP_S, BASE_S *
 2^n), "full jitter"."""
 BUSY_S: Final = 0.5
-"""Mean pause after a refusal without a Retry-After."""
+"""Mean pause in seconds after a refusal without a Retry-After."""
 RETRY_AFTER_CAP_S: Final = 60.0
 _LEAST_S: Final = 0.005
-"""Minimum time left for an attempt."""
+"""Minimum remaining time in seconds for an attempt."""
 Random = Callable[[], float]
 """Function that returns a uniform value in [0, 1)."""
 
 
 def retry_after_s(value: object, *, now_s: float | None = None) -> float | None:
-    """Seconds until the server accepts a retry, at least 0, from a Retry-After header (RFC 9110, section
+    """Return the seconds until the server accepts a retry, at least 0, from a Retry-After header (RFC 9110,
+    section
     10.2.3).
 
     Returns None if `value` is neither a number of seconds nor an HTTP date.
@@ -60,7 +61,7 @@ def _until(date: str, now_s: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class SendAttempt:
-    """Send to `url`. The attempt fails if there is no response after `timeout_s`."""
+    """Instruction to send to `url`. The attempt fails if there is no response after `timeout_s`."""
 
     url: str
     timeout_s: float
@@ -68,7 +69,7 @@ class SendAttempt:
 
 @dataclass(frozen=True, slots=True)
 class RetryPause:
-    """Send nothing for `seconds`."""
+    """Instruction to send nothing for `seconds`."""
 
     seconds: float
 

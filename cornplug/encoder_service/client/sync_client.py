@@ -21,10 +21,10 @@ import httpx
 
 from cornplug.encoder_service.client.async_client import CONCURRENCY, AsyncEncoderClient, Services
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
-from cornplug.encoder_service.client.encode_many import Item, Medium, Result
+from cornplug.encoder_service.client.media_payload import Item, Medium, Result
 from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.wire.decodings import Decoding
-from cornplug.errors import EncoderUnavailable
+from cornplug.errors import CornplugError, EncoderUnavailable
 from cornplug.store.base import Store
 
 __all__ = ["AsyncEncoderClient", "EmbeddingRef", "EncoderClient", "SocketEncoder"]
@@ -98,27 +98,32 @@ class EncoderClient:
         """Yield results as `AsyncEncoderClient.encode_many` does. Closing the iterator cancels the items
         in flight."""
         waiting = iter(enumerate(items))
-        ended: queue.SimpleQueue[Result] = queue.SimpleQueue()
-        under_way = 0
-        windows: list[Future[None]] = []
+        ended: queue.SimpleQueue[Future[EmbeddingRef]] = queue.SimpleQueue()
+        in_flight: dict[Future[EmbeddingRef], int] = {}
         try:
             while True:
                 # Taken in the caller's thread, because a generator may itself use this client.
-                if under_way <= concurrency // 2:
-                    entries = list(itertools.islice(waiting, concurrency - under_way))
-                    if entries:
-                        window = self._client.window(
-                            ended.put, model=model, cache_salt=cache_salt, deadline_s=deadline_s
+                for index, item in itertools.islice(waiting, concurrency - len(in_flight)):
+                    future = self._start(
+                        self._client.encode_item(
+                            item, model=model, cache_salt=cache_salt, deadline_s=deadline_s
                         )
-                        windows = [w for w in windows if not w.done()] + [self._start(window.run(entries))]
-                        under_way += len(entries)
-                if not under_way:
+                    )
+                    in_flight[future] = index
+                    future.add_done_callback(ended.put)
+                if not in_flight:
                     return
-                # A window ends by its deadline, and returns a result for every item.
-                yield ended.get()
-                under_way -= 1
+                # Each item ends by its deadline.
+                future = ended.get()
+                index = in_flight.pop(future)
+                result: EmbeddingRef | CornplugError
+                try:
+                    result = _result(future)
+                except CornplugError as e:
+                    result = e
+                yield index, result
         finally:
-            for future in windows:
+            for future in in_flight:
                 future.cancel()
 
     def models(self) -> list[dict[str, Any]]:

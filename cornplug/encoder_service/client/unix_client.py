@@ -175,7 +175,7 @@ class SocketEncoder:
                 with self._lock:
                     served, self._socket = self._socket is not None, None
                 sock.close()
-            # Without a proved service requests fail at once.
+            # Without a verified service, requests fail immediately.
             self._fail_all(error, refuse=not served)
             if not served:
                 self._sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
@@ -183,7 +183,7 @@ class SocketEncoder:
                 continue
             attempt = 0
             if error.reason != "encoder_down":
-                # A service that sent a bad response would repeat it: no tight loop.
+                # A service that sent a bad response would repeat it, so do not retry in a tight loop.
                 self._sleep(_BACKOFF_S[-1])
         self._fail_all(self._down("this client was closed"), refuse=True)
         self._woken.close()
@@ -191,12 +191,13 @@ class SocketEncoder:
 
     def _connect(self, asking: EngineHandshake) -> socket.socket | EncoderUnavailable:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # A stopped service with a full backlog would block: bounded here, in our own thread.
+        # A stopped service with a full backlog would block. Here the wait is bounded, in this client's
+        # thread.
         sock.settimeout(1.0)
         try:
             sock.connect(str(self._path))
             check_user(sock)
-            # It fits into the buffer of a new connection.
+            # The hello fits into the buffer of a new connection.
             sock.sendall(frame(asking.hello(), limit=MAX_BYTES))
         except EncoderUnavailable as e:
             sock.close()
@@ -257,7 +258,7 @@ class SocketEncoder:
 
     def _reply(self, reply: Reply) -> None:
         if isinstance(reply, DescribeReply):
-            # It has no id on the wire: it answers all open DescribeRequests.
+            # This message has no id on the wire. It answers all open DescribeRequests.
             with self._lock:
                 asked = [self._pending.pop(n)[0] for n in self._describing if n in self._pending]
                 self._describing.clear()

@@ -49,8 +49,8 @@ class RequestReplies:
     Thread-safe."""
 
     def __init__(self, admission: EncodeAdmission, observer: RequestObserver) -> None:
-        self._admission = admission
-        self._observer = observer
+        self.admission = admission
+        self.observer = observer
 
     def answer(
         self, pending: PendingRequest, origin: Origin, *, stored: bool, tensor: WireTensor | None
@@ -67,8 +67,8 @@ class RequestReplies:
             service_time_s=seconds,
         )
         # Counted before the caller receives it, so that the caller's next scrape includes it.
-        self._admission.answered(pending, seconds)
-        self._observer.answered(pending, origin, stored=stored, seconds=seconds)
+        self.admission.answered(pending, seconds)
+        self.observer.answered(pending, origin, stored=stored, seconds=seconds)
         pending.answer(reply)
         return reply
 
@@ -78,14 +78,14 @@ class RequestReplies:
         """Reject one request, unless it has a reply."""
         if pending.future.done():
             return
-        self._observer.refused(pending, reason)
+        self.observer.refused(pending, reason)
         pending.answer(
             EncodeRefusal(id=pending.request.id, reason=reason, message=message, retry_after_s=retry_after_s)
         )
 
     def refuse_late(self, pending: PendingRequest) -> None:
         """Reject one request because its deadline passed before a tower started it."""
-        self._admission.answered(pending, time.monotonic() - pending.received_s)
+        self.admission.answered(pending, time.monotonic() - pending.received_s)
         self.refuse(pending, "too_late", f"the work did not start within {pending.request.deadline_s:g} s")
 
 
@@ -105,21 +105,20 @@ class BatchDispatcher:
         batcher: Batcher[JobPayload],
         executors: Sequence[BatchExecutor],
         cache: ResultCache,
-        observer: RequestObserver,
         replies: RequestReplies,
-        admission: EncodeAdmission,
         shares_features: Callable[[LoadedModel], bool],
         *,
         urgent_lanes: bool,
     ) -> None:
-        """`urgent_lanes` adds a lane to each executor for jobs of better classes than all running jobs."""
+        """Create the threads. `urgent_lanes` adds a lane to each executor for jobs of better classes than all
+        running jobs.
+        """
         self._shares_features = shares_features
         self._batcher = batcher
         self._executors = tuple(executors)
         self._cache = cache
-        self._observer = observer
         self._replies = replies
-        self._admission = admission
+        self._observer, self._admission = replies.observer, replies.admission
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._deferred: dict[bytes, list[EncodeJob[JobPayload]]] = {}
@@ -220,8 +219,8 @@ class BatchDispatcher:
         if error is None:
             return None
         if isinstance(error, PassAbandoned):
-            # Sent only to a request that has joined one of these jobs since, or while the service stops.
-            why = "the pass was ended, as nobody waited for it"
+            # Sent only to a request that has joined one of these jobs since then, or while the service stops.
+            why = "the pass was ended, because no request waited for it"
             return self._refuse(batch, why, retry_after_s=_POLL_S, reason="overloaded")
         if len(batch) == 1 and not isinstance(error, ReplicaLost):
             return self._fail(batch, error)
@@ -290,7 +289,8 @@ class BatchDispatcher:
 
     def _timed(self, executor: BatchExecutor, batch: EncodeBatch) -> tuple[BatchResult, float]:
         """Return a batch's result, and the seconds for which it had the device. A batch that is submitted
-        while another runs starts when that one ends."""
+        while another runs starts when the other batch ends.
+        """
         handed_s = time.monotonic()
         result = executor.run(batch)
         with self._lock:

@@ -30,9 +30,9 @@ from cornplug.encoder_service.preprocess.byte_budget import BudgetShare, ByteBud
 from cornplug.encoder_service.preprocess.decode_lanes import DecodeLanes, DecodeLimits
 from cornplug.encoder_service.scheduling.admission import AdmissionRefusal, EncodeAdmission
 from cornplug.encoder_service.scheduling.batcher import Answer, Batcher, EncodeJob, PendingRequest
-from cornplug.encoder_service.scheduling.fair_queue import QueueLimit
+from cornplug.encoder_service.scheduling.fair_queue import MAX_WAITING, QueueLimit
 from cornplug.encoder_service.telemetry.observer import RequestObserver
-from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics
+from cornplug.encoder_service.telemetry.service_metrics import ServiceGauges, ServiceMetrics
 from cornplug.encoder_service.telemetry.tracing import OFF, RequestTracing
 from cornplug.encoder_service.towers.base import TowerInput, TowerItem
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, ServedModel
@@ -58,8 +58,9 @@ class EncoderLimits:
     """Limits of a service's batches, queue and memory."""
 
     max_batch_items: int = 16
+    """Maximum number of media in one batch of a tower."""
     max_batch_tokens: int = MAX_BATCH_TOKENS
-    max_waiting: int = 256
+    max_waiting: int = MAX_WAITING
     max_prepared_bytes: int = 4 << 30
     admission_threads: int = 2
 
@@ -104,14 +105,16 @@ class EncoderCore:
             is_long=self._admission.is_long,
         )
         self.meters = ServiceMetrics(
-            self.waiting,
+            ServiceGauges(
+                self.waiting,
+                queue=self._batcher.queue,
+                models=registry.served,
+                predicted=self._predicted_s,
+                preparing=lambda: {} if self.decode_lanes is None else self.decode_lanes.queue(),
+                prepared_bytes=self.budget.held_bytes,
+                executors=lambda: (sum(e.ready() for e in self._executors), len(self._executors)),
+            ),
             classes=[c.name for c in self.classes.all()],
-            queue=self._batcher.queue,
-            models=registry.served,
-            predicted=self._predicted_s,
-            preparing=lambda: {} if self.decode_lanes is None else self.decode_lanes.queue(),
-            prepared_bytes=self.budget.held_bytes,
-            executors=lambda: (sum(e.ready() for e in self._executors), len(self._executors)),
         )
         self.observer = RequestObserver(self.meters, tracing)
         self._replies = RequestReplies(self._admission, self.observer)
@@ -124,9 +127,7 @@ class EncoderCore:
             self._batcher,
             self._executors,
             cache,
-            self.observer,
             self._replies,
-            self._admission,
             registry.shares_features,
             urgent_lanes=len(self.classes.all()) > 1,
         )
@@ -140,10 +141,8 @@ class EncoderCore:
             self.classes.all(),
             lanes=config.prepare_threads,
             limits=DecodeLimits(
-                decode_s=config.decode_deadline_s,
                 max_bytes=_DECODER_BYTES + _DECODER_BYTES_A_PIXEL * config.max_pixels,
             ),
-            max_waiting=config.max_waiting,
             on_killed=lambda why: self.meters.decoders_killed.labels(why).inc(),
             clock=time.monotonic,
         )

@@ -27,7 +27,7 @@ class EncodeBatch:
     """One batch, which runs the tower at most once, then each projector once."""
 
     items: tuple[TowerItem, ...]
-    """Distinct media for one tower."""
+    """Media to compute, all different, for one tower."""
     features: tuple[torch.Tensor | None, ...]
     """Cached features of each item, on the CPU. None if the tower runs for it."""
     wanted: tuple[tuple[LoadedModel, int], ...]

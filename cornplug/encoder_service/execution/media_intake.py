@@ -40,6 +40,8 @@ from cornplug.qos import QosCaller, ServiceClass
 
 _FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG")
 """Formats whose header Pillow reads in Python and within the first bytes, so that no decoder runs."""
+MAX_DEADLINE_S: Final = 120.0
+"""Upper limit in seconds for the deadline that a client requests."""
 _HEAD_BYTES: Final = 64 << 10
 _WORK_A_BYTE: Final[Mapping[Modality, float]] = {"image": 8.0, "video": 50.0, "audio": 3.0}
 """Pixels or samples per byte of a typical file."""
@@ -62,18 +64,18 @@ def _pixels(data: bytes) -> int | None:
         return None
 
 
+def limited_deadline_s(asked_s: float) -> float:
+    """Return the deadline of a request that asks for `asked_s` seconds."""
+    return min(asked_s, MAX_DEADLINE_S)
+
+
 class MediaIntake:
     """Intake of media for one event loop."""
 
     def __init__(self, encoder: EncoderCore, threads: Executor, config: EncoderConfig) -> None:
         self._encoder = encoder
         self._threads = threads
-        self._max_deadline_s = config.max_deadline_s
         self._decode_lanes = encoder.open_decode_lanes(config)
-
-    def deadline_s(self, qos: ServiceClass, asked_s: float) -> float:
-        """Return the deadline of a request: `asked_s`, limited by its class or else the service."""
-        return min(asked_s, qos.max_deadline_s or self._max_deadline_s)
 
     def check(self, qos: ServiceClass, end_s: float) -> None:
         """Raise EncoderRefused if no tower is free in time, before a medium is fetched or decoded."""

@@ -25,7 +25,7 @@ from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes, to_wire
 from cornplug.errors import CodecError, StoreError
 from cornplug.store.base import Store, Tier
-from cornplug.store.payload import get_payload, put_payload, recalled
+from cornplug.store.payload import NewPayload, get_payload, put_payload, recalled
 from cornplug.store.validation import MAX_COST_S
 
 _CAPACITY_TTL_S: Final = 30.0
@@ -42,7 +42,7 @@ class StoreQuota:
     def __init__(
         self, store: Store, fraction: float, *, deadline_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`fraction` of the store's capacity is each account's limit."""
+        """Create quotas. `fraction` of the store's capacity is each account's limit."""
         self._store = store
         self._fraction = fraction
         self._deadline_s = deadline_s
@@ -54,7 +54,7 @@ class StoreQuota:
         """Time until which the store's capacity is cached, and the capacity in bytes."""
 
     def evict_for(self, account: str, size_bytes: int) -> bool:
-        """Delete the account's oldest entries until this one fits. Return False if it never will."""
+        """Delete the account's oldest entries until a new entry fits. Return False if it can never fit."""
         ceiling = self._ceiling_bytes()
         if size_bytes > ceiling:
             return False
@@ -107,7 +107,9 @@ class ResultCache:
         kept_bytes: int = KEPT_BYTES,
         account_fraction: float = 1.0,
     ) -> None:
-        """`account_fraction` of the store is the maximum that one account's entries fill."""
+        """Create a cache. `account_fraction` is the maximum fraction of the store for one account's
+        entries.
+        """
         self.on_failure: Callable[[str], None] = lambda reason: None
         self._store = store
         self._deadline_s = deadline_s
@@ -183,11 +185,13 @@ class ResultCache:
                 return False
             outcome = put_payload(
                 self._store,
-                kind=kind,
-                key=key,
-                dtype=dtype_name(tensor.dtype),
-                shape=tuple(tensor.shape),
-                payload=raw_bytes(tensor),
+                NewPayload(
+                    raw_bytes(tensor),
+                    kind,
+                    key=key,
+                    dtype=dtype_name(tensor.dtype),
+                    shape=tuple(tensor.shape),
+                ),
                 app=app,
                 deadline_s=self._deadline_s,
                 cost_s=min(cost_s, MAX_COST_S),

@@ -34,7 +34,7 @@ class WeightReloader:
     def __init__(
         self, registry: ModelRegistry, executors: Sequence[BatchExecutor], in_use: Callable[[], Set[bytes]]
     ) -> None:
-        """`in_use` returns the model identities of the requests in progress."""
+        """Create a reloader. `in_use` returns the model identities of the requests in progress."""
         self._registry = registry
         self._executors = tuple(executors)
         self._in_use = in_use

@@ -39,7 +39,7 @@ _FORMS: Final = "/v1/encode"
 
 
 async def json_only(request: Request) -> None:
-    """Dependency of all POST routes: pages of other sites can send other content types without CORS.
+    """Require JSON in a POST route, because pages of other sites can send other content types without CORS.
 
     Raises EncoderRefused("media_type").
     """

@@ -42,7 +42,6 @@ from cornplug.encoder_service.http.responses import EncodeAnswer, FailedMedium, 
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer
 from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
 from cornplug.encoder_service.sglang import epd_server
-from cornplug.encoder_service.telemetry.history import ServiceHistory
 from cornplug.encoder_service.telemetry.tracing import TraceRequests
 from cornplug.encoder_service.wire import engine_seal
 from cornplug.encoder_service.wire.engine_seal import SealChecker
@@ -55,12 +54,7 @@ def create_app(
 ) -> FastAPI:
     """Create the ASGI application of an encoder, with the limits of `config`. Closing `gate` drains it."""
     gate = gate or DrainState()
-    preparer = MediaPreparer(
-        encoder.registry,
-        secret=secret,
-        limits=MediumLimits.of(config),
-        remembered_files=config.remembered_files,
-    )
+    preparer = MediaPreparer(encoder.registry, secret=secret, limits=MediumLimits.of(config))
     # For JSON, base64 and headers. Longer work is done after admission.
     threads = ThreadPoolExecutor(config.prepare_threads, "cornplug-read")
     parser = BodyParser(threads)
@@ -68,9 +62,7 @@ def create_app(
     served = ModelsRoute(encoder.registry, preparer)
     held = body_budget(encoder.classes, config)
     encodes = EncodeRoute(encoder, preparer, parser, config, door, held, secret=secret)
-    history = ServiceHistory(encoder.meters)
     audit = AuditLog()
-
     parts = epd_server.SglangParts(encoder, preparer, threads, config, door, secret=secret)
 
     @contextlib.asynccontextmanager
@@ -79,7 +71,6 @@ def create_app(
         await asyncio.to_thread(encoder.start_decoding)
         async with (
             parts.running() if config.sglang else contextlib.nullcontext(),
-            history.running(),
             contextlib.aclosing(encodes),
         ):
             yield
@@ -95,15 +86,13 @@ def create_app(
     )
     if config.sglang:
         app.include_router(epd_server.router(parts, encoder, parser, audit))
-    app.include_router(dashboard.router(StatusReport(encoder, history, gate, served)))
+    app.include_router(dashboard.router(StatusReport(encoder, gate, served)))
     app.include_router(reload_router(encoder, served, config, audit))
     app.add_middleware(
         BodyGuard,
         classes=encoder.classes,
-        max_items=config.max_items,
         max_bytes=config.max_body_bytes,
         held=held,
-        read_s=config.body_deadline_s,
         count=encoder.meters.refused,
     )
     # A part that is being encoded waits for its receivers to register at this path.
@@ -124,12 +113,12 @@ def create_app(
 
     @app.post("/v1/encode", response_model=EncodeAnswer, responses=openapi.ENCODE, openapi_extra=openapi.BODY)
     async def encode(request: Request) -> Response:
-        """Return the embedding of one medium, or of several media as each finishes."""
+        """Return the embedding of a medium."""
         return await encodes(request)
 
     # Without the package the path does not exist. An engine's client reports which extra is missing.
     if importlib.util.find_spec("cryptography") is not None:
-        route = EngineRoute(encoder, door, threads, parser, encodes)
+        route = EngineRoute(encoder, threads, parser, encodes)
 
         @app.post(engine_seal.PATH, response_class=Response, include_in_schema=False)
         async def engine(request: Request) -> Response:

@@ -3,9 +3,9 @@
     head   Content-Length at most the path's limit
     body   each piece, before it is kept: bytes of the body, bytes of all bodies of its class, and for JSON
            the number of values, which a parser turns into objects of fifty times their size
-    time   the whole body within `read_s` seconds
+    time   the whole body within `BODY_DEADLINE_S` seconds
 
-(The kernel ends a connection whose client does not read its answer: `server.Listeners` sets
+(The kernel ends a connection whose client does not read its reply, because `server.BoundListeners` sets
 TCP_USER_TIMEOUT.)
 """
 
@@ -26,13 +26,18 @@ from cornplug.encoder_service.wire import engine_seal
 from cornplug.errors import EncoderRefused
 from cornplug.qos import QosClasses
 
+BODY_DEADLINE_S: Final = 30.0
+"""Maximum time in seconds for receiving the body of an HTTP request."""
+_HELD_BODIES: Final = 16
+"""Number of bodies of the maximum size that are held at the same time. Half of their bytes is divided by the
+shares of the classes of service, and a quarter is reserved for engines."""
 MAX_FRAMES: Final = 4096
-"""Maximum number of images, separated by commas, that one video may be sent as."""
+"""Maximum number of images in a video that is sent as images, separated by commas."""
 _FORM_OVERHEAD_BYTES: Final = 64 << 10
 _SMALL_BYTES: Final = 64 << 10
 """Maximum body of a route without media."""
-_MIN_MEDIA: Final = 256
-"""Number of media in one request of SGLang's servers (`sglang.wire.EncodePart`)."""
+_MAX_MEDIA: Final = 256
+"""Maximum media in one request, which is one of SGLang's servers (`sglang.wire.EncodePart`)."""
 _QUOTES_A_MEDIUM: Final = 32
 """A medium has at most five fields, each with four quotation marks for name and value."""
 _BRACKETS_A_MEDIUM: Final = 4
@@ -43,18 +48,16 @@ _CLASSES_SHARE: Final = 0.5
 class JsonShape:
     """Counter of quotation marks, brackets and commas in one JSON text, fed in pieces.
 
-    They bound the number and depth of its values. `add` raises EncoderRefused("too_many_items") if there are
-    more than a request with `media` media can have.
+    They bound the number and depth of its values. `add` raises EncoderRefused("too_large") if there are more
+    than a request can have.
     """
 
-    def __init__(self, media: int) -> None:
-        self._media = media
-        media = max(media, _MIN_MEDIA)
-        quotes = _QUOTES_A_MEDIUM * media
+    def __init__(self) -> None:
+        quotes = _QUOTES_A_MEDIUM * _MAX_MEDIA
         self._left = {
             (b'"',): quotes,
-            (b"[", b"{"): _BRACKETS_A_MEDIUM * media,
-            (b",",): MAX_FRAMES * media + quotes,
+            (b"[", b"{"): _BRACKETS_A_MEDIUM * _MAX_MEDIA,
+            (b",",): MAX_FRAMES * _MAX_MEDIA + quotes,
         }
 
     def add(self, piece: bytes) -> None:
@@ -62,10 +65,7 @@ class JsonShape:
         for marks, left in self._left.items():
             left -= sum(map(piece.count, marks))
             if left < 0:
-                raise EncoderRefused(
-                    f"body: more values than a request with {self._media} media can have; split the request",
-                    reason="too_many_items",
-                )
+                raise EncoderRefused("body: more values than a request can have", reason="too_large")
             self._left[marks] = left
 
 
@@ -73,7 +73,7 @@ def body_budget(classes: QosClasses, config: EncoderConfig) -> ByteBudget:
     """Return the budget for bytes of incoming bodies. It always has capacity for one body of each class."""
     return ByteBudget(
         {qos: _CLASSES_SHARE * qos.share for qos in classes.all()} | {ENGINES: _ENGINES_SHARE},
-        max(config.max_held_bytes, 4 * (config.max_body_bytes + _FORM_OVERHEAD_BYTES)),
+        max(_HELD_BODIES * config.max_body_bytes, 4 * (config.max_body_bytes + _FORM_OVERHEAD_BYTES)),
         purpose="to receive it",
     )
 
@@ -89,8 +89,6 @@ class BodyGuard:
         classes: QosClasses,
         held: ByteBudget,
         max_bytes: int,
-        max_items: int,
-        read_s: float,
         count: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """Args:
@@ -101,8 +99,6 @@ class BodyGuard:
         self._count = count
         self._classes = classes
         self._max_bytes = max_bytes + _FORM_OVERHEAD_BYTES
-        self._max_items = max_items
-        self._read_s = read_s
         self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,9 +112,9 @@ class BodyGuard:
             self._count("too_large")
             await refused(FailedMedium.of(_too_large(max_bytes)))(scope, receive, send)
             return
-        shape = None if _is_opaque(scope["path"], headers) else JsonShape(self._max_items)
+        shape = None if _is_opaque(scope["path"], headers) else JsonShape()
         qos = ENGINES if SEAL in scope else self._classes.of_headers(headers).qos
-        end = asyncio.get_running_loop().time() + self._read_s
+        end = asyncio.get_running_loop().time() + BODY_DEADLINE_S
         seen = 0
         whole = False
 
@@ -131,7 +127,7 @@ class BodyGuard:
                 async with asyncio.timeout_at(end):
                     message = await receive()
             except TimeoutError:
-                problem = f"body: not complete after {self._read_s:g} s"
+                problem = f"body: not complete after {BODY_DEADLINE_S:g} s"
                 raise EncoderRefused(problem, reason="slow_body") from None
             whole = not message.get("more_body", False)
             piece = message.get("body", b"")

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 import pydantic
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Response
 
 from cornplug import __version__
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.http.drain import DrainState
 from cornplug.encoder_service.http.models import ModelRow, ModelsRoute
-from cornplug.encoder_service.telemetry.history import ServiceHistory, largest, totals
+from cornplug.encoder_service.telemetry.service_metrics import totals
 
 State = Literal["serving", "draining", "down"]
 APPS_SHOWN: Final = 20
@@ -32,7 +33,6 @@ _PAGE: Final = Path(__file__).with_name("static")
 _TYPES: Final[Mapping[str, str]] = {
     "index.html": "text/html; charset=utf-8",
     "status.js": "text/javascript; charset=utf-8",
-    "plots.js": "text/javascript; charset=utf-8",
     "status.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml",
 }
@@ -42,27 +42,6 @@ _HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-
-
-class SampleRow(pydantic.BaseModel):
-    """Counts of the `seconds` before `at_s` (Unix time). Queue lengths are those at the end."""
-
-    seq: int
-    at_s: float
-    seconds: float
-    answers: dict[str, int] = pydantic.Field(examples=[{"computed": 3, "coalesced": 1, "cached": 5}])
-    refusals: dict[str, int] = pydantic.Field(description="Refusals by class.")
-    queue: dict[str, int] = pydantic.Field(description="Requests waiting for a batch, by class.")
-    waiting: int = pydantic.Field(description="Requests admitted and not yet answered.")
-    batches: int
-    media: int = pydantic.Field(description="Media computed by a tower.")
-    tokens: int = pydantic.Field(description="Tokens computed by a tower.")
-    busy_s: float = pydantic.Field(description="Compute seconds of the batches that ended.")
-    p50_s: float | None = pydantic.Field(
-        description="Median seconds from receipt to reply, null without replies."
-    )
-    p95_s: float | None
-    store_failures: int
 
 
 class AppRow(pydantic.BaseModel):
@@ -86,7 +65,7 @@ class ExecutorsView(pydantic.BaseModel):
 
 
 class Overview(pydantic.BaseModel):
-    """Current state of the service, and its last fifteen minutes."""
+    """Current state of the service. Its history is in Prometheus."""
 
     instance: str = pydantic.Field(
         description="Random id that changes at each restart, when counts restart at 0."
@@ -95,37 +74,33 @@ class Overview(pydantic.BaseModel):
     state: State
     now_s: float = pydantic.Field(description="Unix time of this response.")
     uptime_s: float
-    period_s: float = pydantic.Field(description="Seconds between two samples.")
-    classes: list[str]
     executors: ExecutorsView
     store: bool = pydantic.Field(description="Whether embeddings are saved in a store of the host.")
     models: list[ModelRow]
+    waiting: int = pydantic.Field(description="Requests admitted and not yet answered.")
     predicted_s: dict[str, float] = pydantic.Field(
         description="Predicted seconds until a new medium is answered, by class."
     )
     answers: dict[str, int] = pydantic.Field(description="Results since the start, by origin.")
+    tokens: int = pydantic.Field(description="Tokens computed by a tower since the start.")
     apps: list[AppRow] = pydantic.Field(description=f"The {APPS_SHOWN} apps with the most results.")
     refusals: list[RefusalRow]
-    samples: list[SampleRow]
 
 
 class StatusReport:
     """Overviews of one service. For one event loop."""
 
-    def __init__(
-        self, encoder: EncoderCore, history: ServiceHistory, gate: DrainState, models: ModelsRoute
-    ) -> None:
+    def __init__(self, encoder: EncoderCore, gate: DrainState, models: ModelsRoute) -> None:
         self._encoder = encoder
-        self._history = history
         self._gate = gate
         self._models = models
         self._instance = secrets.token_hex(8)
         self._began_s = time.monotonic()
 
-    def overview(self, since: int) -> dict[str, Any]:
-        """Return an `Overview` with the samples after number `since`."""
+    def overview(self) -> dict[str, Any]:
+        """Return an `Overview`."""
         encoder, meters = self._encoder, self._encoder.meters
-        alive, total = meters.executors()
+        alive, total = meters.gauges.executors()
         answers = totals(meters.answers)
         apps: dict[str, int] = {}
         origins = {"computed": 0, "coalesced": 0, "cached": 0}
@@ -138,19 +113,18 @@ class StatusReport:
             "state": self._state(),
             "now_s": time.time(),
             "uptime_s": round(time.monotonic() - self._began_s, 1),
-            "period_s": self._history.period_s,
-            "classes": list(meters.classes),
             "executors": {"alive": alive, "total": total},
             "store": encoder.has_store,
             "models": [row.model_dump() for row in self._models.listed().models],
-            "predicted_s": {qos: round(s, 6) for qos, s in meters.predicted().items()},
+            "waiting": int(meters.gauges.waiting()),
+            "predicted_s": {qos: round(s, 6) for qos, s in meters.gauges.predicted().items()},
             "answers": origins,
-            "apps": [{"app": app, "answers": n} for app, n in largest(apps.items(), APPS_SHOWN)],
+            "tokens": int(sum(totals(meters.tower_tokens).values())),
+            "apps": [{"app": app, "answers": n} for app, n in Counter(apps).most_common(APPS_SHOWN)],
             "refusals": [
                 {"qos": qos, "reason": reason, "refusals": int(count)}
                 for (reason, qos), count in totals(meters.refusals).items()
             ],
-            "samples": self._history.since(since),
         }
 
     def _state(self) -> State:
@@ -165,11 +139,9 @@ def router(report: StatusReport) -> APIRouter:
     files = {name: (_PAGE / name).read_bytes() for name in _TYPES}
 
     @routes.get("/v1/status", response_model=Overview)
-    async def status(
-        since: Annotated[int, Query(ge=0, description="Return samples after this number.")] = 0,
-    ) -> Response:
-        """Current state of the service and its last fifteen minutes, as shown by the page at `/`."""
-        body = msgspec.json.encode(report.overview(since))
+    async def status() -> Response:
+        """Return the current state of the service, as the page at `/` shows it."""
+        body = msgspec.json.encode(report.overview())
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
     @routes.get("/", include_in_schema=False)

@@ -1,19 +1,17 @@
-"""`POST /v1/encode`, and media from engines without a tower: fetch, prepare and submit each medium.
+"""`POST /v1/encode`, and media from engines without a tower: fetch, prepare and submit the medium.
 
 Work is cancelled when its client disconnects, which uvicorn does not do.
 
-read ─> each medium: fetch or decode base64 ─> MediaIntake: prepare ─> EncoderCore.submit ─> Outcome
-                at most two of one request at a time                       as each finishes
+read ─> fetch or decode base64 ─> MediaIntake: prepare ─> EncoderCore.submit ─> Outcome
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from dataclasses import dataclass, field, replace
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -23,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.access import salt_of
 from cornplug.encoder_service.execution.encoder import EncoderCore
-from cornplug.encoder_service.execution.media_intake import MediaIntake
+from cornplug.encoder_service.execution.media_intake import MediaIntake, limited_deadline_s
 from cornplug.encoder_service.http import requests, responses
 from cornplug.encoder_service.http.requests import BodyParser, ParsedRequest, RequestMedium
 from cornplug.encoder_service.http.responses import EncodedMedium, FailedMedium, Outcome
@@ -41,13 +39,10 @@ from cornplug.encoder_service.wire import decodings
 from cornplug.encoder_service.wire.decodings import Decoding
 from cornplug.encoder_service.wire.embedding_handle import LIFETIME_S, EmbeddingHandle
 from cornplug.encoder_service.wire.messages import EncodeRefusal, MediumRefusal, MediumReply, MediumRequest
-from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.errors import EncoderRefused, MediaError
 from cornplug.qos import QosCaller
 
 ResultT = TypeVar("ResultT")
-_AT_ONCE: Final = 2
-"""Maximum items of one request prepared concurrently, so a large request cannot starve small requests."""
 _MARGIN_S: Final = 1.0
 """Grace period after the deadline for work that started in time."""
 log = logging.getLogger(__name__)
@@ -82,7 +77,6 @@ class _HttpRequest:
     salt: str | None
     end: float
     decoding: Decoding
-    turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
 
 
 class EncodeRoute:
@@ -99,7 +93,7 @@ class EncodeRoute:
         *,
         secret: bytes,
     ) -> None:
-        """`held` counts fetched media, in addition to request bodies."""
+        """Create the route. `held` counts fetched media, in addition to request bodies."""
         self._held = held
         self._encoder = encoder
         self._door = door
@@ -117,28 +111,17 @@ class EncodeRoute:
         """Return the reply to a request. Raises EncoderRefused and MediaError for errors of the whole
         request, and ClientDisconnect."""
         caller = self._encoder.classes.of_headers(request.headers)
-        asked = await requests.read(request, self._parser, caller.qos, max_items=self._config.max_items)
+        asked = await requests.read(request, self._parser, caller.qos)
         if self._encoder.registry.by_name(asked.model) is None:
             raise unknown_model(asked.model)
         salt = salt_of(caller, asked.cache_salt, self._config)
         wanted_s = asked.deadline_s or caller.qos.deadline_s or self._config.deadline_s
-        deadline_s = self._door.deadline_s(caller.qos, wanted_s)
+        deadline_s = limited_deadline_s(wanted_s)
         decoding = _decoding(request.headers.get(decodings.HEADER, decodings.DEFAULT))
         end = time.monotonic() + deadline_s
         job = _HttpRequest(asked=asked, caller=caller, salt=salt, end=end, decoding=decoding)
-        accept = request.headers.get("accept", "")
-        if not (asked.many or responses.wants_many(accept)):
-            outcome = await unless_gone(request, self._outcome(job, asked.sources[0]))
-            return responses.one(outcome, accept)
-        outcomes = self._outcomes(job)
-        try:
-            held = await unless_gone(request, _opening(outcomes))
-        except ClientDisconnect:
-            await outcomes.aclose()
-            raise
-        if (failed := _all_alike(held, len(asked.sources))) is not None:
-            return responses.refused(failed)
-        return responses.StreamedEncodings(_chain(held, outcomes), accept)
+        outcome = await unless_gone(request, self._outcome(job))
+        return responses.reply(outcome, request.headers.get("accept", ""))
 
     async def of_engine(self, asked: MediumRequest) -> MediumReply | MediumRefusal:
         """Return the reply to an engine that has proved the secret. Its tenant is trusted."""
@@ -156,15 +139,12 @@ class EncodeRoute:
                 reason="unknown_model",
                 message=f"unknown image decoding {asked.decoding[:100]}; update this service",
             )
-        source = RequestMedium(
-            modality=asked.modality, field=f"{asked.modality}_url", content=asked.url or asked.data
-        )
+        source = RequestMedium(modality=asked.modality, suffix="_url", content=asked.url or asked.data)
         caller = QosCaller(qos=self._encoder.classes.of_app(asked.app), app=asked.app)
-        deadline_s = self._door.deadline_s(caller.qos, asked.deadline_s)
+        deadline_s = limited_deadline_s(asked.deadline_s)
         parsed = ParsedRequest(
             model=loaded.served.name,
-            sources=(source,),
-            many=False,
+            source=source,
             cache_salt=asked.cache_salt,
             inline=True,
             deadline_s=deadline_s,
@@ -172,7 +152,7 @@ class EncodeRoute:
         )
         end = time.monotonic() + deadline_s
         job = _HttpRequest(asked=parsed, caller=caller, salt=asked.cache_salt, end=end, decoding=decoding)
-        outcome = await self._outcome(job, source)
+        outcome = await self._outcome(job)
         if isinstance(outcome, FailedMedium):
             return MediumRefusal(
                 reason=outcome.reason, message=outcome.message, retry_after_s=outcome.retry_after_s
@@ -181,40 +161,26 @@ class EncodeRoute:
             return MediumRefusal(reason="overloaded", message="the model was reloaded during the request")
         return MediumReply(handle=outcome.handle, tensor=outcome.answer.tensor, decoding=decoding)
 
-    async def _outcomes(self, job: _HttpRequest) -> AsyncGenerator[tuple[int, Outcome], None]:
-        """Yield (index, outcome) of each medium as it finishes. Closing the generator cancels the rest."""
-        tasks = {
-            asyncio.create_task(self._outcome(job, source)): index
-            for index, source in enumerate(job.asked.sources)
-        }
-        try:
-            pending = set(tasks)
-            while pending:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in sorted(done, key=tasks.__getitem__):
-                    yield tasks[task], _result(task)
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def _outcome(self, job: _HttpRequest, source: RequestMedium) -> Outcome:
+    async def _outcome(self, job: _HttpRequest) -> Outcome:
         try:
             async with asyncio.timeout(max(job.end - time.monotonic(), 0.0) + _MARGIN_S):
-                return await self._encoded(job, source)
+                return await self._encoded(job)
         except (EncoderRefused, MediaError) as e:
             failed = FailedMedium.of(e)
         except TimeoutError:
-            failed = FailedMedium(reason="too_late", message=f"{source.field}: no result before the deadline")
+            failed = FailedMedium(
+                reason="too_late", message=f"{job.asked.source.field}: no result before the deadline"
+            )
         # Refusals before the encoder saw the medium are counted here.
         self._encoder.meters.refused(failed.reason, job.caller.qos.name)
         return failed
 
-    async def _encoded(self, job: _HttpRequest, source: RequestMedium) -> Outcome:
+    async def _encoded(self, job: _HttpRequest) -> Outcome:
+        source = job.asked.source
         with self._encoder.budget.share(job.caller.qos) as budget_share:
-            async with job.turn:
-                if source.url() is not None:
-                    self._door.check(job.caller.qos, job.end)
-                prepared = await self._prepare(job, source, budget_share)
+            if source.url() is not None:
+                self._door.check(job.caller.qos, job.end)
+            prepared = await self._prepare(job, source, budget_share)
             if prepared.answer is not None:
                 handle = self._handle(source, prepared)
                 return EncodedMedium(answer=prepared.answer, dtype=prepared.dtype, handle=handle)
@@ -312,41 +278,3 @@ def _without_pixels(prepared: PreprocessedMedium) -> PreprocessedMedium:
     """Return the medium without its pixels. While it waits for a tower, only the encoder holds its inputs."""
     kept = {name: tensor for name, tensor in prepared.inputs.items() if name.endswith("_grid_thw")}
     return replace(prepared, inputs=kept)
-
-
-async def _opening(outcomes: AsyncIterator[tuple[int, Outcome]]) -> list[tuple[int, Outcome]]:
-    """Return the outcomes up to the first success, or up to two refusals that differ."""
-    held: list[tuple[int, Outcome]] = []
-    async for index, outcome in outcomes:
-        held.append((index, outcome))
-        if _all_alike(held, len(held)) is None:
-            break
-    return held
-
-
-def _all_alike(held: list[tuple[int, Outcome]], expected: int) -> FailedMedium | None:
-    """Return the refusal that all media share, which becomes the status, or None."""
-    failed = [outcome for _, outcome in held if isinstance(outcome, FailedMedium)]
-    if len(failed) < expected or len({f.reason for f in failed}) > 1:
-        return None
-    return max(failed, key=lambda f: f.retry_after_s or 0.0)
-
-
-async def _chain(
-    held: list[tuple[int, Outcome]], rest: AsyncGenerator[tuple[int, Outcome], None]
-) -> AsyncGenerator[tuple[int, Outcome], None]:
-    async with contextlib.aclosing(rest):
-        for pair in held:
-            yield pair
-        async for pair in rest:
-            yield pair
-
-
-def _result(task: asyncio.Task[Outcome]) -> Outcome:
-    """Return a task's outcome. An unexpected exception becomes the refusal "internal", as in
-    `EncoderCore`."""
-    error = task.exception()
-    if error is None:
-        return task.result()
-    log.error("preparing a medium failed", exc_info=error)
-    return FailedMedium(reason="internal", message=A_FAULT)

@@ -16,7 +16,7 @@ import msgspec
 from fastapi import Request, Response
 
 from cornplug.encoder_service.execution.encoder import EncoderCore
-from cornplug.encoder_service.execution.media_intake import MediaIntake
+from cornplug.encoder_service.execution.media_intake import limited_deadline_s
 from cornplug.encoder_service.http.access_control import ENGINES, SEAL
 from cornplug.encoder_service.http.encode import EncodeRoute, unless_gone
 from cornplug.encoder_service.http.requests import BodyParser
@@ -40,13 +40,11 @@ class EngineRoute:
     def __init__(
         self,
         encoder: EncoderCore,
-        door: MediaIntake,
         threads: Executor,
         parser: BodyParser,
         encodes: EncodeRoute,
     ) -> None:
         self._encoder = encoder
-        self._door = door
         self._threads = threads
         self._parser = parser
         self._encodes = encodes
@@ -70,8 +68,7 @@ class EngineRoute:
         return Response(sealed, media_type=MEDIA_TYPE)
 
     async def _encoded(self, request: EncodeRequest) -> messages.Reply:
-        qos = self._encoder.classes.of_app(request.app)
-        deadline_s = self._door.deadline_s(qos, request.deadline_s)
+        deadline_s = limited_deadline_s(request.deadline_s)
         request = msgspec.structs.replace(request, deadline_s=deadline_s)
         # Cancelled with this task, so that no tower runs for an engine that has disconnected.
         answer = await asyncio.wrap_future(self._encoder.submit(request, inline=True))

@@ -44,7 +44,9 @@ class FetchSlots:
     """Slots of all classes. For one event loop."""
 
     def __init__(self, classes: Sequence[ServiceClass], slots: int, *, max_waiting: int) -> None:
-        """`max_waiting` is the number of fetches that may wait, divided among the classes by their shares."""
+        """Create the slots. `max_waiting` is the number of fetches that may wait, divided among the classes
+        by their shares.
+        """
         # Every class has at least one slot and one position in the queue.
         self._reserved: Mapping[ServiceClass, int] = {q: max(1, math.floor(q.share * slots)) for q in classes}
         self._slots = max(slots, sum(self._reserved.values()))

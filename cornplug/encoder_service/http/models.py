@@ -119,7 +119,7 @@ class ModelsRoute:
         )
 
     def _alike(self, model: str) -> bool:
-        """Return whether images of different sizes give tower inputs with the same shapes and grids."""
+        """Return whether images of different sizes produce tower inputs with the same shapes and grids."""
         try:
             square, wide = (self._blank(model, sides) for sides in _SIDES)
         except CornplugError:

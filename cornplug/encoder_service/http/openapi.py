@@ -12,16 +12,12 @@ from pydantic.json_schema import models_json_schema
 
 from cornplug.encoder_service.http.access_control import OPEN
 from cornplug.encoder_service.http.requests import MODALITIES, EncodeBody
-from cornplug.encoder_service.http.responses import LINES, PARTS, RAW, EncodeLine, ErrorAnswer, header
+from cornplug.encoder_service.http.responses import ErrorAnswer
+from cornplug.encoder_service.wire.messages import SAFETENSORS
 
 Responses = Mapping[int | str, Mapping[str, Any]]
 _REF: Final = "#/components/schemas/"
 _BINARY: Final = {"type": "string", "format": "binary"}
-
-_HEADERS: Final = {
-    header(name): {"schema": {"type": "string"}, "description": f"`{name}` of EncodeAnswer."}
-    for name in ("key", "shape", "dtype", "origin", "stored", "service_time_s", "handle")
-}
 _RETRY: Final = {
     "Retry-After": {
         "schema": {"type": "integer", "minimum": 1},
@@ -36,21 +32,16 @@ def _error(description: str, *, retry: bool = False) -> dict[str, Any]:
 
 ENCODE: Final[Responses] = {
     200: {
-        "description": "One embedding, or one line or part for each of several media as they finish. If a "
-        "medium fails, its line has the error. If all fail for one reason, that sets the status.",
-        "headers": _HEADERS,
-        "content": {
-            RAW: {"schema": _BINARY},
-            LINES: {"schema": {"$ref": f"{_REF}EncodeLine"}},
-            PARTS: {"schema": _BINARY},
-        },
+        "description": "The embedding. A safetensors file has it as tensor `embedding`, and the other fields "
+        "of EncodeAnswer as JSON in its metadata, under `cornplug`.",
+        "content": {SAFETENSORS: {"schema": _BINARY}},
     },
     403: _error(
         "The caller sent a salt without a tenant's key, or the request came from a web page of another site."
     ),
     404: _error("The model is not served."),
     408: _error("The body did not arrive in time."),
-    413: _error("Too many bytes, pixels or items."),
+    413: _error("Too many bytes or pixels."),
     415: _error("The content type is neither multipart/form-data nor application/json."),
     422: _error("A field is invalid, or a medium is damaged or not supported by the model."),
     424: _error("A remote URL could not be fetched."),
@@ -83,7 +74,7 @@ _AT_THE_DOOR: Final = {
     }.items()
 }
 
-_FILES: Final = {m: {"type": "array", "items": _BINARY} for m in MODALITIES}
+_FILES: Final = dict.fromkeys(MODALITIES, _BINARY)
 _FORM_FIELDS: Final = ("model", "cache_salt", "inline", "deadline_s", "fps", "num_frames")
 
 
@@ -124,9 +115,7 @@ def complete(app: FastAPI) -> None:
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
             made = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            _, extra = models_json_schema(
-                [(EncodeBody, "validation"), (EncodeLine, "serialization")], ref_template=_REF + "{model}"
-            )
+            _, extra = models_json_schema([(EncodeBody, "validation")], ref_template=_REF + "{model}")
             made["components"]["schemas"] |= extra["$defs"]
             for path, methods in made["paths"].items():
                 for operation in methods.values() if path not in OPEN else ():

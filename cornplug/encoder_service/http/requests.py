@@ -1,9 +1,8 @@
 """Schema and parsing of `POST /v1/encode` requests.
 
-Parsing of request bodies off the event loop.
-
-Parsing tens of megabytes holds the GIL for tenths of a second. Large bodies of one class are therefore parsed
-one after another, so that the event loop and small bodies get their turn in between.
+Bodies are parsed off the event loop, because parsing tens of megabytes holds the GIL for tenths of a second.
+Large bodies of one class are parsed one after another, so that the event loop and small bodies get their turn
+in between.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any, Final, Self, TypeVar
 
 import pydantic
 from fastapi import Request
-from pydantic import JsonValue
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
@@ -31,7 +29,6 @@ from cornplug.qos import ServiceClass
 ParsedT = TypeVar("ParsedT")
 LARGE_BYTES: Final = 256 << 10
 MODALITIES: Final[tuple[Modality, ...]] = ("image", "video", "audio")
-_ONE_MEDIUM: Final[list[JsonValue]] = [{"required": [modality]} for modality in MODALITIES]
 _MAX_FIELDS: Final = 16
 _MAX_FIELD_BYTES: Final = 16 << 10
 _VIDEO_URL: Final = "data:video/jpeg;base64,"
@@ -76,67 +73,46 @@ async def _closing(form: FormData) -> AsyncIterator[FormData]:
         await form.close()
 
 
-class Medium(pydantic.BaseModel):
-    """One medium, in exactly one of the three fields. The value is base64, a base64 `data:` URL, or an
-    `http(s)` URL of a host that the operator allows (by default every public host)."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", json_schema_extra={"oneOf": _ONE_MEDIUM})
-    image: str = ""
-    video: str = ""
-    audio: str = ""
-
-    @pydantic.model_validator(mode="after")
-    def _exactly_one(self) -> Self:
-        if len(self._named()) != 1:
-            raise ValueError(f"set exactly one of {', '.join(MODALITIES)}")
-        return self
-
-    def _named(self) -> list[Modality]:
-        return [modality for modality in MODALITIES if modality in self.model_fields_set]
-
-    def source(self, where: str = "") -> RequestMedium:
-        """Return the medium, with the name of its field for messages."""
-        modality = self._named()[0]
-        return RequestMedium(modality=modality, field=where + modality, content=getattr(self, modality))
-
-
-class EncodeBody(Medium):
-    """The media to encode: one medium, or `items`. In a multipart form the media are files."""
+class EncodeBody(pydantic.BaseModel):
+    """The medium to encode, in exactly one of the fields `image`, `video` and `audio`: base64, a base64
+    `data:` URL, or an `http(s)` URL of a host that the operator allows (by default every public host). In a
+    multipart form the medium is a file."""
 
     model_config = pydantic.ConfigDict(
+        extra="forbid",
         json_schema_extra={
-            "oneOf": [*_ONE_MEDIUM, {"required": ["items"]}],
+            "oneOf": [{"required": [modality]} for modality in MODALITIES],
             "examples": [
                 {"model": "llava-hf/llava-1.5-7b-hf", "image": "data:image/png;base64,iVBORw0KGgo="}
             ],
-        }
+        },
     )
+    image: str = ""
+    video: str = ""
+    audio: str = ""
     model: str = pydantic.Field(min_length=1, max_length=1024)
-    items: list[Medium] = pydantic.Field(default_factory=list, min_length=1, fail_fast=True)
-    """Media of the request. Each result is returned as soon as it is ready, with its `index`."""
     cache_salt: str | None = pydantic.Field(default=None, max_length=256)
     """Salt of the keys. Equal media with different salts never share a key."""
     inline: bool = True
     """Whether to return the data if it is in the host's store. If false, the reply then contains only the
     `key`."""
     deadline_s: float | None = pydantic.Field(default=None, gt=0, le=600, allow_inf_nan=False)
-    """Deadline in seconds for all items together, from the receipt of the body."""
+    """Deadline in seconds, from the receipt of the body."""
     fps: float | None = pydantic.Field(default=None, gt=0, le=1000, allow_inf_nan=False)
     """Frames to sample per second of video. For a video sent as images, the frame rate of the images."""
     num_frames: int | None = pydantic.Field(default=None, gt=0, le=100_000)
-    """Number of frames to sample from each video, instead of `fps`. By default as the model's engine does."""
+    """Number of frames to sample from a video, instead of `fps`. By default as the model's engine does."""
 
     @pydantic.model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        if len(self._named()) + ("items" in self.model_fields_set) != 1:
-            raise ValueError(f"set exactly one of {', '.join(MODALITIES)} and items")
+        if sum(modality in self.model_fields_set for modality in MODALITIES) != 1:
+            raise ValueError(f"set exactly one of {', '.join(MODALITIES)}")
         return self
 
-    def sources(self) -> tuple[RequestMedium, ...]:
-        """Return all media, in the given order."""
-        if not self.items:
-            return (self.source(),)
-        return tuple(item.source(f"items.{i}.") for i, item in enumerate(self.items))
+    def source(self) -> RequestMedium:
+        """Return the medium."""
+        (modality,) = (modality for modality in MODALITIES if modality in self.model_fields_set)
+        return RequestMedium(modality=modality, content=getattr(self, modality))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +120,14 @@ class RequestMedium:
     """One medium of a request: a file's bytes, or a JSON string."""
 
     modality: Modality
-    field: str
     content: bytes | str
+    suffix: str = ""
+    """Follows the modality in the name of the field."""
+
+    @property
+    def field(self) -> str:
+        """Name of the medium's field, for messages."""
+        return self.modality + self.suffix
 
     def url(self) -> str | None:
         """Return the URL to fetch, or None if the request contains the bytes."""
@@ -173,51 +155,46 @@ class RequestMedium:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """A validated request. If `many` is set, the client wants each result as soon as it is ready."""
+    """A validated request."""
 
     model: str
-    sources: tuple[RequestMedium, ...]
-    many: bool
+    source: RequestMedium
     cache_salt: str | None
     inline: bool
     deadline_s: float | None
     sampling: FrameSampling
-    """Frame sampling of its videos."""
+    """Frame sampling of a video."""
 
 
-async def read(request: Request, parser: BodyParser, qos: ServiceClass, *, max_items: int) -> ParsedRequest:
-    """Read and parse the request. Raises EncoderRefused: "media_type", "too_many_items" or "bad_input"."""
+async def read(request: Request, parser: BodyParser, qos: ServiceClass) -> ParsedRequest:
+    """Read and parse the request. Raises EncoderRefused: "media_type" or "bad_input"."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        asked = await _read_form(request, max_items)
-    elif kind == "application/json":
+        return await _read_form(request)
+    if kind == "application/json":
         body = await parser.parse(request, _validate, qos)
-        asked = _asked(body, body.sources(), many=bool(body.items))
-    else:
-        raise EncoderRefused(
-            f"content-type: {kind[:_SHOWN]!r} is not supported; send multipart/form-data or application/json",
-            reason="media_type",
-        )
-    if len(asked.sources) > max_items:
-        raise _too_many(max_items)
-    return asked
+        return _parsed(body, body.source())
+    raise EncoderRefused(
+        f"content-type: {kind[:_SHOWN]!r} is not supported; send multipart/form-data or application/json",
+        reason="media_type",
+    )
 
 
-async def _read_form(request: Request, max_items: int) -> ParsedRequest:
-    sources: list[RequestMedium] = []
+async def _read_form(request: Request) -> ParsedRequest:
+    source: RequestMedium | None = None
     fields: dict[str, str] = {}
     try:
         parser = _InMemory(
             request.headers,
             request.stream(),
-            max_files=max_items + 1,
+            max_files=1,
             max_fields=_MAX_FIELDS,
             max_part_size=_MAX_FIELD_BYTES,
         )
         async with _closing(await parser.parse()) as form:
             for name, value in form.multi_items():
                 if isinstance(value, UploadFile) and name in MODALITIES:
-                    sources.append(RequestMedium(modality=name, field=name, content=await value.read()))
+                    source = RequestMedium(modality=name, content=await value.read())
                 elif isinstance(value, UploadFile) or name in MODALITIES:
                     raise _bad(f"{name[:_SHOWN]}: send the medium as a file named image, video or audio")
                 elif name in fields:
@@ -226,23 +203,21 @@ async def _read_form(request: Request, max_items: int) -> ParsedRequest:
                     fields[name] = value
     except MultiPartException as e:
         if e.message.startswith("Too many files"):
-            raise _too_many(max_items) from e
+            raise _bad("form: send one file in each request") from e
         raise _bad(f"form: {e.message[:_SHOWN]}") from e
-    if not sources:
+    if source is None:
         raise _bad("image: send the medium as a file named image, video or audio")
-    # Only the fields are validated here, because the media are in files.
-    body = _validate({**fields, sources[0].modality: ""})
-    return _asked(body, tuple(sources), many=len(sources) > 1)
+    # Only the fields are validated here, because the medium is in a file.
+    return _parsed(_validate({**fields, source.modality: ""}), source)
 
 
-def _asked(body: EncodeBody, sources: tuple[RequestMedium, ...], *, many: bool) -> ParsedRequest:
+def _parsed(body: EncodeBody, source: RequestMedium) -> ParsedRequest:
     sampling = FrameSampling(fps=body.fps, num_frames=body.num_frames)
-    if sampling != FrameSampling() and all(source.modality != "video" for source in sources):
+    if sampling != FrameSampling() and source.modality != "video":
         raise _bad("fps, num_frames: this request has no video")
     return ParsedRequest(
         model=body.model,
-        sources=sources,
-        many=many,
+        source=source,
         cache_salt=body.cache_salt,
         inline=body.inline,
         deadline_s=body.deadline_s,
@@ -263,9 +238,3 @@ def _validate(value: bytes | Mapping[str, Any]) -> EncodeBody:
 
 def _bad(message: str) -> EncoderRefused:
     return EncoderRefused(message, reason="bad_input")
-
-
-def _too_many(max_items: int) -> EncoderRefused:
-    return EncoderRefused(
-        f"items: at most {max_items} per request; split them into several requests", reason="too_many_items"
-    )

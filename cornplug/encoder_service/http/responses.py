@@ -1,27 +1,22 @@
-"""HTTP replies: embeddings as JSON, raw bytes, lines or parts, and refusals in one JSON form."""
+"""HTTP replies: an embedding as JSON or as a safetensors file, and refusals as JSON."""
 
 from __future__ import annotations
 
 import base64
 import json
 import math
-import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import pydantic
 from fastapi import Response
-from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from fastapi.responses import JSONResponse
+from safetensors.torch import save
 
-from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply
+from cornplug.encoder_service.wire import tensors
+from cornplug.encoder_service.wire.messages import EMBEDDING_TENSOR, SAFETENSORS, EncodeRefusal, EncodeReply
 from cornplug.encoder_service.wire.status_codes import status_of
 from cornplug.errors import EncoderRefused, MediaError
-
-RAW: Final = "application/octet-stream"
-LINES: Final = "application/x-ndjson"
-PARTS: Final = "multipart/mixed"
 
 
 class EncodeAnswer(pydantic.BaseModel):
@@ -54,26 +49,6 @@ class ErrorAnswer(pydantic.BaseModel):
     error: ErrorDetail
 
 
-class EncodeLine(pydantic.BaseModel):
-    """One line of `application/x-ndjson`: `index` with the fields of EncodeAnswer, or with `error`."""
-
-    index: int
-    key: str | None = None
-    shape: list[int] | None = None
-    dtype: str | None = None
-    origin: Literal["computed", "coalesced", "cached"] | None = None
-    stored: bool | None = None
-    service_time_s: float | None = None
-    handle: str | None = None
-    data: str | None = None
-    error: ErrorDetail | None = None
-
-
-def header(field: str) -> str:
-    """Return the HTTP header for a field of `EncodeAnswer`."""
-    return f"x-cornplug-{field.replace('_', '-')}"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedMedium:
     """Embedding of one medium."""
@@ -101,13 +76,12 @@ class EncodedMedium:
         data = base64.b64encode(tensor.data).decode() if tensor is not None else None
         return {**self.meta(), "data": data}
 
-    def headers(self) -> dict[str, str]:
-        """Return `meta` as headers, for a reply whose body is the data."""
-        return {
-            header(name): ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            for name, value in self.meta().items()
-            if value is not None
-        }
+    def safetensors(self) -> bytes:
+        """Return a safetensors file: the data as tensor `EMBEDDING_TENSOR`, the other fields as JSON in its
+        metadata, under "cornplug"."""
+        assert self.answer.tensor is not None
+        metadata = {"cornplug": json.dumps(self.meta())}
+        return bytes(save({EMBEDDING_TENSOR: tensors.from_wire(self.answer.tensor)}, metadata))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,38 +110,13 @@ class FailedMedium:
 Outcome = EncodedMedium | FailedMedium
 
 
-def one(outcome: Outcome, accept: str) -> Response:
-    """Return the reply to a request for one medium."""
+def reply(outcome: Outcome, accept: str) -> Response:
+    """Return the reply to a request."""
     if isinstance(outcome, FailedMedium):
         return refused(outcome)
-    tensor = outcome.answer.tensor
-    if RAW in accept and tensor is not None:
-        return Response(tensor.data, media_type=RAW, headers=outcome.headers())
+    if SAFETENSORS in accept and outcome.answer.tensor is not None:
+        return Response(outcome.safetensors(), media_type=SAFETENSORS)
     return JSONResponse(outcome.fields())
-
-
-class StreamedEncodings(StreamingResponse):
-    """Stream of lines or parts. When the stream ends, also by a disconnect, unfinished work is cancelled."""
-
-    def __init__(self, outcomes: AsyncGenerator[tuple[int, Outcome], None], accept: str) -> None:
-        self._outcomes = outcomes
-        if PARTS in accept:
-            # Random, so that no embedding contains it.
-            boundary = secrets.token_hex(16)
-            super().__init__(_parts(outcomes, boundary), media_type=f'{PARTS}; boundary="{boundary}"')
-        else:
-            super().__init__(_lines(outcomes), media_type=LINES)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._outcomes.aclose()
-
-
-def wants_many(accept: str) -> bool:
-    """Return whether the client accepts a format with several results."""
-    return LINES in accept or PARTS in accept
 
 
 def refused(failed: FailedMedium) -> JSONResponse:
@@ -177,24 +126,3 @@ def refused(failed: FailedMedium) -> JSONResponse:
     if failed.retry_after_s is not None or status in (429, 503):
         headers["retry-after"] = str(max(1, math.ceil(failed.retry_after_s or 0)))
     return JSONResponse(failed.fields(), status_code=status, headers=headers)
-
-
-async def _lines(outcomes: AsyncIterator[tuple[int, Outcome]]) -> AsyncIterator[bytes]:
-    async for index, outcome in outcomes:
-        yield json.dumps({"index": index, **outcome.fields()}, separators=(",", ":")).encode() + b"\n"
-
-
-async def _parts(outcomes: AsyncIterator[tuple[int, Outcome]], boundary: str) -> AsyncIterator[bytes]:
-    """RFC 2046, 5.1.1. A part has the bytes and `x-cornplug-*` headers, or JSON if there are no bytes."""
-    async for index, outcome in outcomes:
-        tensor = outcome.answer.tensor if isinstance(outcome, EncodedMedium) else None
-        if isinstance(outcome, EncodedMedium) and tensor is not None:
-            kind, headers, body = RAW, outcome.headers(), tensor.data
-        else:
-            kind, headers, body = "application/json", {}, json.dumps(outcome.fields()).encode()
-        head = {"content-type": kind, "content-length": str(len(body)), "x-cornplug-index": str(index)}
-        lines = [f"--{boundary}", *(f"{name}: {value}" for name, value in (head | headers).items()), "", ""]
-        yield "\r\n".join(lines).encode()
-        yield bytes(body)
-        yield b"\r\n"
-    yield f"--{boundary}--\r\n".encode()

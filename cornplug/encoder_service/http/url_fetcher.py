@@ -32,12 +32,17 @@ from cornplug import __version__
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.http.fetch_slots import FetchSlot, FetchSlots
 from cornplug.encoder_service.preprocess.byte_budget import BudgetShare
+from cornplug.encoder_service.scheduling.fair_queue import MAX_WAITING
 from cornplug.errors import ConfigError, EncoderRefused
 from cornplug.qos import ServiceClass
 
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 MAX_REDIRECTS: Final = 3
+MAX_FETCHES: Final = 64
+"""Number of URLs that are fetched concurrently. Each class of service has its share."""
+FETCH_DEADLINE_S: Final = 5.0
+"""Maximum time in seconds for fetching one URL, including redirects, from the start of its fetch."""
 _MAX_URL: Final = 4096
 _ANY_HOST: Final = "*"
 _IDLE_CONNECTIONS: Final = 8
@@ -46,54 +51,78 @@ _IDLE_S: Final = 15.0
 _MAX_HOSTS: Final = 64
 """Number of hosts whose connections are kept."""
 _PORTS: Final = {"http": 80, "https": 443}
+_DEFAULT_PORTS: Final = frozenset(_PORTS.values())
+"""Allowed ports of a host for which `encoder.allow_hosts` names no port."""
+_ENTRY_WITH_PORT: Final = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+):([0-9]{1,5})")
 _HOST: Final = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:.]+")
 _NAT64: Final = IPv6Network("64:ff9b::/96")
 _GLOBAL_UNICAST: Final = IPv6Network("2000::/3")
 _NOT_PUBLIC: Final = (
     IPv4Network("192.88.99.0/24"),  # 6to4's anycast: any network may announce it and receive its traffic
-    IPv4Network("192.0.0.0/24"),  # protocol assignments; 192.0.0.192 has metadata in Oracle's cloud
-    IPv4Network("168.63.129.16/32"),  # the platform's agent in each of Azure's machines
+    # protocol assignments; 192.0.0.192 is the metadata service of Oracle's cloud
+    IPv4Network("192.0.0.0/24"),
+    IPv4Network("168.63.129.16/32"),  # the platform's agent on every Azure machine
 )
 """Non-public networks that `ipaddress` does not know."""
 _HEADERS: Final = {"accept-encoding": "identity", "user-agent": f"cornplug/{__version__}", "accept": "*/*"}
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedHost:
+    """One entry of `encoder.allow_hosts`."""
+
+    host: str
+    """Host in lower case: exact, "*.suffix" for all names below it, or "*" for every host."""
+    ports: frozenset[int] = _DEFAULT_PORTS
+
+    @classmethod
+    def of(cls, entry: str) -> AllowedHost:
+        """Parse "HOST", "HOST:PORT", "[IPV6]" or "[IPV6]:PORT". Raises ConfigError for any other text."""
+        word = entry.lower()
+        # An IPv6 address without brackets has several colons, and no port.
+        parts = _ENTRY_WITH_PORT.fullmatch(word)
+        host, port = (parts[1], int(parts[2])) if parts else (word, None)
+        host = host.strip("[]")
+        if (host != _ANY_HOST and not _HOST.fullmatch(host)) or (port is not None and not 0 < port < 65536):
+            raise ConfigError(
+                "encoder.allow_hosts",
+                f"{entry!r} is not a host",
+                "Write example.org, *.example.org, * or example.org:8080, without scheme.",
+            )
+        return cls(host, _DEFAULT_PORTS if port is None else frozenset({port}))
+
+    def matches(self, host: str) -> bool:
+        """Return whether the entry is for this host."""
+        if self.host.startswith("*."):
+            return host.endswith(self.host[1:])
+        return self.host in (host, _ANY_HOST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UrlRules:
     """Rules for allowed URLs and addresses. Uses no sockets."""
 
-    hosts: tuple[str, ...]
-    """Allowed hosts in lower case: exact, "*.suffix" for all names below it, or "*" for every host."""
+    hosts: tuple[AllowedHost, ...]
     networks: tuple[Network, ...]
     """Allowed addresses that are not public."""
-    ports: frozenset[int]
 
     @classmethod
     def of(cls, config: EncoderConfig) -> UrlRules:
         """Create the rules. Raises ConfigError with the name of the setting."""
-        hosts = tuple(word.lower().strip("[]") for word in config.allow_hosts)
-        for host in hosts:
-            if host != _ANY_HOST and not _HOST.fullmatch(host):
-                remedy = "Write example.org, *.example.org or *, without scheme and port."
-                raise ConfigError("encoder.allow_hosts", f"{host!r} is not a host", remedy)
+        hosts = tuple(map(AllowedHost.of, config.allow_hosts))
         try:
             networks = tuple(map(ipaddress.ip_network, _words(config.allow_networks)))
         except ValueError as e:
             raise ConfigError("encoder.allow_networks", str(e), "Write networks such as 10.2.0.0/16.") from e
-        ports = _words(config.allow_ports)
-        if not all(word.isdecimal() and 0 < int(word) < 65536 for word in ports):
-            raise ConfigError(
-                "encoder.allow_ports",
-                f"{config.allow_ports!r} is invalid",
-                "Write port numbers such as 80, 443.",
-            )
-        return cls(hosts=hosts, networks=networks, ports=frozenset(map(int, ports)))
+        return cls(hosts=hosts, networks=networks)
 
     def allows_host(self, host: str) -> bool:
         """Return whether the host's name is allowed. Called before it is resolved."""
-        return any(
-            h in (host, _ANY_HOST) or (h.startswith("*.") and host.endswith(h[1:])) for h in self.hosts
-        )
+        return any(entry.matches(host) for entry in self.hosts)
+
+    def allows_port(self, host: str, port: int) -> bool:
+        """Return whether an entry allows this port of the host."""
+        return any(port in entry.ports for entry in self.hosts if entry.matches(host))
 
     def allows_address(self, address: Address) -> bool:
         """Return whether an address is public or listed. Private addresses embedded in an IPv6 address are
@@ -175,9 +204,9 @@ class UrlFetcher:
         """Create a fetcher. Raises ConfigError as `UrlRules.of` does."""
         return cls(
             UrlRules.of(config),
-            FetchSlots(classes, config.max_fetches, max_waiting=config.max_waiting),
+            FetchSlots(classes, MAX_FETCHES, max_waiting=MAX_WAITING),
             max_bytes=config.max_body_bytes,
-            deadline_s=config.fetch_deadline_s,
+            deadline_s=FETCH_DEADLINE_S,
         )
 
     async def fetch(
@@ -240,8 +269,8 @@ class UrlFetcher:
             problem = "URLs with a user name or password are not fetched"
         elif not self._rules.allows_host(host):
             problem = "the URL's host is not in encoder.allow_hosts; send the bytes"
-        elif (url.port or _PORTS[url.scheme]) not in self._rules.ports:
-            problem = "the URL's port is not in encoder.allow_ports"
+        elif not self._rules.allows_port(host, url.port or _PORTS[url.scheme]):
+            problem = "encoder.allow_hosts does not allow the URL's port for this host; send the bytes"
         if problem is not None:
             raise EncoderRefused(f"{field}: {problem}", reason="remote_url")
         return url

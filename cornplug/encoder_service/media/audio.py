@@ -31,7 +31,7 @@ FORMATS: Final = (
     "wav", "w64", "aiff", "au", "caf", "flac", "mp3", "ogg", "aac", "amr", "mov", "mp4", "m4a", "3gp",
     "matroska", "webm", "avi", "asf", "flv", "mpegts", "mpeg",
 )  # fmt: skip
-"""FFmpeg's demuxers that open no other files. hls, dash and concat do."""
+"""FFmpeg's demuxers that do not open other files, unlike hls, dash and concat."""
 MIN_RATE: Final = 1_000
 MAX_RATE: Final = 384_000
 MAX_CHANNELS: Final = 32

@@ -66,7 +66,7 @@ def _kernel(old: int, new: int) -> tuple[torch.Tensor, int]:
 
 
 def _convolved(samples: Samples, kernel: torch.Tensor, old: int, reach: int) -> Samples:
-    """Convolve with stride `old`, as a matrix product over blocks of periods."""
+    """Return the convolution with stride `old`, as a matrix product over blocks of periods."""
     padded = torch.from_numpy(np.pad(samples, (reach, reach + old)))
     periods = padded.unfold(0, kernel.shape[1], old)
     step = max(_BLOCK // kernel.shape[1], 1)

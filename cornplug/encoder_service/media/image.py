@@ -33,12 +33,8 @@ from cornplug.encoder_service.wire.decodings import DEFAULT, Decoding
 from cornplug.errors import MediaError
 from cornplug.identity import pixels_digest
 
-FORMATS: Final = (
-    "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP",
-)  # fmt: skip
-"""Formats of still images that Pillow may decode. EPS is excluded because it starts Ghostscript."""
 COMMON: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-"""Formats that are accepted by default. Each further format adds a decoder that can be attacked."""
+"""Formats that are accepted. Each further format adds a decoder that can be attacked."""
 
 MAX_SCANS: Final = 100
 """Maximum scans of a JPEG. A progressive JPEG has about ten, and each costs a pass over all pixels."""
@@ -122,8 +118,7 @@ def decode(
         image = Image.open(io.BytesIO(data), formats=list(formats))
     except UnidentifiedImageError as e:
         raise MediaError(
-            f"not an accepted image format ({len(data)} bytes); send one of {', '.join(formats)}, or allow "
-            "more in encoder.image_formats",
+            f"not an accepted image format ({len(data)} bytes); send one of {', '.join(formats)}",
             reason="unknown_format",
         ) from e
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:

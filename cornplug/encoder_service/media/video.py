@@ -27,6 +27,8 @@ from cornplug.errors import MediaError
 from cornplug.identity import frames_digest
 
 Frames = npt.NDArray[np.uint8]
+MAX_FRAMES: Final = 768
+"""Maximum number of frames sampled from a video."""
 _SHORT_BY: Final = 0.02
 """Fraction of the announced frames that may be missing before the file counts as truncated."""
 _MAX_FPS: Final = 1000.0
@@ -73,8 +75,7 @@ class VideoLimits:
     """Limits of one video."""
 
     max_s: float = 600.0
-    max_frames: int = 768
-    """Maximum number of sampled frames."""
+    max_frames: int = MAX_FRAMES
     max_pixels: int = 64_000_000
     """Maximum pixels of one frame. All sampled frames together may have four times as many."""
     image_formats: tuple[str, ...] = image.COMMON

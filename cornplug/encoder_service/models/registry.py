@@ -92,7 +92,7 @@ class ModelRegistry:
         return loaded
 
     def on_load(self, check: Callable[[LoadedModel], None]) -> None:
-        """Call `check` with each loaded model now, and with later ones before they are served.
+        """Call `check` with each loaded model now, and with each later model before it is served.
 
         A model for which it raises CheckpointError is not served.
         """

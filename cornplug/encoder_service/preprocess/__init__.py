@@ -1,1 +1,1 @@
-"""One preprocessor a modality: from a medium's bytes to its digest and the tower's inputs."""
+"""One preprocessor per modality: from a medium's bytes to its digest and the tower's inputs."""

@@ -1,4 +1,4 @@
-"""Audio: decoded, resampled to the model's rate, through its feature extractor."""
+"""Audio preprocessing: decoding, resampling to the model's rate, and the model's feature extractor."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from cornplug.encoder_service.wire.decodings import Decoding
 
 _MELS_BYTES_A_SECOND: Final = 128 * 100 * 4
 _PADDED_S: Final = 30.0
-"""Whisper's window: audio is padded to whole windows."""
+"""Length in seconds of Whisper's window. Audio is padded to whole windows."""
 
 
 class AudioPreprocessor:
-    """Preprocesses audio for one model. Raises CheckpointError("bad_config") without a feature extractor.
+    """Audio preprocessor of one model. Raises CheckpointError("bad_config") without a feature extractor.
 
-    The digest is over the samples that the extractor receives, as in the engine: mono, at its rate.
+    The digest covers the samples that the extractor receives, as in the engine: mono, at its rate.
     """
 
     def __init__(self, loaded: LoadedModel, limits: MediumLimits) -> None:
-        self._max_s = limits.max_audio_s
+        self._max_s = limits.max_media_s
         self._features: LogMelFeatures
         if loaded.checkpoint.family.generic:
             processor = WholeProcessor(loaded, "audio")

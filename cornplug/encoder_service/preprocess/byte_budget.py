@@ -20,7 +20,7 @@ class ByteBudget:
     """Budget of all classes. Thread-safe. A class may use unreserved bytes and its own reserved fraction."""
 
     def __init__(self, fractions: Mapping[ServiceClass, float], max_bytes: int, *, purpose: str) -> None:
-        """`purpose` completes the sentence "the medium needs 5 bytes ..." in refusals.
+        """Create a budget. `purpose` completes the sentence "the medium needs 5 bytes ..." in refusals.
 
         With a single class nothing is reserved.
         """

@@ -25,24 +25,30 @@ from cornplug.encoder_service.preprocess.sandbox.decoder_process import DecoderP
 from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
 from cornplug.encoder_service.scheduling.admission import AdmissionRefusal, EncodeAdmission
 from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
-from cornplug.encoder_service.scheduling.fair_queue import QueueLimit
+from cornplug.encoder_service.scheduling.fair_queue import MAX_WAITING, QueueLimit
 from cornplug.encoder_service.telemetry.service_metrics import Queue
 from cornplug.encoder_service.wire.messages import EncodeRequest
 from cornplug.errors import EncoderRefused
 from cornplug.qos import ServiceClass
 
+DECODE_DEADLINE_S: Final = 30.0
+"""Maximum time in seconds for decoding one medium. After that, the decoding process is killed and the medium
+is rejected (`too_slow`)."""
 STUCK_S: Final = 10.0
-"""Time for which all lanes may be in one job each before the service is not ready."""
+"""Time in seconds after which the service is not ready if every lane is still in the same job."""
 _MAX_WORK: Final = 1 << 40
 _END_S: Final = 1.0
 """Maximum time that a stopping service waits for a running image processor."""
 _UNTIL_ANOTHER_S: Final = 1.0
 _MIN_DEADLINE_S: Final = 0.001
 _MIN_MEASURED: Final = 8
-"""Media of a modality to measure before their times predict other sizes. The first ones load and compile."""
+"""Number of media of a modality to measure before their times predict other sizes. The first media load and
+compile code.
+"""
 _BASE_COST: Final = 1000
-"""A processor takes about as long as decoding a million pixels, for any size. Without this term, the time
-of small images would predict hours for a large image."""
+"""Constant cost of a medium, because a processor takes about as long as decoding a million pixels, for any
+size. Without this term, the time of small images would predict hours for a large image.
+"""
 
 ResultT = TypeVar("ResultT")
 log = logging.getLogger(__name__)
@@ -69,7 +75,7 @@ class _LaneTask:
 class DecodeLimits:
     """Limits of decoding one medium."""
 
-    decode_s: float = 30.0
+    decode_s: float = DECODE_DEADLINE_S
     max_bytes: int = 4 << 30
     """Address space of a decoding process in bytes."""
 
@@ -91,7 +97,7 @@ class DecodeLanes:
         *,
         lanes: int,
         limits: DecodeLimits,
-        max_waiting: int = 256,
+        max_waiting: int = MAX_WAITING,
         on_killed: Callable[[str], None] = lambda why: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -1,4 +1,4 @@
-"""Images: decoded by an engine's rule (`media.image`), through the checkpoint's image processor."""
+"""Image preprocessing: decoding by an engine's rule (`media.image`), and the checkpoint's image processor."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ from cornplug.encoder_service.wire.decodings import Decoding
 from cornplug.errors import CheckpointError, MediaError
 
 _SIDES: Final = (64, 1024)
-"""Of the images that show how large a processor's outputs are, for small and for large images."""
+"""Sides in pixels of two test images, which show the size of a processor's outputs for small and large
+images.
+"""
 _MOST_A_PIXEL: Final = 24
-"""Bytes of inputs a pixel, of families that resize nothing: float32, and each frame twice."""
+"""Bytes of inputs per pixel in families that do not resize: float32, with each frame twice."""
 _SHAPES: Final = 4096
-"""Shapes whose grid is kept."""
+"""Number of shapes whose grid is cached."""
 _PIXELS_NOT_SIDES: Final = 100_000
-"""A "longest_edge" above this is a number of pixels, as in the Qwen families."""
+"""A "longest_edge" above this is a number of pixels, as in the Qwen families, and not a side."""
 
 
 class ImagePreprocessor:
-    """Preprocesses images for one model. Raises CheckpointError("bad_config") without an image processor."""
+    """Image preprocessor of one model. Raises CheckpointError("bad_config") without an image processor."""
 
     def __init__(self, loaded: LoadedModel, limits: MediumLimits) -> None:
         self._max_pixels = limits.max_pixels
@@ -103,7 +105,7 @@ class ImagePreprocessor:
         try:
             made = self._processor(images=image, return_tensors="pt", **self._asked)
         except ValueError as e:
-            # So processors refuse some shapes, e.g. an aspect ratio of over 200 to 1.
+            # Processors reject some shapes, for example an aspect ratio above 200 to 1.
             raise MediaError(f"the model's processor rejected this image: {e}", reason="unprocessable") from e
         return dict(made)
 
@@ -123,7 +125,9 @@ def _processor(loaded: LoadedModel) -> Any:
 
 
 def _most_pixels(processor: Any) -> int | None:
-    """Most pixels of an image after resizing, where the processor's settings say so."""
+    """Return the maximum pixels of an image after resizing, or None if the processor's settings do not limit
+    them.
+    """
     size: Any = getattr(processor, "size", None) or {}
     longest = size.get("longest_edge")
     return longest if isinstance(longest, int) and longest > _PIXELS_NOT_SIDES else None

@@ -1,4 +1,4 @@
-"""From a medium's bytes to a request of the encoder, with as little work as its cache allows.
+"""Preparation of media: from a file's bytes to a request to the encoder. Cached results skip steps.
 
 recall:   file's digest ─FileMemo─> media digest ─> key ─> cached? answer
 prepare:  decode ─> media digest ─> key ─> cached? answer, or else preprocess
@@ -50,15 +50,17 @@ from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 from cornplug.errors import CheckpointError, EncoderRefused
 
 REMEMBERED_FILES: Final = 32_768
-"""Entries by default; one has about 400 bytes, however long its tenant's salt is."""
+"""Default maximum number of entries. An entry has about 400 bytes, regardless of the length of its tenant's
+salt.
+"""
 _MAX_TENANTS: Final = 1024
 _CODECS: Final = ("jpg", "libjpeg_turbo", "jpg_2000", "webp", "avif", "zlib", "libtiff")
 _BASE64_SLICE: Final = 1 << 20
-"""Characters that are decoded at a time. Other threads can run between two slices."""
+"""Number of characters to decode at a time. Other threads can run between two slices."""
 APP: Final = "http"
-"""App of entries for media that arrive over HTTP."""
+"""App to which entries of media that arrive over HTTP are attributed."""
 SGLANG: Final = "sglang"
-"""App of entries for SGLang's servers, by SGLang's protocol."""
+"""App to which entries of SGLang's servers are attributed."""
 log = logging.getLogger(__name__)
 LookUp = Callable[[EncodeRequest], EncodeReply | None]
 """Return the reply to a request whose embedding is cached, or None."""
@@ -72,7 +74,7 @@ PREPROCESSORS: Final[Mapping[Modality, Callable[[LoadedModel, MediumLimits], Med
 
 @dataclass(frozen=True, slots=True)
 class DecodedFile:
-    """What a file was decoded to."""
+    """Result of decoding a file."""
 
     digest: bytes
     """The media digest, 32 bytes."""
@@ -81,10 +83,12 @@ class DecodedFile:
 
 
 class FileMemo:
-    """Thread-safe. At most `max_files` entries; a tenant that fills it loses its own oldest ones."""
+    """Memo of decoded files. Thread-safe. Holds at most `max_files` entries. A tenant that fills it loses its
+    own oldest entries.
+    """
 
     def __init__(self, max_files: int = REMEMBERED_FILES) -> None:
-        """0 files: nothing is remembered."""
+        """Create a memo. With `max_files` 0 nothing is remembered."""
         self._max_files = max_files
         self._lock = threading.Lock()
         self._files = 0
@@ -94,7 +98,7 @@ class FileMemo:
         return self._files
 
     def recall(self, tenant: str | None, name: bytes) -> DecodedFile | None:
-        """The file's entry; None where this tenant sent no such file lately."""
+        """Return the file's entry, or None if this tenant has no entry for it."""
         key = _tenant_key(tenant)
         with self._lock:
             files = self._tenants.get(key)
@@ -105,7 +109,9 @@ class FileMemo:
             return found
 
     def remember(self, tenant: str | None, name: bytes, decoded: DecodedFile) -> None:
-        """Add an entry; over the bound, the tenant with most entries loses its least recently used one."""
+        """Add an entry. If there are too many, the tenant with the most entries loses its least recently used
+        entry.
+        """
         if self._max_files == 0:
             return
         key = _tenant_key(tenant)
@@ -129,15 +135,17 @@ class FileMemo:
 
 
 def _tenant_key(salt: str | None) -> bytes | None:
-    """The tenant's key in the memo, of 32 bytes: SGLang's protocol bounds no salt."""
+    """Return the tenant's key in the memo, 32 bytes, because SGLang's protocol does not limit a salt's
+    length.
+    """
     return None if salt is None else hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
 
 
 def file_name(spec: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
-    """Name of a file (or of a video's images) for `FileMemo`: 32 bytes.
+    """Return the name of a file (or of a video's images) for `FileMemo`: 32 bytes.
 
-    `spec` holds whatever decides its decoded content besides its bytes, as JSON values; the versions of the
-    decoders are added here.
+    `spec` contains everything except the bytes and the decoders' versions that determines the decoded
+    content, as JSON values.
     """
     hashes = [hashlib.sha256(part).digest() for part in parts]
     return identity.digest("cornplug-file-v1", identity.canonical({**spec, **_versions()}), *hashes)
@@ -157,7 +165,7 @@ class PreprocessedMedium:
     inputs: Inputs
     """The tower's inputs, or only its patch grid if `answer` is set."""
     dtype: str
-    """torch's name of the embedding's dtype."""
+    """Name of the embedding's dtype in torch."""
     media_digest: bytes
     """The media digest."""
     answer: EncodeReply | None = None
@@ -178,7 +186,9 @@ class MediumSource:
     sampling: FrameSampling = ENGINE_SAMPLING
     """Frames to sample from a video. The key follows from the frames and their times."""
     decoding: Decoding = decodings.DEFAULT
-    """Decoding rule for an image, or for the images of a video: the engine whose pixels are wanted."""
+    """Decoding rule for an image, or for the images of a video: that of the engine that will use the
+    embedding.
+    """
     app: str = APP
     """App of the entry."""
 
@@ -232,7 +242,7 @@ class MediaPreparer:
         return OpenMedium(source, loaded, model_identity, preprocessor, self._files, self._secret)
 
     def takes(self, model_identity: bytes) -> bool:
-        """Return whether media of this identity, a model's modality, can be encoded."""
+        """Return whether a medium of the model's modality with this identity can be encoded."""
         return model_identity in self._preprocessors
 
     def prepare(self, source: MediumSource, context: PreprocessContext = IN_PROCESS) -> PreprocessedMedium:
@@ -286,7 +296,7 @@ class OpenMedium:
     def prepare(
         self, context: PreprocessContext = IN_PROCESS, look_up: LookUp | None = None
     ) -> PreprocessedMedium:
-        """Return the decoded medium: cached if `look_up` finds it, or else preprocessed.
+        """Return the decoded medium: with its reply if `look_up` finds it, or else preprocessed.
 
         `context` decodes, and may refuse. Raises MediaError as the modality's preprocessor does.
         """

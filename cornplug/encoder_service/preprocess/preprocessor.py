@@ -13,7 +13,7 @@ import torch
 
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.media.image import COMMON
-from cornplug.encoder_service.media.video import VideoLimits
+from cornplug.encoder_service.media.video import MAX_FRAMES, VideoLimits
 from cornplug.encoder_service.preprocess.sandbox.decoders import (
     InProcessDecoder,
     MediumDecoder,
@@ -29,24 +29,17 @@ class MediumLimits:
     """Maximum sizes of accepted media after decoding."""
 
     max_pixels: int = 64_000_000
-    max_audio_s: float = 600.0
-    max_video_s: float = 600.0
-    max_frames: int = 768
+    max_media_s: float = 600.0
+    max_frames: int = MAX_FRAMES
     image_formats: tuple[str, ...] = COMMON
 
     @classmethod
     def of(cls, config: EncoderConfig) -> MediumLimits:
-        return cls(
-            max_pixels=config.max_pixels,
-            max_audio_s=config.max_audio_s,
-            max_video_s=config.max_video_s,
-            max_frames=config.max_frames,
-            image_formats=config.formats(),
-        )
+        return cls(max_pixels=config.max_pixels, max_media_s=config.max_media_s)
 
     def video_limits(self) -> VideoLimits:
         return VideoLimits(
-            max_s=self.max_video_s,
+            max_s=self.max_media_s,
             max_frames=self.max_frames,
             max_pixels=self.max_pixels,
             image_formats=self.image_formats,

@@ -1,4 +1,6 @@
-"""Videos: decoded, sampled as the model's engine would, through its video processor."""
+"""Video preprocessing: decoding, sampling of frames as by the model's engine, and the checkpoint's video
+processor.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +37,15 @@ _MAX_FPS: Final = 30.0
 _MIN_FRAMES: Final = 4
 _MAX_FRAMES: Final = 768
 _BYTES_A_PIXEL: Final = 12
-"""Bytes of inputs, at most: float32, without resizing."""
+"""Maximum bytes of inputs per pixel: float32, without resizing."""
 _SHAPES: Final = 1024
-"""Shapes whose grid is kept."""
+"""Number of shapes whose grid is cached."""
 _PATCH: Final = 2
-"""Frames that the tower sees as one; of the Qwen families."""
+"""Number of frames that the tower processes as one, in the Qwen families."""
 
 
 class VideoPreprocessor:
-    """Preprocesses videos for one model. Raises CheckpointError("bad_config") without a video processor."""
+    """Video preprocessor of one model. Raises CheckpointError("bad_config") without a video processor."""
 
     _processor: Any
 
@@ -55,7 +57,8 @@ class VideoPreprocessor:
             whole = WholeProcessor(loaded, "video")
             check_encodes(loaded, whole)
             self._sampler, self._processor = _by_transformers(whole), whole
-            # Its settings decide the frames: no other model's, in the memory of files.
+            # The processor's settings determine the frames, so `FileMemo` must not share entries with other
+            # models.
             self._kind = (loaded.served.identity_for("video") or b"").hex()
             return
         kind = checkpoint.family.preprocess_spec_of("video")(checkpoint.preprocessors["video"])["kind"]
@@ -80,7 +83,9 @@ class VideoPreprocessor:
         decoding: Decoding,
         context: PreprocessContext,
     ) -> DecodedMedium:
-        """As `MediaPreprocessor.decode`; of a video given as its images, `sampling.fps` is their rate (1)."""
+        """Decode the medium, as `MediaPreprocessor.decode` does. For a video sent as images, `sampling.fps`
+        is their rate (default 1).
+        """
         on_header = context.on_header(_prepared_bytes)
         if form == "images":
             video = context.decoder.frames(
@@ -104,7 +109,7 @@ class VideoPreprocessor:
 
     def _grid_of(self, shape: tuple[int, ...]) -> Inputs | None:
         if isinstance(self._processor, WholeProcessor):
-            return {}  # only SGLang asks for it, and it has no such family's tower
+            return {}  # Only SGLang's route uses the grid, and it does not serve generic families.
         frames, height, width = shape
         nothing = torch.empty((frames, 3, height, width), dtype=torch.uint8, device="meta")
         return grid_of(self._processor, videos=[nothing], do_sample_frames=False)
@@ -132,7 +137,9 @@ def _prepared_bytes(header: MediumHeader) -> int:
 
 
 def _qwen2(source: VideoHeader, sampling: FrameSampling) -> Sequence[int]:
-    """Whole patches of frames, at even steps (vLLM's Qwen2VLVideoBackend; `num_frames` as transformers)."""
+    """Sample whole patches of frames at even steps (vLLM's Qwen2VLVideoBackend; `num_frames` as in
+    transformers).
+    """
     total = source.total
     most = min(_MAX_FRAMES, total) // _PATCH * _PATCH
     if sampling.num_frames is not None:
@@ -140,15 +147,15 @@ def _qwen2(source: VideoHeader, sampling: FrameSampling) -> Sequence[int]:
     else:
         wanted = total / source.fps * min(sampling.fps or _FPS, _MAX_FPS)
     count = math.floor(min(max(wanted, _MIN_FRAMES), most) / _PATCH) * _PATCH
-    if count < _PATCH:  # one frame: there is nothing to choose
+    if count < _PATCH:  # There is only one frame to choose.
         return range(total)
-    # torch's own float32 steps, which no other library repeats to the frame.
+    # torch's float32 steps, because other libraries would round to other frames.
     found = torch.arange(0, total, total / count).int().clamp(max=total - 1)
     return [int(index) for index in found]
 
 
 def _qwen3(source: VideoHeader, sampling: FrameSampling) -> Sequence[int]:
-    """From the first frame to the last, at even steps (vLLM's Qwen3VLVideoBackend)."""
+    """Sample from the first frame to the last at even steps (vLLM's Qwen3VLVideoBackend)."""
     total = source.total
     if sampling.num_frames is not None:
         count = sampling.num_frames
@@ -163,4 +170,4 @@ SAMPLERS: Final[Mapping[str, Sampler]] = {
     "Qwen2_5_VLVideoProcessor": _qwen2,
     "Qwen3VLVideoProcessor": _qwen3,
 }
-"""By the class of a checkpoint's video processor, as in vLLM."""
+"""Samplers by the class of a checkpoint's video processor, as in vLLM."""

@@ -1,6 +1,7 @@
-"""One modality of a checkpoint's own transformers processor, for families without a file here.
+"""Processor of one modality, by a checkpoint's whole transformers processor, for families without their own
+module.
 
-The modality's processor alone would lack what the whole one adds to its arguments, such as a patch size.
+The modality's processor alone would lack arguments that the whole processor adds, such as a patch size.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from cornplug.errors import CheckpointError, EncoderRefused, MediaError
 Inputs = Mapping[str, torch.Tensor]
 
 _TRIED: Final = (96, 64)
-"""Width and height of the image that a model is tried with when it is loaded."""
+"""Width and height in pixels of the image that a model is tested with when it is loaded."""
 _TRIED_S: Final = 1.3
 _TRIED_FRAMES: Final = 4
 _ARGUMENTS: Final[Mapping[Modality, str]] = {"image": "images", "video": "videos", "audio": "audio"}
@@ -43,9 +44,9 @@ _WORD: Final = "a"
 
 
 class WholeProcessor:
-    """Makes the inputs that a tower takes of one medium, by name. Thread-safe.
+    """Processor that makes a tower's inputs, by name, from one medium. Thread-safe.
 
-    Raises CheckpointError("bad_config") where the checkpoint has no processor that takes one medium.
+    Raises CheckpointError("bad_config") if the checkpoint has no processor that accepts a single medium.
     """
 
     def __init__(self, loaded: LoadedModel, modality: Modality) -> None:
@@ -58,7 +59,7 @@ class WholeProcessor:
         self.names = method.names
         self._method: EncodeMethod = method
         self._modality: Modality = modality
-        # A fast tokenizer is for one thread at a time.
+        # A fast tokenizer must not be used by two threads at a time.
         self._lock = threading.Lock()
         try:
             self._processor: Any = transformers.AutoProcessor.from_pretrained(
@@ -71,27 +72,31 @@ class WholeProcessor:
 
     @property
     def size(self) -> Any:
-        """`size` of the image processor."""
+        """Setting `size` of the image processor."""
         return getattr(getattr(self._processor, "image_processor", self._processor), "size", None)
 
     @property
     def rate(self) -> int:
-        """Samples a second that the feature extractor takes."""
+        """Sampling rate in Hz that the feature extractor expects."""
         return int(self._processor.feature_extractor.sampling_rate)
 
     def __call__(self, images: Any, return_tensors: str = "pt", **asked: Any) -> Inputs:
-        """The inputs of one image. Raises ValueError where the processor does not take it."""
+        """Return the inputs of one image. Raises ValueError if the processor rejects it."""
         try:
             return self._inputs(images, self._text, **asked)
         except REFUSALS as e:
             raise ValueError(f"{type(e).__name__}: {e}") from e
 
     def extract(self, samples: Samples) -> Inputs:
-        """The inputs of mono samples at `rate`. Raises MediaError("unprocessable")."""
+        """Return the inputs of mono samples at `rate`. Raises MediaError("unprocessable") if the processor
+        rejects them.
+        """
         return self._of_medium(lambda: self._inputs(samples, self._text, sampling_rate=self.rate))
 
     def of_video(self, video: VideoFrames) -> Inputs:
-        """The inputs of sampled frames. Raises MediaError("unprocessable")."""
+        """Return the inputs of sampled frames. Raises MediaError("unprocessable") if the processor rejects
+        them.
+        """
         frames = torch.from_numpy(video.frames).permute(0, 3, 1, 2)
         metadata = _metadata(video.source, video.indices)
         return self._of_medium(
@@ -99,12 +104,13 @@ class WholeProcessor:
         )
 
     def sample(self, source: VideoHeader, **asked: Any) -> Sequence[int]:
-        """The frames that the video processor takes, by transformers' own code.
+        """Return the numbers of the frames that transformers' video processor samples.
 
-        Raises MediaError("unprocessable") where it takes none of such a video.
+        Raises MediaError("unprocessable") if it cannot sample such a video.
         """
         processor = self._processor.video_processor
-        # As the whole processor calls its video processor: `BaseVideoProcessor.preprocess` passes them on.
+        # Use the settings that the whole processor passes to its video processor in
+        # `BaseVideoProcessor.preprocess`.
         settings = {name: getattr(processor, name, None) for name in processor.valid_kwargs.__annotations__}
         settings |= self._processor.valid_processor_kwargs._defaults.get("videos_kwargs", {})
         if not (settings["do_sample_frames"] or asked):
@@ -125,7 +131,9 @@ class WholeProcessor:
             ) from e
 
     def _working_text(self, path: Path) -> str | None:
-        """The prompt that this processor wants beside a medium: None at best, else a placeholder."""
+        """Return the text that this processor needs with a medium: None if possible, or else a
+        placeholder.
+        """
         problems: list[str] = []
         for text in self._texts():
             self._text = text
@@ -150,11 +158,12 @@ class WholeProcessor:
         for name in _PLACEHOLDERS[self._modality]:
             mark = getattr(self._processor, name, None)
             if isinstance(mark, str):
-                # A word besides it: where all of a prompt is the medium's, nothing tells its rows.
+                # Add a word, because the medium's rows cannot be recognised in a prompt that contains nothing
+                # else.
                 yield f"{mark}{_WORD}" if prompt else mark
 
     def of_trial(self) -> Inputs:
-        """The inputs of a medium that a model is tried with when it is loaded."""
+        """Return the inputs of a test medium."""
         if self._modality == "audio":
             return self.extract(np.sin(np.arange(round(_TRIED_S * self.rate)) / 9, dtype=np.float32))
         image = Image.new("RGB", _TRIED, "gray")
@@ -181,9 +190,9 @@ _NOT_SAMPLING: Final = frozenset(
 
 
 def check_encodes(loaded: LoadedModel, processor: WholeProcessor) -> None:
-    """Encode a medium with a model that no test may have run.
+    """Encode a test medium, to check a model that cornplug's tests may not cover.
 
-    Raises CheckpointError("unknown_family") where that fails, or its rows are no inputs of its decoder.
+    Raises CheckpointError("unknown_family") if that fails, or if the decoder cannot use the rows.
     """
     if loaded.device.type == "meta":
         return  # the replicas have the weights
@@ -200,7 +209,7 @@ def check_encodes(loaded: LoadedModel, processor: WholeProcessor) -> None:
         ) from e
     if rows.shape[1] != wanted or not bool(torch.isfinite(rows).all()):
         raise CheckpointError(
-            f"{name}: rows of shape {tuple(rows.shape)} that are not finite, or not of the decoder's width "
+            f"{name}: rows of shape {tuple(rows.shape)} are not finite, or do not have the decoder's width "
             f"{wanted}. {DESCRIBE}",
             reason="unknown_family",
         )
@@ -215,5 +224,7 @@ def _metadata(source: VideoHeader, indices: Sequence[int] | None = None) -> Vide
 
 
 def _tensor(value: Any) -> torch.Tensor:
-    """The value as a tensor. ValueError for one that is none, as lists of images of several sizes."""
+    """Return the value as a tensor. Raises ValueError if it cannot be converted, like a list of images of
+    several sizes.
+    """
     return value if isinstance(value, torch.Tensor) else torch.tensor(value)

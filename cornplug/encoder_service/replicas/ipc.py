@@ -3,8 +3,8 @@
     control   OpenModels, LoadModel, DropModel ──>  <── ReplicaReady | ReplicaFailed
     a lane    RunBatch ──>  <── BatchDone | ReplicaFailed          and two memfds: inputs, outputs
 
-When the control socket closes, the other process ends. A memfd has no name: only these processes can open it,
-and it ends with them.
+When the control socket closes, the other process ends. A memfd has no name, so only these two processes can
+open it, and it is freed when they end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_FRAME_BYTES: Final = 256 << 20
 
 
 class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor in the lane's memfd."""
+    """Location of a tensor in the lane's memfd."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
-    """A model to load: its folder, and the identity of its first modality."""
+    """Model to load: its folder, and the identity of its first modality."""
 
     path: str
     identity: bytes
@@ -54,12 +54,12 @@ class OpenModels(msgspec.Struct, frozen=True, tag="open"):
     dtype: str
     device: str
     threads: int
-    """Threads of torch."""
+    """Number of torch threads."""
     compile: bool
 
 
 class LoadModel(msgspec.Struct, frozen=True, tag="load"):
-    """Load more models."""
+    """Request to load more models."""
 
     models: tuple[ModelSpec, ...]
 
@@ -70,19 +70,19 @@ class DropModel(msgspec.Struct, frozen=True, tag="drop"):
 
 class ReplicaReady(msgspec.Struct, frozen=True, tag="ready"):
     identities: tuple[bytes, ...]
-    """Of the loaded models."""
+    """Identities of the loaded models."""
     problem: str = ""
-    """Why a requested model is not loaded."""
+    """Reason why a requested model is not loaded, or ""."""
 
 
 class ReplicaFailed(msgspec.Struct, frozen=True, tag="failed"):
     kind: Literal["checkpoint", "absent", "error"]
-    """"absent": the replica has no such model."""
+    """Cause: "checkpoint" (cannot be loaded), "absent" (the replica does not have the model), or "error"."""
     message: str
 
 
 class MediumTensors(msgspec.Struct, frozen=True):
-    """A `TowerItem` and its cached features."""
+    """Tensors of a `TowerItem`, and its cached features."""
 
     tensors: tuple[SharedTensor, ...]
     tokens: int
@@ -93,7 +93,7 @@ class MediumTensors(msgspec.Struct, frozen=True):
 class RunBatch(msgspec.Struct, frozen=True, tag="run"):
     media: tuple[MediumTensors, ...]
     wanted: tuple[tuple[bytes, int], ...]
-    """(identity, index in `media`)"""
+    """Embeddings to compute, as pairs of (identity, index in `media`)."""
     keep: bool
     urgent: bool
     share: float
@@ -103,7 +103,7 @@ class BatchDone(msgspec.Struct, frozen=True, tag="done"):
     embeddings: tuple[SharedTensor, ...]
     features: tuple[tuple[int, SharedTensor], ...]
     uncompiled: int
-    """Towers of this replica that `--compile` could not compile, so far."""
+    """Number of towers of this replica that `--compile` could not compile so far."""
 
 
 ToReplica = OpenModels | LoadModel | DropModel
@@ -112,17 +112,19 @@ Computed = BatchDone | ReplicaFailed
 
 
 def send(sock: socket.socket, message: msgspec.Struct) -> None:
-    """Send a message. OSError when the other side has gone."""
+    """Send a message. Raises OSError if the other side has disconnected."""
     sock.sendall(frame(msgspec.msgpack.encode(message), limit=_MAX_FRAME_BYTES))
 
 
 def receive(sock: socket.socket, kind: Any) -> Any:
-    """The next message. ConnectionResetError when the other side has gone; TimeoutError by the socket."""
+    """Return the next message. Raises ConnectionResetError if the other side has disconnected, and
+    TimeoutError after the socket's timeout.
+    """
     return msgspec.msgpack.decode(receive_frame(sock, limit=_MAX_FRAME_BYTES), type=kind)
 
 
 class SharedBuffer:
-    """A memfd that grows, as one side sees it. One side writes, the other reads, in turns."""
+    """Growing memfd, as mapped by one side. One side writes and the other reads, in turns."""
 
     def __init__(self, fd: int) -> None:
         self.fd: Final = fd
@@ -133,7 +135,7 @@ class SharedBuffer:
         return cls(os.memfd_create("cornplug-replica", os.MFD_CLOEXEC))
 
     def write(self, tensors: Sequence[torch.Tensor]) -> list[SharedTensor]:
-        """Put tensors of any device one behind another; they overwrite the last ones."""
+        """Write tensors of any device one after another, over the previous tensors."""
         rows: list[SharedTensor] = []
         end = 0
         for tensor in tensors:
@@ -147,16 +149,16 @@ class SharedBuffer:
         return rows
 
     def view(self, row: SharedTensor) -> torch.Tensor:
-        """The tensor in place: valid until the other side writes again."""
+        """Return the tensor without a copy. It is valid until the other side writes again."""
         count = math.prod(row.shape)
         if count == 0:
             return torch.empty(row.shape, dtype=row.torch_dtype)
         if self._map is None or len(self._map) < row.end:
-            # Tensors over the old mapping keep it alive.
+            # Tensors that use the old mapping keep it alive.
             self._map = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
         flat = torch.frombuffer(self._map, dtype=row.torch_dtype, count=count, offset=row.offset)
         return flat.reshape(row.shape)
 
     def close(self) -> None:
-        """Close the descriptor; mappings go with their last tensor."""
+        """Close the descriptor. A mapping is freed with the last tensor that uses it."""
         os.close(self.fd)

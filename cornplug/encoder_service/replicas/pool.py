@@ -1,4 +1,4 @@
-"""The replicas of a service: their devices and their metrics."""
+"""Replicas of a service: choice of their devices, their start, and their metrics."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from cornplug.errors import CheckpointError, ConfigError
 
 
 class ReplicaMetrics(Collector):
-    """The replicas' series of `/metrics`."""
+    """Collector of the replicas' series at `/metrics`."""
 
     def __init__(self, replicas: Sequence[ReplicaExecutor]) -> None:
         self._replicas = replicas
 
     def collect(self) -> Iterator[Metric]:
-        """Read at each scrape."""
+        """Return the current values. Called at each scrape."""
         ready = GaugeMetricFamily(
             "cornplug_encoder_replica_ready",
             "1 while the replica computes, else 0.",
@@ -48,22 +48,24 @@ class ReplicaMetrics(Collector):
 
 
 def devices_of(device: str, replicas: int) -> list[str]:
-    """The device of each replica. Raises ConfigError where there are fewer than replicas."""
+    """Return the device of each replica. Raises ConfigError if there are fewer devices than replicas."""
     if device.startswith("cuda"):
         if ":" in device:
-            raise ConfigError("--replicas", f"--device {device} is one GPU", "Write --device cuda.")
+            raise ConfigError("--replicas", f"--device {device} is a single GPU", "Set --device cuda.")
         have, what = torch.cuda.device_count(), "GPUs"
     else:
         have, what = cores(), "cores"
     if not 1 <= replicas <= have:
         raise ConfigError(
-            "--replicas", f"{replicas} asked for, and here are {have} {what}", f"Write 1 to {have}, or 0."
+            "--replicas",
+            f"{replicas} were requested, but this host has {have} {what}",
+            f"Set a number from 1 to {have}, or 0.",
         )
     return [f"cuda:{i}" for i in range(replicas)] if what == "GPUs" else [device] * replicas
 
 
 def cores() -> int:
-    """Number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

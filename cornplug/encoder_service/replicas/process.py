@@ -1,4 +1,4 @@
-"""One process of a replica, from its start to its end: its control socket, and its lanes."""
+"""Process of a replica, on the service's side: its control socket and its lanes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from cornplug.encoder_service.replicas import ipc
 from cornplug.errors import ReplicaLost
 
 START_S: Final = 900.0
-"""Longest time in which a replica may load its models."""
+"""Maximum time in seconds for loading a replica's models."""
 RUN_S: Final = 600.0
-"""Longest time of one batch: no request waits longer."""
+"""Maximum time in seconds for one batch. No request waits longer."""
 
 
 class WorkerChannel:
-    """The service's end of one lane: a socket pair and two memfds."""
+    """Service's end of one lane: a socket pair and two memfds."""
 
     def __init__(self) -> None:
         self._sock, self._child_end = socket.socketpair()
@@ -30,12 +30,17 @@ class WorkerChannel:
         self.fds = (self._child_end.fileno(), self._inputs.fd, self._outputs.fd)
 
     def started(self) -> None:
-        """Close the child's end, which the process has now: else the socket would stay open after its end."""
+        """Close the child's end, which the process has inherited. Otherwise the socket would stay open after
+        the process ends.
+        """
         self._child_end.close()
 
     def run(self, batch: EncodeBatch) -> tuple[BatchResult, int]:
-        """The result, and the number of towers that could not be compiled. Raises OSError, RuntimeError,
-        ReplicaLost."""
+        """Return the result, and the number of towers that could not be compiled.
+
+        Raises OSError if the process has ended, ReplicaLost if it does not have a model, and RuntimeError for
+        an error of the tower.
+        """
         tensors = [t for item in batch.items for t in item.tensors]
         kept = [f for f in batch.features if f is not None]
         rows = iter(self._inputs.write([*tensors, *kept]))
@@ -51,7 +56,7 @@ class WorkerChannel:
         answer: ipc.Computed = ipc.receive(self._sock, ipc.Computed)
         if isinstance(answer, ipc.ReplicaFailed):
             raise ReplicaLost(answer.message) if answer.kind == "absent" else RuntimeError(answer.message)
-        # Copied: the next task writes over it.
+        # Copied, because the next batch overwrites the memory.
         result = BatchResult(
             embeddings=tuple(self._outputs.view(row).clone() for row in answer.embeddings),
             features={i: self._outputs.view(row).clone() for i, row in answer.features},
@@ -66,7 +71,7 @@ class WorkerChannel:
 
 
 class ReplicaProcess:
-    """One process, from its start to its end."""
+    """Running process of a replica. It starts when the object is created."""
 
     def __init__(self, lanes: int) -> None:
         self._control, child_end = socket.socketpair()
@@ -75,7 +80,7 @@ class ReplicaProcess:
         self.idle: queue.SimpleQueue[WorkerChannel | None] = queue.SimpleQueue()
         fds = [child_end.fileno(), *(fd for channel in self._channels for fd in channel.fds)]
         self.popen = subprocess.Popen(
-            # -P: the packages of this process, whatever lies in the working directory.
+            # -P: use the packages of this process, not modules in the working directory.
             [sys.executable, "-P", "-m", "cornplug.encoder_service.replicas.worker_main", *map(str, fds)],
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
@@ -88,13 +93,15 @@ class ReplicaProcess:
             self.idle.put(channel)
 
     def ask(self, message: ipc.OpenModels | ipc.LoadModel | ipc.DropModel) -> ipc.FromReplica:
-        """The answer to a control message. Raises OSError when the process has ended or does not answer."""
+        """Return the reply to a control message. Raises OSError if the process has ended or does not
+        reply.
+        """
         ipc.send(self._control, message)
         answer: ipc.FromReplica = ipc.receive(self._control, ipc.FromReplica)
         return answer
 
     def end(self) -> None:
-        """Kill it, and take every lane back from the threads that wait for its answer."""
+        """Kill the process, and wait for the threads that use its lanes."""
         self.popen.kill()
         self.popen.wait()
         self._control.close()

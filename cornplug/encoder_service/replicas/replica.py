@@ -1,8 +1,9 @@
-"""A replica as the service sees it: an executor that computes in another process, and restarts it.
+"""Replica on the service's side: an executor that computes in another process, and restarts it.
 
     starting ─ReplicaReady─> ready ─the process ends, or hangs─> lost ─back-off─> starting
 
-When the process ends, its batches raise `ReplicaLost` at once; the dispatcher runs them on another replica.
+When the process ends, its batches raise `ReplicaLost` immediately, and the dispatcher runs them on another
+replica.
 """
 
 from __future__ import annotations
@@ -26,34 +27,34 @@ from cornplug.errors import CheckpointError, ReplicaLost
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 30.0
 _STEADY_S: Final = 60.0
-"""A replica that has run so long is restarted at once when it ends."""
+"""Run time in seconds after which the pause before a restart is the shortest again."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
-    """Start settings of every replica of a service, besides its device."""
+    """Start settings of all replicas of a service, except for the device."""
 
     dtype: str
     threads: int
-    """Threads of torch, of each replica."""
+    """Number of torch threads of each replica."""
     compile: bool = False
 
 
 class ReplicaExecutor:
-    """An executor in another process, which it restarts when it ends."""
+    """Executor in another process, which is restarted when it ends."""
 
     def __init__(self, device: str, settings: ReplicaSettings) -> None:
         self.device: Final = device
         self.uncompiled = 0
-        """Number of towers that it could not compile."""
+        """Number of towers that the process could not compile."""
         self.problem = ""
-        """Why it is not ready; "" when it is."""
+        """Reason why the replica is not ready, or ""."""
         self.ends: Counter[str] = Counter()
-        """How often its process has ended unasked: "died", "not_loaded", "not_started"."""
+        """Number of unexpected ends of its process by reason: "died", "not_loaded", "not_started"."""
         self._settings = settings
-        self._lock = threading.Lock()  # of the control socket, and of these
+        self._lock = threading.Lock()  # guards the control socket and the fields below
         self._models: dict[bytes, ipc.ModelSpec] = {}
         self._process: ReplicaProcess | None = None
         self._ready = threading.Event()
@@ -69,17 +70,17 @@ class ReplicaExecutor:
 
     @property
     def pid(self) -> int | None:
-        """The process's id; None before there is one."""
+        """Process id, or None if no process runs."""
         process = self._process
         return None if process is None else process.popen.pid
 
     def start(self, models: Sequence[LoadedModel]) -> None:
-        """Begin to load; returns at once."""
+        """Start loading the models, without waiting."""
         self._models = {model.identity: model for model in map(_model, models)}
         self._supervisor.start()
 
     def wait_started(self) -> None:
-        """Wait until the first process is ready. Raises CheckpointError where it cannot be."""
+        """Wait until the first process is ready. Raises CheckpointError if it cannot load every model."""
         if not self._attempted.wait(START_S) or not self._ready.is_set() or self.problem:
             raise CheckpointError(f"replica on {self.device}: {self.problem}", reason="replica")
 
@@ -103,7 +104,7 @@ class ReplicaExecutor:
         try:
             result, self.uncompiled = channel.run(batch)
         except OSError as e:
-            # Known here before the watch sees it; and one that only hangs must go.
+            # This thread notices before the supervisor does. A process that only hangs must be killed.
             self._ready.clear()
             process.popen.kill()
             raise ReplicaLost(f"replica on {self.device} was lost: {e}") from e
@@ -121,7 +122,7 @@ class ReplicaExecutor:
             if problem:
                 self._ask(ipc.DropModel(tuple(m.identity for m in new if m.identity not in self._models)))
                 raise CheckpointError(f"replica on {self.device}: {problem}", reason="replica")
-            # One that is not there now loads them when it starts.
+            # A process that is restarting loads them when it starts.
             self._models |= {model.identity: model for model in new}
 
     def drop(self, models: Sequence[LoadedModel]) -> None:
@@ -139,7 +140,7 @@ class ReplicaExecutor:
             self._supervisor.join()
 
     def _ask(self, message: ipc.LoadModel | ipc.DropModel) -> ipc.FromReplica | None:
-        """The answer of the process; None where it gives none."""
+        """Return the reply of the process, or None if there is no reply."""
         process = self._process
         if process is None or not self._ready.is_set():
             return None
@@ -166,9 +167,9 @@ class ReplicaExecutor:
             self._closing.wait(pause_s)
 
     def _run_process(self) -> str:
-        """Start a process and wait for its end. Returns the reason of `ends`."""
+        """Start a process and wait for its end. Return the key of `ends` for it."""
         try:
-            # One more: an urgent batch comes between the layers of the others.
+            # An extra lane, because an urgent batch runs between the layers of others.
             process = ReplicaProcess(self.lanes + 1)
         except OSError as e:
             self.problem = f"cannot start a process: {e}"

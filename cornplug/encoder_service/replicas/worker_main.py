@@ -1,6 +1,6 @@
-"""The main module of a replica's process: loads towers and computes the batches of its lanes.
+"""Main module of a replica's process, which loads towers and computes the batches of its lanes.
 
-Started by `ReplicaProcess` with the descriptors of `ipc`; it ends with its control socket.
+`ReplicaProcess` starts it with the descriptors of `ipc`. It ends when its control socket closes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class ReplicaModels:
-    """The loaded models, by identity. Lanes read while the control thread changes it."""
+    """Loaded models by identity. Lanes read them while the control thread replaces them."""
 
     def __init__(self, opened: ipc.OpenModels) -> None:
         self._place = WeightPlacement(
@@ -36,31 +36,31 @@ class ReplicaModels:
         self._loaded: dict[bytes, LoadedModel] = {}
 
     def load(self, models: Sequence[ipc.ModelSpec]) -> None:
-        """Load more models. Raises CheckpointError at the first whose weights on disk are others than those
-        asked for."""
+        """Load more models. Raises CheckpointError at the first model whose weights on disk have changed."""
         for model in models:
             if model.identity in self._loaded:
                 continue
             checkpoint, found = read(model.path, self._place.dtype)
             if found.identity != model.identity:
                 raise CheckpointError(
-                    f"{model.path} holds other weights than those that are served. "
-                    "Send the service SIGHUP to serve these.",
+                    f"the weights in {model.path} differ from the weights that are served. "
+                    "Send the service SIGHUP to load them.",
                     reason="changed",
                 )
             loaded = load(checkpoint, found, self._place, beside=self._loaded.values())
             self._loaded = {**self._loaded, model.identity: loaded}
 
     def drop(self, identities: Sequence[bytes]) -> None:
-        """Forget these models."""
+        """Remove these models."""
         self._loaded = {k: v for k, v in self._loaded.items() if k not in identities}
 
     def identities(self) -> tuple[bytes, ...]:
         return tuple(self._loaded)
 
     def get(self, identity: bytes) -> LoadedModel:
-        """The model's part of this identity. Raises ReplicaLost where it is not loaded, for another replica
-        may have it."""
+        """Return the part of a model with this identity. Raises ReplicaLost if it is not loaded here, because
+        another replica may have it.
+        """
         parts = (part for loaded in self._loaded.values() for part in loaded.each())
         found = next((part for part in parts if part.identity == identity), None)
         if found is None:
@@ -69,7 +69,7 @@ class ReplicaModels:
 
 
 class WorkerLoop:
-    """Serves one socket pair and its two memfds, one batch after another."""
+    """Loop that runs the batches of one lane, one after another."""
 
     def __init__(self, models: ReplicaModels, executor: BatchExecutor, fds: Sequence[int]) -> None:
         self._models = models
@@ -78,8 +78,8 @@ class WorkerLoop:
         self._inputs, self._outputs = ipc.SharedBuffer(fds[1]), ipc.SharedBuffer(fds[2])
 
     def serve(self) -> None:
-        """Run batches until the service ends, which ends this process."""
-        # A future holds whatever a tower fails with; the service is told, and the lane goes on.
+        """Run batches until the service disconnects, which ends this process."""
+        # A future holds any exception of a tower. It is sent to the service, and the lane continues.
         with ThreadPoolExecutor(1, "cornplug-compute") as threads:
             while True:
                 run = ipc.receive(self._sock, ipc.RunBatch)
@@ -114,8 +114,8 @@ class WorkerLoop:
 
 
 def main(argv: Sequence[str]) -> None:
-    """`argv`: the control socket's descriptor, then three for each lane."""
-    # Stopping is the service's decision: it drains, while a terminal or a supervisor signals all of us.
+    """Run the process. `argv` has the control socket's descriptor, then three descriptors per lane."""
+    # Only the service decides when to stop, after draining. A terminal or supervisor signals all processes.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -142,12 +142,14 @@ def _control(sock: socket.socket, fds: Sequence[int]) -> None:
             else:
                 ipc.send(sock, _loaded(models, message.models))
     finally:
-        # Whatever ended this, the service sees a replica that has ended, not one that is deaf.
+        # After any error the process ends, so that the service restarts it instead of waiting for it.
         os._exit(0)
 
 
 def _loaded(models: ReplicaModels, wanted: Sequence[ipc.ModelSpec]) -> ipc.ReplicaReady | ipc.ReplicaFailed:
-    """Load as many of the models as possible: a replica that lacks one still serves the others."""
+    """Load as many of the models as possible, because a replica without one of them still serves the
+    others.
+    """
     problems: list[str] = []
     with ThreadPoolExecutor(1) as threads:
         for model in wanted:

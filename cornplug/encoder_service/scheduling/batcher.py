@@ -132,7 +132,7 @@ class EncodeJob(Generic[PayloadT]):
     """One embedding to compute, for all requests that wait for it."""
 
     key: tuple[bytes, bytes]
-    """(embedding key, model identity). Requests that agree in both share a job, even where their inputs
+    """(embedding key, model identity). Requests that agree in both share a job, even if their inputs
     differ: two engines' processors may round one image differently, and a later request takes the entry
     published under the key anyway."""
     feature_key: bytes

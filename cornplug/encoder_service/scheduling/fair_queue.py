@@ -27,7 +27,8 @@ from cornplug.qos import ServiceClass
 if TYPE_CHECKING:
     from cornplug.encoder_service.scheduling.batcher import PendingRequest
 
-
+MAX_WAITING: Final = 256
+"""Maximum number of items in the queue. Beyond it, the service returns status 503."""
 QueueFull = tuple[Literal["over_share", "overloaded"], str]
 """Reason and message of the refusal if there is no slot."""
 

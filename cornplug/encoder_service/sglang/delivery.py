@@ -1,7 +1,7 @@
-"""Delivery of embeddings to SGLang: allowed receivers, the receivers of each part, and the sending.
+"""Delivery of embeddings to SGLang: checks receivers, matches them with parts, and sends.
 
-Every client of the HTTP port can name a host and a port to send to. So a receiver must be the requesting
-host, or lie in a network of `encoder.receivers`: the service opens no other connections.
+Any client of the HTTP port can name a host and a port to send to. A receiver must therefore be the requesting
+host, or be in a network of `encoder.receivers`.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _MAX_WAITING: Final = 4096
-"""Parts and receivers waiting in one group."""
+"""Maximum number of parts and receivers that wait in one group."""
 _MAX_GROUPS: Final = 256
 _OURS: Final = ("here", "deployment")
 _RESOLVE_S: Final = 2.0
 _LINGER_MS: Final = 5000
-"""How long libzmq keeps sending a queued message after the socket was closed."""
+"""Time in milliseconds that libzmq keeps sending queued messages after the socket is closed."""
 
 
 class ReceiverGuard:
-    """Decides which addresses may receive embeddings. For one event loop."""
+    """Check of the addresses that may receive embeddings. For one event loop."""
 
     def __init__(self, networks: Sequence[IPNetwork] = ()) -> None:
         self._networks = networks
-        # A separate pool: a slow name server delays only other lookups of receivers.
+        # A separate pool, so that a slow name server delays only other lookups of receivers.
         self._names = ThreadPoolExecutor(2, "cornplug-names")
 
     async def endpoint(self, host: str, port: int, *, asked_by: str | None) -> str:
-        """The ZMQ endpoint of a receiver, by the address that was checked, not by name.
+        """Return the ZMQ endpoint of a receiver. It contains the checked address, not the name.
 
-        Raises EncoderRefused("forbidden_receiver").
+        Raises EncoderRefused("forbidden_receiver") if it has no address that is allowed.
         """
         for address in await self._addresses(host):
             ip = _normal(address)
@@ -57,7 +57,9 @@ class ReceiverGuard:
         )
 
     def group(self, asked_by: str | None) -> str:
-        """The group for matching parts and receivers: one host, or the networks of `encoder.receivers`."""
+        """Return the group in which parts and receivers are matched: one host, or the networks of
+        `encoder.receivers`.
+        """
         ip = _normal(asked_by)
         if ip is None:
             return ""
@@ -101,8 +103,8 @@ class _Waiting:
 
 
 class ReceiverRendezvous:
-    """Matches parts with their receivers, in either order, within a group (`ReceiverGuard.group`). For one
-    event loop.
+    """Matching of parts with their receivers, in either order, within a group (`ReceiverGuard.group`). For
+    one event loop.
 
     A client of another group cannot receive a part by its request id. Unmatched entries are dropped after
     `forget_s`.
@@ -127,7 +129,7 @@ class ReceiverRendezvous:
             waiting.complete.set()
 
     async def receivers(self, req_id: str, group: str, *, deadline_s: float) -> Sequence[str]:
-        """All receivers of a part. Raises EncoderRefused("no_receiver") after the deadline."""
+        """Return all receivers of a part. Raises EncoderRefused("no_receiver") after the deadline."""
         waiting = self._entry(req_id, group)
         try:
             await asyncio.wait_for(waiting.complete.wait(), deadline_s)
@@ -141,7 +143,9 @@ class ReceiverRendezvous:
         return waiting.endpoints
 
     def _entry(self, req_id: str, group: str) -> _Waiting:
-        """A request's entry. Each group has its bound: a flood from one host evicts only its entries."""
+        """Return a request's entry. Each group has its own limit, so a flood from one host evicts only that
+        host's entries.
+        """
         now = time.monotonic()
         if group not in self._groups and len(self._groups) >= _MAX_GROUPS:
             del self._groups[next(g for g in self._groups if g not in _OURS)]
@@ -163,15 +167,19 @@ class ReceiverRendezvous:
 
 
 class ZmqSender:
-    """Sends multipart messages, one connection each: a receiver's port is often used just once."""
+    """Sender of multipart messages. Each has its own connection, because a receiver's port is often used only
+    once.
+    """
 
     def __init__(self) -> None:
         self._context = zmq.asyncio.Context()
 
     async def send(self, endpoint: str, frames: Sequence[bytes], *, deadline_s: float) -> None:
-        """Hand a message to a receiver that is connected. Raises EncoderRefused("undeliverable")."""
+        """Send a message to a receiver. Raises EncoderRefused("undeliverable") if it does not accept a
+        connection.
+        """
         sock = self._context.socket(zmq.PUSH)
-        # A message is queued only once there is a connection, so that a dead receiver is noticed.
+        # A message is queued only after a connection is established, so that a dead receiver is noticed.
         sock.setsockopt(zmq.IMMEDIATE, 1)
         sock.setsockopt(zmq.IPV6, 1)
         try:
@@ -187,7 +195,7 @@ class ZmqSender:
         sock.close(linger=_LINGER_MS)
 
     def close(self) -> None:
-        """End every connection; messages under way have `_LINGER_MS` to arrive."""
+        """Close all connections. Messages in flight have `_LINGER_MS` to arrive."""
         self._context.term()
 
 
@@ -201,7 +209,7 @@ def _normal(host: str | None) -> IPAddress | None:
 
 
 def _is_here(ip: IPAddress) -> bool:
-    """Whether this host has the address: only then can a socket be bound to it."""
+    """Return whether this host has the address: a socket can be bound to it."""
     if ip.is_loopback:
         return True
     family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET

@@ -4,8 +4,8 @@
     python -m sglang.launch_server --model-path MODEL --language-only \\
         --encoder-urls http://HOST:8750 --encoder-transfer-backend zmq_to_scheduler
 
-Where the service has several models, the URL names one: http://HOST:8750/sglang/NAME, NAME being
-the hub id, or the last part of a folder. Both ZMQ backends of SGLang work; mooncake does not.
+If the service has several models, the URL selects one: http://HOST:8750/sglang/NAME. NAME is the hub id, or
+the last component of a folder. Both ZMQ backends of SGLang work. mooncake does not.
 
     server ── POST encode {mm_items, req_id, part ...} ──> decode, tower or store, one part
            ── POST scheduler_receive_url {host:port} ──>   (zmq_to_scheduler: where to send)
@@ -16,8 +16,8 @@ refusal is a status with {"message"}, which SGLang hands to its client. But the 
 stock 0.5.23 dies of any encoder's error on a text prompt, with `zmq_to_scheduler`: without the
 plugin, which keeps it alive and encodes refused images in the server, use `zmq_to_tokenizer`.
 
-SGLang's protocol knows no tenants. A server with cornplug's plugin adds its request's salt, and the proof
-that it has the secret; a stock server's embeddings are kept in the deployment's shared domain.
+SGLang's protocol has no tenants. A server with cornplug's plugin adds its request's salt, and the proof that
+it has the secret; a stock server's embeddings are kept in the deployment's shared domain.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from cornplug.config import EncoderConfig
 from cornplug.encoder_service.access import AuditLog, salt_of
 from cornplug.encoder_service.client.endpoints import url_name
 from cornplug.encoder_service.execution.encoder import EncoderCore
-from cornplug.encoder_service.execution.media_intake import MediaIntake
+from cornplug.encoder_service.execution.media_intake import MediaIntake, limited_deadline_s
 from cornplug.encoder_service.models.registry import LoadedModel, ModelRegistry
 from cornplug.encoder_service.preprocess.preparer import (
     SGLANG,
@@ -66,12 +66,12 @@ _FAMILIES: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_mo
 """Families that this release of SGLang runs with `--language-only` and whose rows fit its protocol."""
 _GRID: Final = "image_grid_thw"
 _AT_ONCE: Final = 2
-"""Images of one part that are prepared at a time, as for one request of `/v1/encode`."""
+"""Maximum images of one part that are prepared concurrently, as for one request of `/v1/encode`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EncodedImage:
-    """One image of a part, encoded."""
+    """Encoded image of a part."""
 
     grid: Sequence[int]
     media: bytes
@@ -79,7 +79,7 @@ class _EncodedImage:
 
 
 class SglangParts:
-    """Encodes parts of requests and sends them to their receivers. For one event loop."""
+    """Encoder of parts, which sends them to their receivers. For one event loop."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class SglangParts:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Context manager: sockets are open while it is."""
+        """Context manager during which the sockets are open."""
         self._sender = ZmqSender()
         try:
             yield
@@ -113,9 +113,10 @@ class SglangParts:
             self._guard.close()
 
     def verify_claims(self, part: wire.EncodePart, caller: QosCaller) -> wire.EncodePart:
-        """The part with the verified salt of each image.
+        """Return the part with the verified salt of each image.
 
-        Raises EncoderRefused("forbidden_salt") for a salt without proof, as `access.salt_of`.
+        Raises EncoderRefused("forbidden_salt") for a salt without proof that the caller may not set
+        (`access.salt_of`).
         """
 
         def of(item: wire.MediaItem) -> wire.MediaItem:
@@ -129,11 +130,11 @@ class SglangParts:
     async def encode(
         self, model: LoadedModel, part: wire.EncodePart, *, caller: QosCaller, asked_by: str | None
     ) -> None:
-        """Encode a part's images and send their rows; returns when they are sent.
+        """Encode a part's images, and send their rows to its receivers.
 
-        Raises EncoderRefused and MediaError; then nothing was sent.
+        Raises EncoderRefused or MediaError, and then sends nothing.
         """
-        end = time.monotonic() + self._door.deadline_s(caller.qos, self._timeout_s)
+        end = time.monotonic() + limited_deadline_s(self._timeout_s)
         known = None
         if part.prefill_host is not None and part.embedding_port is not None:
             known = await self._guard.endpoint(part.prefill_host, part.embedding_port, asked_by=asked_by)
@@ -152,7 +153,7 @@ class SglangParts:
     async def receive_at(
         self, receiver: wire.ReceiveAt, address: tuple[str, int], *, asked_by: str | None
     ) -> None:
-        """Add a receiver of a part, which is sent there when it is encoded. Raises EncoderRefused."""
+        """Add a receiver of a part. The part is sent to it once encoded. Raises EncoderRefused."""
         endpoint = await self._guard.endpoint(*address, asked_by=asked_by)
         group = self._guard.group(asked_by)
         self._rendezvous.register(receiver.req_id, group, receiver.receive_count, endpoint)
@@ -180,7 +181,7 @@ class SglangParts:
         caller: QosCaller,
         end: float,
     ) -> _EncodedImage:
-        """One image, admitted as any other medium."""
+        """Return one encoded image. It is admitted like any other medium."""
 
         def read() -> MediumSource:
             return MediumSource(
@@ -213,7 +214,7 @@ class SglangParts:
             submitted = self._encoder.submit(
                 request, inputs=prepared.inputs, inline=True, caller=caller, budget_share=budget_share
             )
-            del prepared, request  # while it waits for a tower, the encoder alone has its inputs
+            del prepared, request  # While the image waits for a tower, only the encoder holds its inputs.
             # Cancelled with this task.
             return _EncodedImage(grid=grid, media=media, tensor=_tensor(await asyncio.wrap_future(submitted)))
 
@@ -240,12 +241,14 @@ class SglangParts:
 
 
 def router(parts: SglangParts, encoder: EncoderCore, parser: BodyParser, audit: AuditLog) -> APIRouter:
-    """The routes, at the root and below /sglang/NAME. Not in the OpenAPI page: SGLang defines them."""
+    """Return the routes, at the root and below /sglang/NAME. They are not in OpenAPI, because SGLang defines
+    them.
+    """
     routes = APIRouter(include_in_schema=False)
 
     async def encode(request: Request, model: str | None = None) -> Response:
         try:
-            # SGLang's servers send no app header: they count as the app of this name.
+            # SGLang's servers send no app header, so they count as the app of this name.
             caller = encoder.classes.of_headers({APP_HEADER: SGLANG, **request.headers})
             part = parts.verify_claims(await parser.parse(request, wire.read_part, caller.qos), caller)
             named = model_named(encoder.registry, model)
@@ -265,7 +268,7 @@ def router(parts: SglangParts, encoder: EncoderCore, parser: BodyParser, audit: 
         return JSONResponse(None)
 
     async def mooncake() -> Response:
-        problem = "sent by ZMQ only: give --encoder-transfer-backend zmq_to_scheduler or zmq_to_tokenizer"
+        problem = "only ZMQ is supported: set --encoder-transfer-backend zmq_to_scheduler or zmq_to_tokenizer"
         return _refusal(encoder, EncoderRefused(problem, reason="transfer"))
 
     for prefix in ("", "/sglang/{model:path}"):
@@ -277,7 +280,9 @@ def router(parts: SglangParts, encoder: EncoderCore, parser: BodyParser, audit: 
 
 
 def language_only_urls(served: Sequence[ServedModel], port: int) -> list[str]:
-    """URLs for SGLang's `--encoder-urls`, one for each model whose embeddings SGLang shares in its dtype."""
+    """Return URLs for SGLang's `--encoder-urls`, one per model for which SGLang in the model's dtype can
+    share embeddings.
+    """
     models = [
         model for model in served if model.family in _FAMILIES & validated("sglang", _RELEASE, model.dtype)
     ]
@@ -287,9 +292,9 @@ def language_only_urls(served: Sequence[ServedModel], port: int) -> list[str]:
 
 
 def model_named(registry: ModelRegistry, name: str | None) -> LoadedModel:
-    """The model that a URL names; None names the only served model.
+    """Return the model that a URL selects. None selects the only served model.
 
-    Raises EncoderRefused("unknown_model") that lists the names.
+    Raises EncoderRefused("unknown_model") with the available names.
     """
     fitting = {
         loaded.served.identity: loaded

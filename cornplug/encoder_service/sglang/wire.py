@@ -5,11 +5,11 @@ Requests are JSON, read strictly. An embedding goes to the server's ZMQ socket a
     header    a pickle, the only form that SGLang 0.5.23 reads there
     payload   the rows, C-contiguous, little-endian
 
-Nothing here reads a pickle, and Python's pickle module is not needed to write this one. It is
-a fixed sequence of opcodes of protocol 2 that makes one `EmbeddingData` with a dictionary of
-strings, integers and lists. It names three globals, all on the allow list of SGLang's unpickler
-(`sglang.srt.utils.common.SafeUnpickler`): the class, the modality and the dtype. SGLang keeps and
-ignores further entries of the dictionary.
+Nothing here reads a pickle, and Python's pickle module is not needed to write this one. It is a fixed
+sequence of opcodes of protocol 2 that makes one `EmbeddingData` with a dictionary of strings, integers and
+lists. It names three globals, all on the allow list of SGLang's unpickler
+(`sglang.srt.utils.common.SafeUnpickler`): the class, the modality and the dtype. SGLang ignores further
+entries of the dictionary.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cornplug_salt: str | None = None
     """The request's `cache_salt`, from a server with cornplug's plugin (`sglang_hooks/media/epd.py`)."""
     cornplug_salt_proof: str | None = None
-    """`signed_claims.salt_proof` of it: only a server with the secret can name a salt."""
+    """Proof of the salt (`signed_claims.salt_proof`), because only a server with the secret may set a
+    salt.
+    """
 
 
 class EncodePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /encode: encode these images and send their rows as one part."""
+    """Body of POST /encode: encode these images and send their rows as one part."""
 
     req_id: _RequestId
     modality: Literal["IMAGE", "VIDEO", "AUDIO"]
@@ -57,24 +59,24 @@ class EncodePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     part_idx: Annotated[int, msgspec.Meta(ge=0, lt=4096)]
     prefill_host: _Host | None = None
     embedding_port: _Port | None = None
-    """Port of the receiver. None: receivers register themselves (`ReceiveAt`)."""
+    """Port of the receiver. If None, receivers register themselves (`ReceiveAt`)."""
     encoder_idx: int = 0
     encoder_url: str = ""
     time_stats_json: Any = None
 
 
 class ReceiveAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /scheduler_receive_url: the address of one of `receive_count` receivers of a part."""
+    """Body of POST /scheduler_receive_url: address of one of `receive_count` receivers of a part."""
 
     req_id: _RequestId
     receive_url: Annotated[str, msgspec.Meta(min_length=3, max_length=260)]
-    """host:port, an IPv6 host in brackets."""
+    """Address as host:port, with an IPv6 host in brackets."""
     receive_count: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     modality: str = "IMAGE"
 
 
 def read_part(body: bytes) -> EncodePart:
-    """The parsed request. Raises EncoderRefused("bad_input")."""
+    """Return the parsed request. Raises EncoderRefused("bad_input") if it is invalid."""
     try:
         part = msgspec.json.decode(body, type=EncodePart)
     except (msgspec.DecodeError, RecursionError) as e:
@@ -89,7 +91,7 @@ def read_part(body: bytes) -> EncodePart:
 
 
 def read_receiver(body: bytes) -> tuple[ReceiveAt, tuple[str, int]]:
-    """The request and its (host, port). Raises EncoderRefused("bad_input")."""
+    """Return the request and its (host, port). Raises EncoderRefused("bad_input") if it is invalid."""
     try:
         receiver = msgspec.json.decode(body, type=ReceiveAt)
     except (msgspec.DecodeError, RecursionError) as e:
@@ -101,7 +103,7 @@ def read_receiver(body: bytes) -> tuple[ReceiveAt, tuple[str, int]]:
 
 
 def items_of(part: EncodePart) -> list[MediaItem]:
-    """The part's images, all as `MediaItem`."""
+    """Return the part's images as `MediaItem`s."""
     return [MediaItem(url=item) if isinstance(item, str) else item for item in part.mm_items]
 
 
@@ -113,7 +115,7 @@ def header(
     grid: Sequence[Sequence[int]],
     statement: SignedClaim,
 ) -> bytes:
-    """The first frame of an embedding.
+    """Return the first frame of an embedding.
 
     Args:
         shape: (rows, hidden_size) of the second frame.

@@ -1,1 +1,1 @@
-"""Metrics, traces and recent history."""
+"""Metrics and traces."""

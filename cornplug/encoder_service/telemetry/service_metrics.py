@@ -7,8 +7,8 @@ choose, get a separate series up to `APPS_MAX`; further names count as "other".
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -23,7 +23,6 @@ OTHER: Final = "other"
 APPS_MAX: Final = 64
 _ITEMS: Final = (1, 2, 4, 8, 16, 32, 64)
 _TOKENS: Final = (64, 256, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
-_RECENT_MAX: Final = 8192
 
 Queue = Mapping[str, tuple[int, int]]
 """Class -> (requests waiting for a batch, their tokens)."""
@@ -49,37 +48,34 @@ class BoundedLabels:
             return value
 
 
-class ServiceMetrics:
-    """Counters of one service, in a separate registry. Thread-safe.
+@dataclass(frozen=True, slots=True)
+class ServiceGauges:
+    """Current values of one service. They are read at each scrape and must not block."""
 
-    `waiting`, `queue`, `predicted`, `models` and `executors` are called at each scrape and must not block.
-    """
+    waiting: Callable[[], float]
+    queue: Callable[[], Queue] = dict
+    predicted: Callable[[], Mapping[str, float]] = dict
+    preparing: Callable[[], Queue] = dict
+    prepared_bytes: Callable[[], int] = lambda: 0
+    models: Callable[[], Sequence[ServedModel]] = tuple
+    executors: Callable[[], tuple[int, int]] = lambda: (1, 1)
+    """Number of executors that are ready, and of all executors."""
+
+
+class ServiceMetrics:
+    """Gauges and counters of one service, in a separate registry. Thread-safe."""
 
     def __init__(
         self,
-        waiting: Callable[[], float],
+        gauges: ServiceGauges,
         *,
         classes: Sequence[str] = ("default",),
-        queue: Callable[[], Queue] = dict,
-        predicted: Callable[[], Mapping[str, float]] = dict,
-        preparing: Callable[[], Queue] = dict,
-        prepared_bytes: Callable[[], int] = lambda: 0,
-        models: Callable[[], Sequence[ServedModel]] = tuple,
-        executors: Callable[[], tuple[int, int]] = lambda: (1, 1),
         known_apps: Iterable[str] = (),
     ) -> None:
         registry = CollectorRegistry()
         self.registry: Final = registry
+        self.gauges: Final = gauges
         self.classes: Final = tuple(classes)
-        self.waiting: Final = waiting
-        self.queue: Final = queue
-        self.predicted: Final = predicted
-        self.preparing: Final = preparing
-        self.prepared_bytes: Final = prepared_bytes
-        self.models: Final = models
-        self.executors: Final = executors
-        self.recent_s: deque[float] = deque(maxlen=_RECENT_MAX)
-        """Seconds from receipt to reply of the latest requests. `ServiceHistory` drains it."""
         self._apps = BoundedLabels(APPS_MAX, known_apps)
         registry.register(_Live(self))
         self.batch_items = Histogram(
@@ -135,7 +131,7 @@ class ServiceMetrics:
         )
         self.decoders_killed = Counter(
             "cornplug_encoder_decoders_killed_total",
-            "Decoding processes that ended during a medium: too_slow (encoder.decode_deadline_s), too_late "
+            "Decoding processes that ended during a medium: too_slow (30 s), too_late "
             "(the request's deadline), gone (client disconnected), crashed, stopping.",
             ("reason",),
             registry=registry,
@@ -150,7 +146,6 @@ class ServiceMetrics:
         """Count one embedding, returned `seconds` after its request was received."""
         self.answers.labels(self._apps.label(app), origin, qos).inc()
         self.seconds.labels(qos).observe(seconds)
-        self.recent_s.append(seconds)
 
     def refused(self, reason: str, qos: str = "default") -> None:
         """Count one refused request."""
@@ -178,7 +173,9 @@ class _Live:
     def collect(self) -> Iterator[Metric]:
         meters = self._meters
         yield GaugeMetricFamily(
-            "cornplug_encoder_waiting", "Requests admitted and not yet answered.", value=meters.waiting()
+            "cornplug_encoder_waiting",
+            "Requests admitted and not yet answered.",
+            value=meters.gauges.waiting(),
         )
         requests = GaugeMetricFamily(
             "cornplug_encoder_queue_requests", "Requests waiting for a batch.", labels=("qos",)
@@ -186,7 +183,7 @@ class _Live:
         tokens = GaugeMetricFamily(
             "cornplug_encoder_queue_tokens", "Tokens waiting for a batch.", labels=("qos",)
         )
-        waiting = {**dict.fromkeys(meters.classes, (0, 0)), **meters.queue()}
+        waiting = {**dict.fromkeys(meters.classes, (0, 0)), **meters.gauges.queue()}
         for qos, (count, size) in waiting.items():
             requests.add_metric((qos,), count)
             tokens.add_metric((qos,), size)
@@ -195,30 +192,30 @@ class _Live:
         preparing = GaugeMetricFamily(
             "cornplug_encoder_preparing_requests", "Media waiting to be decoded.", labels=("qos",)
         )
-        for qos, (count, _) in {**dict.fromkeys(meters.classes, (0, 0)), **meters.preparing()}.items():
+        for qos, (count, _) in {**dict.fromkeys(meters.classes, (0, 0)), **meters.gauges.preparing()}.items():
             preparing.add_metric((qos,), count)
         yield preparing
         yield GaugeMetricFamily(
             "cornplug_encoder_prepared_bytes",
             "Bytes of decoded and preprocessed media, held or reserved.",
-            value=meters.prepared_bytes(),
+            value=meters.gauges.prepared_bytes(),
         )
         predicted = GaugeMetricFamily(
             "cornplug_encoder_predicted_seconds",
             "Predicted seconds until the reply to a medium that arrives now, by class of service.",
             labels=("qos",),
         )
-        for qos, seconds in meters.predicted().items():
+        for qos, seconds in meters.gauges.predicted().items():
             predicted.add_metric((qos,), seconds)
         yield predicted
         executors = GaugeMetricFamily(
             "cornplug_encoder_executors", "Executors of batches, by state.", labels=("state",)
         )
-        alive, total = meters.executors()
+        alive, total = meters.gauges.executors()
         executors.add_metric(("alive",), alive)
         executors.add_metric(("dead",), total - alive)
         yield executors
-        yield _model_info(meters.models())
+        yield _model_info(meters.gauges.models())
 
     def describe(self) -> Iterator[Metric]:
         return iter(())
@@ -233,3 +230,13 @@ def _model_info(models: Sequence[ServedModel]) -> Metric:
         digests = (digest.hex() for digest in (m.identity, m.tower_fp, m.projector_fp, m.spec_fp))
         info.add_metric((m.name, m.family, *digests, m.dtype, str(m.epoch)), 1)
     return info
+
+
+def totals(counter: Counter) -> dict[tuple[str, ...], float]:
+    """Return a counter's values by its label values."""
+    return {
+        tuple(sample.labels.values()): sample.value
+        for family in counter.collect()
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    }

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class RequestTracing:
-    """Starts spans with one tracer. Thread-safe."""
+    """Factory of spans, with one tracer. Thread-safe."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer

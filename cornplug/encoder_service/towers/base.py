@@ -30,7 +30,7 @@ from cornplug.identity import array_digest
 
 _NAMED = 5
 TowerInput: TypeAlias = WireTensor | torch.Tensor
-"""One input of a tower: bytes from another process, or a tensor that this process created."""
+"""Input of a tower: bytes from another process, or a tensor that this process created."""
 
 
 def fill_weights(
@@ -41,14 +41,14 @@ def fill_weights(
     device: torch.device,
     unused: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Load every parameter of `module` from the place that `Checkpoint.locate` found.
+    """Load every parameter of `module` from the location that `Checkpoint.locate` found.
 
     Args:
         located: normalised name -> (file, name in the file).
-        unused: names of the checkpoint that this module does without (layers past the cut).
+        unused: names in the checkpoint that this module does not need (layers past the cut).
 
-    Raises CheckpointError with reason "bad_tensors" that names tensors which are missing, unused, or of
-    another shape or kind than the module's; "unreadable" for a bad file.
+    Raises CheckpointError: "bad_tensors" with the names of tensors that are missing, unknown, quantised or of
+    another shape, or "unreadable" for a damaged file.
     """
     wanted = module.state_dict()
     missing = sorted(wanted.keys() - located.keys())
@@ -67,7 +67,7 @@ def fill_weights(
     for file, names in by_file.items():
         loaded.update(_read(file, names, dtype, device))
     wrong = [
-        f"{name} {tuple(loaded[name].shape)} for {tuple(wanted[name].shape)}"
+        f"{name} {tuple(loaded[name].shape)} instead of {tuple(wanted[name].shape)}"
         for name in wanted
         if loaded[name].shape != wanted[name].shape
     ]

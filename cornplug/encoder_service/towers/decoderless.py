@@ -9,9 +9,9 @@ refused, so that none changes a row without changing the key.
 
     whole model's forward ──> token embeddings ──medium's rows put in──> decoder
                                    (a mark)                                 └─ raises DecoderReached(rows)
-The rows of a medium are therefore read where the decoder would read them, whatever the family's code does
-with them before. Token embeddings are a mark that no tower computes, so positions without it are the
-medium's.
+The rows of a medium are therefore read where the decoder would read them, regardless of what the family's
+code does with them before. Token embeddings are a mark that no tower computes, so positions without it are
+the medium's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cornplug.errors import CheckpointError
 LEVELS: Final = "deepstack_visual_embeds"
 """Argument of decoders that add outputs of several layers of the tower to their own first layers' outputs."""
 _PLACES: Final = frozenset({"attention_mask", "position_ids"})
-"""Arguments that say where rows are, and not what they hold."""
+"""Arguments that contain the positions of rows, not their content."""
 REFUSALS: Final = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, OSError,
     RuntimeError, StrictDataclassError, TypeError, ValueError,
@@ -47,12 +47,14 @@ _NESTED_PREFIX: Final = f"{NESTED.removesuffix('_config')}."
 
 
 class DecoderReached(Exception):
-    """Ends a model's pass where its decoder would begin."""
+    """Raised where the decoder would begin, to end a model's forward pass."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         super().__init__("the decoder was reached")
         self.rows = rows
-        """(rows, width) of the medium, in the prompt's order; the levels of deepstack beside them."""
+        """Rows of the medium in the prompt's order, (rows, width), with the deepstack levels concatenated in
+        the width.
+        """
 
 
 class TokenMark(nn.Module):
@@ -65,11 +67,11 @@ class TokenMark(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """As of an embedding with any number of tokens; takes no memory."""
+        """Weight like that of an embedding with any number of tokens. It takes no memory."""
         return self._made(1).expand(1 << 24, self._width)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The mark at each token, shape (*ids.shape, width)."""
+        """Return the mark for each token, shape (*ids.shape, width)."""
         return self._made(*ids.shape, self._width, device=ids.device)
 
     def _made(self, *shape: int, device: torch.device | None = None) -> torch.Tensor:
@@ -77,10 +79,10 @@ class TokenMark(nn.Module):
 
 
 class DecoderRecorder(nn.Module):
-    """In place of a decoder: raises `DecoderReached` when it is called.
+    """Replacement of a decoder, which raises `DecoderReached` when it is called.
 
-    Raises CheckpointError("unknown_family") where the decoder takes more of a medium than rows in the prompt
-    and, at the same places, levels of deepstack.
+    Raises CheckpointError("unknown_family") if the decoder needs more of a medium than rows in the prompt and
+    deepstack levels at the same positions.
     """
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
@@ -88,15 +90,15 @@ class DecoderRecorder(nn.Module):
         self.embed_tokens = TokenMark(width, dtype)
 
     def get_input_embeddings(self) -> nn.Module:
-        """The mark."""
+        """Return the module of the mark."""
         return self.embed_tokens
 
     def get_decoder(self) -> nn.Module:
-        """Itself."""
+        """Return itself."""
         return self
 
     def get_per_layer_inputs(self, *args: Any, **kwargs: Any) -> None:
-        """None: what a decoder looks up for its tokens by itself."""
+        """Do nothing. A decoder uses this method to look up inputs for its tokens."""
 
     def forward(self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any) -> None:
         if inputs_embeds is None or inputs_embeds.shape[0] != 1:
@@ -124,14 +126,14 @@ class DecoderRecorder(nn.Module):
 
 
 class RemovedPart(nn.Module):
-    """In place of a part that this tower does without. Calling it is an error."""
+    """Replacement of a part that this tower does not need. Calling it raises CheckpointError."""
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
         raise CheckpointError("this tower needs a part of another modality", reason="unknown_family")
 
 
 def _numbers(value: Any) -> Iterator[bool]:
-    """True for each floating tensor in a value."""
+    """Yield whether each tensor in a value is floating-point."""
     if isinstance(value, torch.Tensor):
         yield value.is_floating_point()
     elif isinstance(value, Mapping):

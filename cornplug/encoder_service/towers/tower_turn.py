@@ -48,7 +48,7 @@ class TowerPass:
     def between_layers(self) -> None:
         """Pause for an urgent pass. Raises PassAbandoned."""
         if self._abandoned():
-            raise PassAbandoned("nobody waits for this pass")
+            raise PassAbandoned("no request waits for this pass")
         if not self.urgent:
             self._turn.give_way(self)
 
@@ -77,7 +77,7 @@ class TowerTurn:
         """Run one pass on this thread as a context manager, after waiting for its turn.
 
         An `urgent` pass overtakes waiting passes, and the running pass between two layers. `share` is its
-        share of the time beside urgent passes. `abandoned` returns whether no caller waits any more.
+        share of the time while urgent passes run. `abandoned` returns whether no caller waits any more.
         """
         with self._changed:
             self._urgent += urgent

@@ -35,7 +35,9 @@ class SegmentOffsets:
     """Offsets of the segments of a packed batch. Created once per batch and used by every layer."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        """`lengths` in rows, in the order of the rows. Raises ValueError for a length below 1."""
+        """Compute the offsets of segments with these lengths in rows. Raises ValueError for a length below
+        1.
+        """
         if not lengths or min(lengths) < 1:
             raise ValueError(f"segments of {list(lengths)} rows")
         self._lengths = tuple(lengths)

@@ -62,9 +62,11 @@ class VitLayers(nn.Module):
 
 
 def fill(layers: VitLayers, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-    """Load the tower's weights into layers made on the meta device. Raises as `fill_weights`."""
+    """Load the tower's weights into layers that were created on the meta device. Raises as `fill_weights`
+    does.
+    """
     fill_weights(layers, checkpoint.locate("tower"), dtype=dtype, device=device)
-    # Not a weight, so on the meta device still.
+    # It is not a weight, so it is still on the meta device.
     layers.embeddings.position_ids = torch.arange(layers.positions, device=device)[None]
 
 

@@ -1,4 +1,4 @@
-"""Names of the rules by which engines decode an image to pixels; `media.image` has the rules.
+"""Names of the rules by which engines decode an image to pixels (`media.image`).
 
 Releases of an engine differ, so the service decodes each image as the engine that will use its embedding.
 Torch-free.

@@ -2,9 +2,9 @@
 
     service ──signs──> handle ──in the answer──> app ──in its request──> engine with the same secret
 
-It says which model made which embedding of which medium, and under which key the store has it. It is
-signed with the store's secret: every holder of the secret accepts it, and an app can read but not change
-it. The engine computes the embedding key itself, from the claims and the request's `cache_salt`.
+It names the model, the medium and the key of the embedding in the store. It is signed with the store's
+secret. Every holder of the secret accepts it, and an app can read it but not change it. The engine computes
+the embedding key itself, from the claims and the request's `cache_salt`.
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def checked(cls, text: str, secret: bytes, *, now: float) -> Self:
-        """The claims, verified with the secret.
+        """Return the claims, verified with the secret. `now` is Unix time in seconds.
 
         Raises CodecError: "handle_malformed", "handle_signature" (another secret) or "handle_expired".
-        `now` is in seconds of the Unix clock.
         """
         handle, claims, proof = cls._parsed(text)
         if not is_signed(proof, secret, _DOMAIN, claims):

@@ -1,12 +1,12 @@
-"""Sealed requests of engines over HTTP: only holders of `store.secret_file` ask, answer and read.
+"""Sealed requests of engines over HTTP: only holders of `store.secret_file` can send, reply and read.
 
     engine  ── Authorization: Cornplug-Engine base64(time, salt, proof); body sealed under the salt ─> service
             <── salt of the answer, answer sealed under both salts ──────────────────────────────────
 
 The proof, a signature over time and salt, is checked before the service reads a byte of the body. Bodies are
-sealed by AES-256-GCM; each has a key of its own, HKDF-SHA256(secret, salts, direction), so one nonce serves
-all, an answer opens for its request only, and no message passes as one of the other direction. A body begins
-with the protocol's version. Needs the package "cryptography", imported at the first use. Torch-free.
+sealed with AES-256-GCM. Each has its own key, HKDF-SHA256(secret, salts, direction), so a constant nonce is
+safe. A reply can be opened only for its request, and no message is valid in the other direction. A body
+begins with the protocol's version. Needs the package "cryptography", imported at the first use. Torch-free.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _NONCE: Final = bytes(12)
 
 
 class SealBroken(Exception):
-    """The bytes are not sealed with this secret, or not for this request."""
+    """Raised if the bytes are not sealed with this secret, or not for this request."""
 
 
 class EngineSeal:
     """Seal of one request, for either side."""
 
     def __init__(self, secret: bytes, head: bytes) -> None:
-        """`head` is the part of the request's header that is proved: time and salt."""
+        """Create a seal. `head` is the part of the request's header that the proof covers: time and salt."""
         self._secret = secret
         self._head = head
 
@@ -80,7 +80,9 @@ class EngineSeal:
         return salt + self._seal(_ANSWER, self._head + salt, message)
 
     def open_answer(self, body: bytes) -> bytes:
-        """Return the message. Raises SealBroken, EncoderUnavailable("encoder_version")."""
+        """Return the message. Raises SealBroken, or EncoderUnavailable("encoder_version") for another
+        protocol version.
+        """
         salt = body[:_SALT_BYTES]
         version, message = self._open(_ANSWER, self._head + salt, memoryview(body)[_SALT_BYTES:])
         if version != PROTOCOL_VERSION:
@@ -114,15 +116,16 @@ class SealChecker:
     """Check of the header by the service, before the body is read. Thread-safe."""
 
     def __init__(self, secret: bytes, *, clock: Callable[[], float] = time.time) -> None:
-        """`clock` returns Unix time in seconds."""
+        """Create a checker. `clock` returns Unix time in seconds."""
         self._secret = secret
         self._clock = clock
         self._lock = threading.Lock()
         self._seen: OrderedDict[bytes, None] = OrderedDict()
 
     def check(self, authorization: str) -> EngineSeal:
-        """The request's seal. Raises EncoderRefused("unauthorized") for a header without a proof, with one
-        of another secret, of another minute, or that came before."""
+        """Return the request's seal. Raises EncoderRefused("unauthorized") if the header has no proof, a
+        proof with another secret, an expired proof, or a proof that was already used.
+        """
         try:
             token = base64.b64decode(authorization.removeprefix(SCHEME), validate=True)
         except (binascii.Error, ValueError):
@@ -131,14 +134,14 @@ class SealChecker:
         if not authorization.startswith(SCHEME) or not is_signed(proof, self._secret, _PROOF_DOMAIN, head):
             raise _unauthorized("the engine does not have this store.secret_file; use one file for both")
         if len(head) != _HEAD.size:
-            raise _unauthorized("no proof of an engine")
+            raise _unauthorized("the header has no proof of an engine")
         at_s, salt = _HEAD.unpack(head)
         age_s = self._clock() - at_s
         if not -MAX_AGE_S <= age_s <= MAX_AGE_S:
             raise _unauthorized(f"the proof is {age_s:.0f} s old; synchronise the clocks of both hosts")
         with self._lock:
             if salt in self._seen:
-                raise _unauthorized("this request came before")
+                raise _unauthorized("this request was already received")
             self._seen[salt] = None
             if len(self._seen) > MAX_SEEN:
                 self._seen.popitem(last=False)

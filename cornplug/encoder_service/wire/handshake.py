@@ -4,10 +4,10 @@
             <── Challenge: version, nonce, proof ──
             ── Proof ───────────────────────────>
 
-A proof is an HMAC over the side's name and both nonces, which are new for each connection: no recorded
-message can be replayed, and neither side's proof can be sent back as the other's. Inputs and salts follow
-only after both proofs have been checked. The kernel tells the user of the other process (`foreign_user`),
-so that no other user can stand between the two and relay proofs. Torch-free.
+A proof is an HMAC over the side's name and both nonces, which are new for each connection. Recorded messages
+therefore cannot be replayed, and a side's proof cannot be sent back to it. Inputs and salts follow only after
+both proofs have been checked. The kernel reports the user of the other process (`foreign_user`), so that
+another user cannot relay proofs between the two. Torch-free.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _proof = msgspec.msgpack.Decoder(EngineProof).decode
 
 
 class UntrustedPeer(ValueError):
-    """The peer has not proved that it has the secret."""
+    """Raised if the peer has not proved that it has the secret."""
 
 
 class EngineHandshake:
@@ -76,10 +76,10 @@ class EngineHandshake:
         return _encode(EngineHello(version=PROTOCOL_VERSION, nonce=self._nonce))
 
     def proof(self, frame: bytes) -> bytes:
-        """The frame that answers the service's challenge `frame`, after the service's proof was checked.
+        """Check the service's proof in its challenge `frame`, and return the frame with this engine's proof.
 
-        Raises msgspec's errors for another message, EncoderUnavailable ("encoder_version", or
-        "encoder_untrusted" without a proof).
+        Raises msgspec's errors for another message, and EncoderUnavailable ("encoder_version", or
+        "encoder_untrusted" without a valid proof).
         """
         challenge = _challenge(frame)
         if challenge.version != PROTOCOL_VERSION:
@@ -100,7 +100,9 @@ class ServiceHandshake:
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
 
     def challenge(self, frame: bytes) -> bytes:
-        """Return the reply to a hello. Raises msgspec's errors for another message, UntrustedPeer."""
+        """Return the reply to a hello. Raises UntrustedPeer for an invalid nonce, and msgspec's errors for
+        another message.
+        """
         hello = _hello(frame)
         if len(hello.nonce) != _NONCE_BYTES:
             raise UntrustedPeer(f"invalid nonce of {len(hello.nonce)} bytes")
@@ -109,15 +111,17 @@ class ServiceHandshake:
         return _encode(ServiceChallenge(version=PROTOCOL_VERSION, nonce=self._nonce, proof=proof))
 
     def check(self, frame: bytes) -> None:
-        """Check the engine's proof. Raises UntrustedPeer, msgspec's errors."""
+        """Check the engine's proof. Raises UntrustedPeer if it is invalid, and msgspec's errors for another
+        message.
+        """
         if not hmac.compare_digest(
             _proof(frame).proof, _mac(self._secret, b"engine", self._theirs, self._nonce)
         ):
-            raise UntrustedPeer("a proof made with another secret")
+            raise UntrustedPeer("the proof was made with another secret")
 
 
 def check_user(sock: socket.socket) -> None:
-    """Check that the peer is a process of this user. Raises EncoderUnavailable("encoder_untrusted")."""
+    """Raise EncoderUnavailable("encoder_untrusted") unless the peer is a process of this user."""
     if (uid := foreign_user(sock)) is not None:
         raise EncoderUnavailable(
             f"the socket belongs to user {uid}, not to user {os.getuid()}; set encoder.socket to a path "
@@ -127,7 +131,8 @@ def check_user(sock: socket.socket) -> None:
 
 
 def _mac(secret: bytes, side: bytes, engines: bytes, services: bytes) -> bytes:
-    # Both nonces have one length, and a side's name ends with its zero: no two inputs look the same.
+    # Both nonces have the same length, and a side's name ends with a zero byte, so two different inputs never
+    # have the same bytes.
     return hmac.digest(secret, _DOMAIN + side + b"\0" + engines + services, hashlib.sha256)
 
 

@@ -1,10 +1,10 @@
 """Messages on the encoder's unix socket: length-prefixed msgpack, never pickle.
 
-Frame: u32 little-endian length, then one msgpack-encoded message. A client may have many
-requests under way on one connection; replies carry the request's id and come in any order.
-The socket is for engines of the same user on the same host that have the shared secret; both
-sides prove it first (`handshake`). The service trusts their embedding keys to belong to the inputs beside
-them. Other clients use HTTP, where the service computes every digest itself.
+Frame: u32 little-endian length, then one msgpack-encoded message. A client may have many requests in flight
+on one connection. Replies contain the request's id and arrive in any order. The socket is for engines of the
+same user on the same host that have the shared secret, which both sides prove first (`handshake`). The
+service trusts that their embedding keys belong to the inputs in the message. Other clients use HTTP, where
+the service computes every digest itself.
 """
 
 from __future__ import annotations
@@ -22,8 +22,13 @@ _TRACE_MAX: Final = 512
 _Shape = Annotated[tuple[int, ...], msgspec.Meta(max_length=16)]
 _TraceHeaders = Annotated[dict[str, str], msgspec.Meta(max_length=8)]
 
-# In requests every list and map is bounded, and an unknown field is refused rather than skipped: a sender may
-# fill one with hundreds of millions of values. A new field needs a new PROTOCOL_VERSION.
+# In requests every list and map is bounded, because a sender may fill it with hundreds of millions of values.
+# An unknown field is refused, not skipped. A new field needs a new PROTOCOL_VERSION.
+
+
+SAFETENSORS: Final = "application/vnd.safetensors"
+"""Media type of an HTTP reply with the bytes of an embedding, which are tensor `EMBEDDING_TENSOR`."""
+EMBEDDING_TENSOR: Final = "embedding"
 
 
 class WireTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -58,7 +63,9 @@ class ServedModel(msgspec.Struct, frozen=True):
     name: str
     family: str
     identity: bytes
-    """`cornplug.identity.model_identity` of the three below, for the model's first modality."""
+    """Model identity of the model's first modality, computed from the three fields below
+    (`cornplug.identity.model_identity`).
+    """
     tower_fp: bytes
     projector_fp: bytes
     spec_fp: bytes
@@ -105,7 +112,7 @@ class EncodeReply(msgspec.Struct, frozen=True, tag="encoded"):
     id: int
     key: bytes
     origin: Literal["computed", "coalesced", "cached"]
-    """"computed" for this request, "coalesced" with another one in flight, or "cached" features."""
+    """"computed" for this request, "coalesced" with another request in flight, or "cached" features."""
     stored: bool
     """Whether the store has it under `key`. If false, `tensor` contains it."""
     tensor: WireTensor | None
@@ -136,10 +143,11 @@ class MediumRequest(msgspec.Struct, frozen=True, tag="medium", forbid_unknown_fi
     cache_salt: str | None
     app: str
     deadline_s: float
-    """As of `EncodeRequest`."""
+    """Seconds from receipt after which the client no longer waits for the reply."""
     decoding: str = "vllm-0.32"
-    """Name of the rule by which the image is decoded (`decodings`): that of the engine's release. The default
-    is what peers mean that do not have the field."""
+    """Name of the rule by which the image is decoded (`decodings`): the rule of the engine's release. The
+    default is the rule of peers that do not have the field.
+    """
 
 
 class MediumReply(msgspec.Struct, frozen=True, tag="medium_encoded"):
@@ -170,9 +178,9 @@ HttpReply = Reply | MediumReply | MediumRefusal
 
 
 def trace_of(headers: Mapping[str, str] | None) -> dict[str, str] | None:
-    """The trace headers among a request's headers (names in lower case); None without `traceparent`.
+    """Return the trace headers of a request (names in lower case), or None without `traceparent`.
 
-    W3C Trace Context: a `tracestate` of up to 512 characters must be passed on, a longer one may be dropped.
+    W3C Trace Context: a `tracestate` of up to 512 characters must be passed on. A longer one may be dropped.
     """
     found = {name: (headers or {}).get(name, "") for name in ("traceparent", "tracestate")}
     kept = {name: value for name, value in found.items() if 0 < len(value) <= _TRACE_MAX}

@@ -1,9 +1,9 @@
-"""The encoder's signed statement about an embedding that it sends to an unauthenticated socket (SGLang's).
+"""Signed statement of the encoder about an embedding that it sends to an unauthenticated socket (SGLang's).
 
-It names the model identity, the media digests and the grids, which place an image's tokens, so that its KV
-depends on them. The signature, with the store's secret, covers the embedding's bytes: a receiver that has
-the secret may compute embedding keys from the statement and share KV under them.
-An embedding without a valid statement is used as stock SGLang uses it, and neither it nor its KV is shared.
+It contains the model identity, the media digests, and the grids, which determine the positions of an image's
+tokens and so its KV. The signature, with the store's secret, covers the embedding's bytes: a receiver that
+has the secret may compute embedding keys from the statement and share KV under them. An embedding without a
+valid statement is used as stock SGLang uses it, and neither it nor its KV is shared.
 
 `sign` and `is_signed` create and check signatures with the store's secret for every signed format.
 """
@@ -83,7 +83,7 @@ class SignedClaim:
 
     @classmethod
     def read(cls, fields: Mapping[str, object]) -> Self | None:
-        """The statement in a message's fields; None if the fields are absent.
+        """Return the statement in a message's fields, or None if the fields are absent.
 
         Raises CodecError("statement") for malformed fields.
         """

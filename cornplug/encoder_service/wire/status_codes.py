@@ -15,7 +15,6 @@ _STATUS: Final[Mapping[str, int]] = {
     "too_large": 413,
     "too_large_prepared": 413,
     "too_many_pixels": 413,
-    "too_many_items": 413,
     "slow_body": 408,
     "media_type": 415,
     "not_found": 404,
@@ -41,7 +40,7 @@ _STATUS: Final[Mapping[str, int]] = {
 
 _OF_THE_MEDIUM: Final = frozenset({413, 415, 422, 424})
 OF_THE_FETCH: Final = frozenset({"remote_failed", "remote_timeout", "fetches_full"})
-"""Reasons for which another service, with another route to the URL's host, may succeed."""
+"""Reasons for which another service, with another network route to the URL's host, may succeed."""
 
 A_FAULT: Final = "internal error of the service; see its log"
 """Message for an internal error. An exception's text may contain paths, addresses and data of other

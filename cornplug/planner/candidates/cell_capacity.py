@@ -46,9 +46,9 @@ PRIOR: Final = 0.02
 """Share of a cell's price added against an engine that the workload does not favour, smaller than any
 measured difference."""
 NEEDLESSLY_TIGHT: Final = 0.001
-"""Share of a cell's price added per tier that it is tighter than the loosest."""
+"""Share of a cell's price added per tier that the cell is tighter than the loosest tier."""
 ROUGHLY: Final = 8
-"""Step through a class's samples when estimating its number of replicas."""
+"""Step through a class's samples when the number of its replicas is estimated."""
 MOST_TOGETHER: Final = 32
 """Maximum number of replicas behind one router. A capacity hardly grows with more."""
 
@@ -212,7 +212,9 @@ class CellBuilder:
             )
             for of in users.values()
         )
-        return min(max(ceil(busy / config.footprint.dp / self.rules.max_utilisation), 1), MOST_TOGETHER)
+        return min(
+            max(ceil(busy / config.footprint.parallelism.dp / self.rules.max_utilisation), 1), MOST_TOGETHER
+        )
 
     def _context_tokens(self, users: Users) -> int:
         """Return the mean prompt length of a service's users, weighted by rate."""

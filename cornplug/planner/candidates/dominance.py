@@ -1,4 +1,5 @@
-"""Removal of cells and variants that no plan needs, because others do as much with no more resources.
+"""Removal of cells and variants that no plan needs, because other cells or variants do the same work with no
+more resources.
 
 Pruning is exact for cost, stock and packing. In any plan, a dominated replica can be replaced by the smaller
 cell's replicas on the same GPUs, because footprints divide each other. If two variants need the same work,
@@ -56,7 +57,7 @@ def loosest(variants: Iterable[PathVariant]) -> tuple[PathVariant, ...]:
 
 
 def _tighter(variant: PathVariant, place: int, same: list[PathVariant]) -> bool:
-    """Return whether a variant is tighter than another, or equal to an earlier one."""
+    """Return whether a variant is tighter than another, or equal to an earlier variant."""
     tiers = [n.tier for n in variant.needs]
     for i, other in enumerate(same):
         others = [n.tier for n in other.needs]

@@ -23,9 +23,8 @@ def engine_settings(
 ) -> EngineSettings:
     llm = service.llm
     assert llm is not None, "only engines have settings"
-    kv_rank_bytes = component_shapes.kv_bytes_per_token(
-        shape, tp=footprint.tp, pp=footprint.pp, dcp=footprint.dcp
-    )
+    at = footprint.parallelism
+    kv_rank_bytes = component_shapes.kv_bytes_per_token(shape, tp=at.tp, pp=at.pp, dcp=at.dcp)
     speculates = llm.speculative if llm.acceptance else "none"
     context = llm.max_model_len or shape.max_context
     return EngineSettings(
@@ -34,18 +33,10 @@ def engine_settings(
         chunk_tokens=footprint.chunk_tokens,
         kv_tokens=hardware.kv_tokens,
         kv_bytes=hardware.kv_tokens * kv_rank_bytes,
-        memory_share=kv_memory.engine_share(
-            footprint.gpu,
-            engine=footprint.engine,
-            ranks=footprint.ranks,
-            share=footprint.share,
-            chunk_tokens=footprint.chunk_tokens,
-            max_batch=footprint.max_batch,
-            towers="E" in service.tasks,
-        ),
+        memory_share=kv_memory.engine_share(footprint.engine_spec(), towers="E" in service.tasks),
         prefill_tokens_s=_prefill_tokens_s(service, footprint, hardware),
         weights_bytes=component_shapes.weights_bytes(
-            shape, footprint.quantisation, tp=footprint.tp, pp=footprint.pp, dp=footprint.dp * footprint.pcp
+            shape, footprint.quantisation, tp=at.tp, pp=at.pp, dp=at.groups
         ),
         speculative=speculates,
         speculative_tokens=roofline.DRAFTS[speculates][0],

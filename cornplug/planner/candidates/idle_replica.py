@@ -14,6 +14,7 @@ from cornplug.planner.candidates.timed_configs import TimedConfig
 from cornplug.planner.inputs.request_classes import RequestClass, SampledRequest
 from cornplug.planner.inputs.schema import Component, GpuSpec, NodeClass, PlanRules
 from cornplug.planner.inputs.slo import IdleReplica, IdleTimes
+from cornplug.planner.parallelism import Parallelism
 from cornplug.planner.simulator.replicas import isolated_decode_s, isolated_prefill_s, off_device_s
 from cornplug.planner.simulator.simulator import Station
 
@@ -46,7 +47,7 @@ class IdleReplicas:
         gpu = self.gpus[idle.gpu]
         nodes = NodeClass(name="idle", gpu=gpu.name, gpus=8, price_per_hour=0.0)
         engine, workload = idle.engine or llm.engines[0], of.app.workload
-        config = ReplicaConfig(engine, nodes, gpu, idle.tp, 1, 1.0, idle.quantisation, workload)
+        config = ReplicaConfig(engine, nodes, gpu, Parallelism(idle.tp), 1.0, idle.quantisation, workload)
         context_tokens = max(round(fmean(d.prompt_tokens for d in sampled)), 1)
         hardware = service_times(service, config, self.rules, context_tokens)
         if hardware is None or hardware.steps is None:

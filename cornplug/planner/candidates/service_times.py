@@ -26,21 +26,10 @@ def service_times(
     found = profile_lookup.hardware(
         main,
         main.shape,
-        footprint.gpu,
-        engine=footprint.engine,
-        tp=footprint.tp,
-        pp=footprint.pp,
-        dp=footprint.dp,
-        dcp=footprint.dcp,
-        pcp=footprint.pcp,
-        share=footprint.share,
-        quantisation=footprint.quantisation,
+        footprint.engine_spec(context_tokens),
         role=service.tasks,
         tower=_with_tower(service),
         generator=_with_generator(service),
-        chunk_tokens=footprint.chunk_tokens,
-        max_batch=footprint.max_batch,
-        context_tokens=context_tokens,
     )
     if found is None or (found.steps is not None and not found.kv_tokens):
         return None

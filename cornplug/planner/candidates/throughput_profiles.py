@@ -85,9 +85,7 @@ def _efficiency(service: Service, profiles: Mapping[str, ThroughputProfile], rul
 def _fits(profile: Profile, service: Service, component: Component, f: ReplicaConfig) -> bool:
     if not isinstance(profile, ThroughputProfile | MeasuredProfile):
         return True
-    fits = f.dp == f.dcp == f.pcp == 1 and measured.is_for(
-        profile, f.gpu, f.engine, f.tp, f.pp, _quantisation(component, f)
-    )
+    fits = measured.is_for(profile, f.engine_spec(), _quantisation(component, f))
     if isinstance(profile, ThroughputProfile):
         fits = fits and profile.role in (None, role(service, component), service.tasks)
     return fits

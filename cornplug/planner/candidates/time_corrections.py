@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 from cornplug.planner.candidates.replica_configs import ReplicaConfig
 from cornplug.planner.candidates.services import Service
@@ -16,12 +16,12 @@ profile."""
 
 
 def place_of(of: TimesCorrection | ReplicaGroup) -> Place:
-    return of.service, of.engine, of.gpu, of.tp, of.pp, of.dp, of.dcp, of.pcp, of.share, of.quantisation
+    return of.service, of.engine, of.gpu, *astuple(of.parallelism), of.share, of.quantisation
 
 
 def place(service: Service, config: ReplicaConfig) -> Place:
     f = config
-    return service.name, f.engine, f.gpu.name, f.tp, f.pp, f.dp, f.dcp, f.pcp, f.share, f.quantisation
+    return service.name, f.engine, f.gpu.name, *astuple(f.parallelism), f.share, f.quantisation
 
 
 def at_place(at: Place) -> TimesCorrection:
@@ -46,8 +46,9 @@ def by_place(corrections: Iterable[TimesCorrection]) -> dict[Place, TimesCorrect
 
 
 def merged(earlier: Iterable[TimesCorrection], later: Iterable[TimesCorrection]) -> list[TimesCorrection]:
-    """Return one correction per place. Later corrections replace earlier ones, because both are relative to
-    the profile."""
+    """Return one correction per place. Later corrections replace earlier corrections, because both are
+    relative to the profile.
+    """
     return list({**by_place(earlier), **by_place(later)}.values())
 
 

@@ -32,7 +32,7 @@ class TimedConfig:
         return Station(
             name=name,
             replicas=replicas,
-            groups=self.footprint.dp,
+            groups=self.footprint.parallelism.dp,
             tasks=self.service.tasks,
             steps=hardware.steps,
             encode=hardware.encode,
@@ -54,7 +54,7 @@ def without_needless_estimates(found: Iterable[TimedConfig]) -> list[TimedConfig
     places: defaultdict[tuple[object, ...], list[TimedConfig]] = defaultdict(list)
     for one in found:
         f = one.footprint
-        places[f.nodes.name, f.tp, f.pp, f.dp, f.dcp, f.pcp, f.share, f.quantisation, f.workload].append(one)
+        places[f.nodes.name, f.parallelism, f.share, f.quantisation, f.workload].append(one)
     kept: list[TimedConfig] = []
     for same in places.values():
         better = any(one.hardware.measured or one.favoured for one in same)
@@ -70,7 +70,7 @@ def undominated(found: Iterable[TimedConfig], enough_kv_tokens: int) -> list[Tim
     rivals: defaultdict[tuple[object, ...], list[TimedConfig]] = defaultdict(list)
     for one in found:
         f = one.footprint
-        rivals[f.nodes.name, f.gpus, f.dp, f.workload].append(one)
+        rivals[f.nodes.name, f.gpus, f.parallelism.dp, f.workload].append(one)
     kept: list[TimedConfig] = []
     for same in rivals.values():
         for i, one in enumerate(same):

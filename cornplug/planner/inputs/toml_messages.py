@@ -81,7 +81,7 @@ def _problem(detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
 
 
 def _place(detail: ErrorDetails, data: Mapping[str, Any]) -> Place:
-    """pydantic's location without the names of a union's members, which are not in the file."""
+    """Return pydantic's location without the names of a union's members, which are not in the file."""
     place: Place = ()
     value: Any = data
     for part in detail["loc"]:

@@ -70,8 +70,9 @@ class LaunchCommand:
     settings: str = ""
     """Text of the settings file that it reads at startup, if a change of the text requires a restart."""
     beside_others: bool = False
-    """Whether others share its GPU. The next process then waits until this one is ready, because each takes a
-    share of the free memory."""
+    """Whether other processes share its GPU. Each takes a share of the free memory, so the next process
+    starts only when this process is ready.
+    """
     remarks: tuple[str, ...] = field(default=())
 
     @property

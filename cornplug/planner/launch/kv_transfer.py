@@ -69,7 +69,9 @@ def vllm_config(role: Literal["P", "D"], transfer: Transfer) -> dict[str, Any]:
 
 
 def vllm_together(*connectors: dict[str, Any]) -> dict[str, Any]:
-    """Combine several connectors. vLLM loads from the first connector that has a prefix, and saves to all."""
+    """Return the configuration that combines several connectors. vLLM loads from the first connector that has
+    a prefix, and saves to all.
+    """
     if len(connectors) == 1:
         return connectors[0]
     return {

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -76,24 +77,37 @@ def running(
         end(started)
 
 
+@dataclass(frozen=True, slots=True)
+class CommandSelection:
+    """Part of a plan's commands."""
+
+    host: str | None = None
+    """Host of the plan, HOST_n if it has no name, or None if there is only one."""
+    routers: bool = False
+    """Select the plan's routers instead."""
+    only: Sequence[str] = ()
+    """Groups to which the commands are limited, besides the store. Empty for all."""
+
+
+ALL_COMMANDS: Final = CommandSelection()
+
+
 def local_commands(
     plan: Plan,
+    selection: CommandSelection = ALL_COMMANDS,
     *,
     run_dir: Path,
-    host: str | None = None,
-    routers: bool = False,
-    only: Sequence[str] = (),
     addresses: Mapping[str, str] | None = None,
     secret_file: Path | None = None,
     transfer: Transfer = "nixl",
 ) -> list[LaunchCommand]:
     """Return the commands of one host of a plan, with every variable substituted.
 
-    `host` is a host of the plan, HOST_n if it has no name, or None if there is only one. `routers` selects
-    the plan's routers instead. `only` limits the groups, besides the store. `addresses` maps HOST_n to
-    addresses. Raises ConfigError for a missing or unknown host, group, address or secret.
+    `addresses` maps HOST_n to addresses. Raises ConfigError for a missing or unknown host, group, address or
+    secret.
     """
-    chosen = _chosen(plan, commands(plan, transfer=transfer), host, routers=routers)
+    only = selection.only
+    chosen = _chosen(plan, commands(plan, transfer=transfer), selection.host, routers=selection.routers)
     names = {command.group for command in chosen}
     if unknown := set(only) - names:
         raise ConfigError(

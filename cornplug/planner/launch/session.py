@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -23,12 +24,31 @@ _POLL_S: Final = 0.1
 _ROUTES: Final = "routes.json"
 
 
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Folder with the sockets, the logs and the plan's files of a launch."""
+
+    path: Path
+    transfer: Transfer = "nixl"
+    """Transfer of KV that the plan's files configure."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchWaits:
+    """Durations of a change to another plan, in seconds."""
+
+    ready_s: float
+    """Maximum time until a new process serves."""
+    settle_s: float = 10.0
+    """Time for clients to reload routes.json after a change, before processes that it leaves out are
+    stopped."""
+
+
 class LaunchSession:
     """Serving processes of a plan, until they are stopped with `end`.
 
-    `render` returns this host's commands for a plan. `settle_s` is the time for clients to reload routes.json
-    after a change, before processes that it leaves out are stopped. `processes` follows each change, for the
-    caller that stops them.
+    `render` returns this host's commands for a plan. `processes` follows each change, for the caller that
+    stops them.
     """
 
     def __init__(
@@ -37,21 +57,17 @@ class LaunchSession:
         processes: list[CommandProcess],
         *,
         render: Render,
-        run_dir: Path,
+        folder: RunFolder,
         event: Event,
         policy: RestartPolicy,
-        transfer: Transfer = "nixl",
-        ready_s: float,
-        settle_s: float = 10.0,
+        waits: LaunchWaits,
     ) -> None:
         self.plan = plan
         self.supervisor = Supervisor(event, policy)
         self._render = render
-        self._run_dir = run_dir
+        self._folder = folder
         self._event = event
-        self._transfer = transfer
-        self._ready_s = ready_s
-        self._settle_s = settle_s
+        self._waits = waits
         self._processes = processes
         for process in processes:
             self.supervisor.add(process)
@@ -85,7 +101,7 @@ class LaunchSession:
         waiting = {c.url for c in steps.in_turn}
         self._write_routes(steps.plan, without=waiting)
         if steps.stopped:
-            self._wait(self._settle_s, stop)
+            self._wait(self._waits.settle_s, stop)
         ending = {id(command) for command in steps.stopped}
         old = [p for p in self.supervisor.processes if id(p.command) in ending]
         for process in old:
@@ -105,7 +121,7 @@ class LaunchSession:
         for batch in pending_with_routers_last(commands):
             late = []
             for command in batch:
-                process = spawned(command, self._log(command), self._ready_s)
+                process = spawned(command, self._log(command), self._waits.ready_s)
                 self.supervisor.add(process, starting=True)
                 self._processes.append(process)
                 self._event(process, "starting")
@@ -125,7 +141,7 @@ class LaunchSession:
         started: list[CommandProcess] = []
         try:
             start_in_batches(
-                commands, started, self._log, self._ready_s, self._event, lambda s: self._wait(s, stop)
+                commands, started, self._log, self._waits.ready_s, self._event, lambda s: self._wait(s, stop)
             )
         except BaseException:
             end(started)
@@ -136,8 +152,8 @@ class LaunchSession:
         """Return the log of a process. It gets a separate log while an old process with the same name
         runs."""
         used = {process.log for process in self.supervisor.processes}
-        plain = self._run_dir / f"{name_of(command)}.log"
-        return plain if plain not in used else self._run_dir / f"{name_of(command)}-{command.port}.log"
+        plain = self._folder.path / f"{name_of(command)}.log"
+        return plain if plain not in used else self._folder.path / f"{name_of(command)}-{command.port}.log"
 
     def _wait(self, seconds: float, stop: threading.Event) -> bool:
         """Wait while the other processes are supervised, and return True. Raises ProcessFailed if the launch
@@ -149,13 +165,13 @@ class LaunchSession:
         return True
 
     def _write_settings(self, plan: Plan) -> None:
-        for name, text in files(plan, transfer=self._transfer).items():
+        for name, text in files(plan, transfer=self._folder.transfer).items():
             if name != _ROUTES:
-                replace_text(self._run_dir / name, text)
+                replace_text(self._folder.path / name, text)
 
     def _write_routes(self, plan: Plan, *, without: set[str | None]) -> None:
-        text = files(plan, transfer=self._transfer, without=without)[_ROUTES]
-        replace_text(self._run_dir / _ROUTES, text)
+        text = files(plan, transfer=self._folder.transfer, without=without)[_ROUTES]
+        replace_text(self._folder.path / _ROUTES, text)
 
     def _save(self, plan: Plan) -> None:
-        replace_text(self._run_dir / CURRENT, plan.model_dump_json(indent=1) + "\n")
+        replace_text(self._folder.path / CURRENT, plan.model_dump_json(indent=1) + "\n")

@@ -60,8 +60,9 @@ class PlanTransition:
 def transition(
     old: Plan, new: Plan, render: Render, *, running: Sequence[LaunchCommand] | None = None
 ) -> PlanTransition:
-    """Return the steps from a running plan to a new one. `running` has the commands of its processes, by
-    default the plan's."""
+    """Return the steps from a running plan to a new plan. `running` has the commands of its processes, by
+    default the plan's.
+    """
     running = [command for command in render(old) if command.argv] if running is None else running
     new = _with_ports_of(old, new)
     for _ in range(len(new.groups) + 2):

@@ -21,7 +21,7 @@ class Incumbent:
     """Best plan and bound of a model. `tell` is called for every improvement."""
 
     def __init__(self, model: PoolModel, cost: Any, limits: SolverLimits, tell: Tell | None) -> None:
-        """`limits` apply to all calls together."""
+        """Create an incumbent without a plan. `limits` apply to all calls together."""
         self.model, self.cost, self.limits, self.tell = model, cost, limits, tell
         self.began, self.spent, self.timed_out = time.monotonic(), 0.0, False
         self.values: Values | None = None
@@ -59,7 +59,9 @@ class Incumbent:
         return run
 
     def _keep(self, values: Values, *, equals: bool) -> None:
-        """Keep a cheaper plan. With `equals`, also keep one of equal cost: it is better by the potential."""
+        """Keep a cheaper plan. With `equals`, also keep a plan of equal cost, because its potential is
+        better.
+        """
         dollars = sum(weight * values[v] for v, weight in self.cost.items())
         if dollars < self.dollars - 1e-6:
             self.dollars, self.values = dollars, values

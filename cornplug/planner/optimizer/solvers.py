@@ -101,7 +101,7 @@ def solve(
     }
     if verdict in (HighsModelStatus.kInfeasible, HighsModelStatus.kUnboundedOrInfeasible):
         return SolverRun("infeasible", seconds, history=tuple(history), **spent)
-    if info.primal_solution_status != 2:  # a feasible point
+    if info.primal_solution_status != 2:  # 2 means a feasible point
         return SolverRun("none", seconds, bound=info.mip_dual_bound, history=tuple(history), **spent)
     objective = model.getObjectiveValue()
     first = next((p.seconds for p in history if p.incumbent is not None), seconds)

@@ -39,7 +39,7 @@ class PoolModel:
             self.cells_of.setdefault(cell.service, []).append(cell)
         self.variants = [v for v in pool.variants if all(any(self.fit(v, n)) for n in v.needs)]
         self.needs: dict[tuple[str, str], list[tuple[PathVariant, ServiceDemand]]] = {}
-        """Variants that need a service, with their needs, by (demand, service)."""
+        """Pairs of a variant and its need of a service, by (demand, service)."""
         for variant in self.variants:
             for need in variant.needs:
                 self.needs.setdefault((variant.demand, need.service), []).append((variant, need))

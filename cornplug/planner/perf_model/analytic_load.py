@@ -50,7 +50,7 @@ class ReplicaLoad:
     """Times of one replica of a station for the sampled requests of a class."""
 
     def __init__(self, station: Station, of: RequestCosts, sigmas: float) -> None:
-        """`sigmas` is the number of standard deviations above the mean that must fit."""
+        """Prepare the times. `sigmas` is the number of standard deviations above the mean that must fit."""
         self._station = station
         # A router that knows the load balances decoding, so the fluctuations are those of all replicas
         # together.

@@ -52,7 +52,7 @@ def _capacity(
 ) -> float:
     if not confirm:
         return analytic_capacity.screen(station, samples, bound, burst)
-    # Through the cache, because a cell is confirmed after it was screened.
+    # Called through the cache, because a cell is screened before it is confirmed.
     screened = _capacity(station, samples, bound, burst, seed, False)
     if not 0 < screened < float("inf"):
         return screened

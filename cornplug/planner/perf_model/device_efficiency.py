@@ -2,7 +2,7 @@
 
 Hopper and Blackwell: fitted to half of 577 published measurements of vLLM (Llama 70B, MiniMax-M2.5,
 Qwen3-235B, Kimi-K2.5). `benchmarks/plan_vs_published.py` compares the other half. Ampere, Ada, and 16-bit
-dense models: from kernel times of AIConfigurator 0.12, reduced where its sums are known to be too short.
+dense models: from kernel times of AIConfigurator 0.12, reduced if its sums are known to be too short.
 """
 
 from __future__ import annotations

@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import Final
 
 from cornplug.planner.inputs.component_shapes import kv_bytes_per_token, weights_bytes
-from cornplug.planner.inputs.schema import Engine, GpuSpec, LLMShape
+from cornplug.planner.inputs.schema import LLMShape
+from cornplug.planner.perf_model.engine_spec import EngineSpec
 
 UTILISATION: Final = 0.92
-"""vLLM's default for --gpu-memory-utilization."""
+"""Default of vLLM's --gpu-memory-utilization."""
 GIB: Final = 2**30
 BLOCK_TOKENS: Final = 16
 
@@ -28,26 +29,17 @@ _LOGITS_BYTES_PER_REQUEST: Final = 150_000 * 6
 """Logits of a vocabulary of 150,000 in 16 and in 32 bits."""
 _SGLANG_MOST_GRAPHS: Final = 512
 _SGLANG_BESIDE_TOWERS: Final = 0.95
-"""Factor with a tower of CLIP-L's size. SGLang changes it by 1 % for each 10 % that a tower is larger or
-smaller."""
+"""Factor for a tower of CLIP-L's size. SGLang changes it by 1 % for each 10 % that a tower is larger or
+smaller.
+"""
 _CPU_BYTES: Final = 500_000_000
-"""A Python process with torch and its scratch memory, without graphs."""
+"""Memory of a Python process with torch, and its scratch memory, without graphs."""
 
 
 def kv_tokens(
     shape: LLMShape,
-    gpu: GpuSpec,
+    spec: EngineSpec,
     *,
-    engine: Engine,
-    tp: int,
-    pp: int,
-    dp: int = 1,
-    dcp: int = 1,
-    pcp: int = 1,
-    share: float,
-    quantisation: str,
-    chunk_tokens: int,
-    max_batch: int,
     extra_bytes: int = 0,
     utilisation: float = UTILISATION,
     element_bytes: int = 2,
@@ -57,48 +49,32 @@ def kv_tokens(
     With attention data parallelism they are one of `dp` groups'; `pcp` groups hold the same KV. The replica
     uses `share` of each GPU. `extra_bytes` is the size of towers on a rank.
     """
-    groups = dp * pcp
-    spent = weights_bytes(shape, quantisation, tp=tp, pp=pp, dp=groups) + extra_bytes
-    whole = gpu.memory_gib * GIB
-    free = whole * engine_share(
-        gpu,
-        engine=engine,
-        ranks=tp * pp * groups,
-        share=share,
-        chunk_tokens=chunk_tokens,
-        max_batch=max_batch,
-        towers=extra_bytes > 0,
-        utilisation=utilisation,
-    )
-    if gpu.generation == "cpu":
+    at, share = spec.parallelism, spec.share
+    spent = weights_bytes(shape, spec.quantisation, tp=at.tp, pp=at.pp, dp=at.groups) + extra_bytes
+    whole = spec.gpu.memory_gib * GIB
+    free = whole * engine_share(spec, towers=extra_bytes > 0, utilisation=utilisation)
+    if spec.gpu.generation == "cpu":
         free = whole * share - _CPU_BYTES * share
-    elif engine == "vllm":
-        free -= _vllm_step(shape, tp, pp * groups, chunk_tokens, max_batch)
-    if groups > 1:
-        free -= gathered_bytes(shape, chunk_tokens / pcp, dp=groups)
-    tokens = (free - spent) / kv_bytes_per_token(shape, tp=tp, pp=pp, dcp=dcp, element_bytes=element_bytes)
+    elif spec.engine != "sglang":
+        free -= _vllm_step(shape, at.tp, at.pp * at.groups, spec.chunk_tokens, spec.max_batch)
+    if at.groups > 1:
+        free -= gathered_bytes(shape, spec.chunk_tokens / at.pcp, dp=at.groups)
+    kv_token_bytes = kv_bytes_per_token(shape, tp=at.tp, pp=at.pp, dcp=at.dcp, element_bytes=element_bytes)
+    tokens = (free - spent) / kv_token_bytes
     return max(int(tokens // BLOCK_TOKENS), 0) * BLOCK_TOKENS
 
 
-def engine_share(
-    gpu: GpuSpec,
-    *,
-    engine: str,
-    ranks: int,
-    share: float,
-    chunk_tokens: int,
-    max_batch: int,
-    towers: bool = False,
-    utilisation: float = UTILISATION,
-) -> float:
+def engine_share(spec: EngineSpec, *, towers: bool = False, utilisation: float = UTILISATION) -> float:
     """Return the share of a GPU's memory for an engine's flags. vLLM's --gpu-memory-utilization covers all of
     its memory, SGLang's --mem-fraction-static its weights and cache.
 
     SGLang's share is its own default (0.5.23, `memory_hook.py`) for a GPU with `share` of the memory.
     """
-    if engine != "sglang" or gpu.generation == "cpu":
+    gpu, share = spec.gpu, spec.share
+    if spec.engine != "sglang" or gpu.generation == "cpu":
         return utilisation * share
-    mib = 512 + 1.5 * max(chunk_tokens, 2048) + ranks / 8 * 1024 + 2 * min(max_batch, _SGLANG_MOST_GRAPHS)
+    mib = 512 + 1.5 * max(spec.chunk_tokens, 2048) + spec.parallelism.ranks / 8 * 1024
+    mib += 2 * min(spec.max_batch, _SGLANG_MOST_GRAPHS)
     if gpu.memory_gib * share > 60:
         mib = max(mib, 10240)
     left = max(share - mib / 1024 / gpu.memory_gib, 0.0)

@@ -7,7 +7,7 @@ GPU (`rules.interference`).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from cornplug.errors import ConfigError
@@ -22,7 +22,9 @@ from cornplug.planner.inputs.schema import (
     ThroughputProfile,
     TowerShape,
 )
+from cornplug.planner.parallelism import Parallelism
 from cornplug.planner.perf_model import kv_memory, roofline
+from cornplug.planner.perf_model.engine_spec import EngineSpec
 from cornplug.planner.simulator.step_times import ANY, CellHardware, EngineStepTimes, PiecewiseCurve
 
 Shape = LLMShape | TowerShape | GeneratorShape
@@ -30,43 +32,14 @@ WEIGHTS_SHARE: Final = 0.9
 """Share of a GPU's memory that the weights of a tower or generator without KV may use."""
 
 
-@dataclass(frozen=True)
-class ProfilePlace:
-    """Attributes of a cell that its times depend on."""
-
-    gpu: GpuSpec
-    engine: str
-    tp: int
-    pp: int
-    dp: int
-    dcp: int
-    pcp: int
-    share: float
-    quantisation: str
-    chunk_tokens: int
-    max_batch: int
-    context_tokens: int | None
-
-
 def hardware(
     component: Component,
     shape: Shape | None,
-    gpu: GpuSpec,
+    spec: EngineSpec,
     *,
-    engine: str,
-    tp: int,
-    pp: int,
-    dp: int = 1,
-    dcp: int = 1,
-    pcp: int = 1,
-    share: float,
-    quantisation: str,
     role: str,
     tower: tuple[Component, TowerShape | None] | None = None,
     generator: tuple[Component, GeneratorShape | None] | None = None,
-    chunk_tokens: int,
-    max_batch: int,
-    context_tokens: int | None = None,
 ) -> CellHardware | None:
     """Return the times and memory of one replica in `role` (letters of "EPDG"), or None if no profile
     matches.
@@ -74,35 +47,30 @@ def hardware(
     With attention data parallelism they are those of one of its `dp` groups. Only a roofline covers it and
     context parallelism, because tables and throughputs are measured without.
 
-    `component` is the LLM for P or D, otherwise the encoder or generator. `engine` is "vllm" or "sglang", or
-    the server of a separate tower or generator. `shape` is the component's, or None with only a throughput or
-    table. `tower` and `generator` run in the LLM's engine. `context_tokens` is the typical prompt for a
-    roofline's attention, None for each iteration's own.
+    `component` is the LLM for P or D, otherwise the encoder or generator. `shape` is the component's, or None
+    with only a throughput or table. `tower` and `generator` run in the LLM's engine.
 
     Raises ConfigError if a measured table cannot be read or has no rows for the cell.
     """
-    place = ProfilePlace(
-        gpu, engine, tp, pp, dp, dcp, pcp, share, quantisation, chunk_tokens, max_batch, context_tokens
-    )
     for profile in component.profiles:
         if isinstance(profile, ThroughputProfile):
-            found = _throughput(profile, place, role)
+            found = _throughput(profile, spec, role)
         elif component.kind == "llm":
-            found = _engine(profile, component, shape, place, role, (tower, generator))
+            found = _engine(profile, component, shape, spec, role, (tower, generator))
         else:
-            found = _isolated(profile, component, shape, place)
+            found = _isolated(profile, component, shape, spec)
         if found is not None:
             return found
     return None
 
 
-def _throughput(profile: ThroughputProfile, place: ProfilePlace, role: str) -> CellHardware | None:
-    if not _is_for(profile, place, place.quantisation) or profile.role not in (None, role):
+def _throughput(profile: ThroughputProfile, spec: EngineSpec, role: str) -> CellHardware | None:
+    if not is_for(profile, spec, spec.quantisation) or profile.role not in (None, role):
         return None
     rates = profile.requests_per_s
     return CellHardware(
         requests_per_s={
-            name: rate * place.share
+            name: rate * spec.share
             for name, rate in (rates if isinstance(rates, dict) else {ANY: rates}).items()
         },
         tpot_s=dict(profile.tpot_s),
@@ -115,17 +83,17 @@ def _engine(
     profile: MeasuredProfile | RooflineProfile,
     component: Component,
     shape: Shape | None,
-    place: ProfilePlace,
+    spec: EngineSpec,
     role: str,
     beside: Iterable[tuple[Component, Shape | None] | None],
 ) -> CellHardware | None:
     """Return the hardware of an LLM's engine, including a tower and a generator in it."""
     with_it = [part for part in beside if part is not None]
-    whole = _llm(profile, component, shape, place, role, _weights(with_it, place.tp))
+    whole = _llm(profile, component, shape, spec, role, _weights(with_it, spec.parallelism.tp))
     for part in with_it:
         if whole is None:
             return None
-        whole = _joined(whole, _first_timed(*part, place))
+        whole = _joined(whole, _first_timed(*part, spec))
     return whole
 
 
@@ -133,70 +101,36 @@ def _llm(
     profile: MeasuredProfile | RooflineProfile,
     component: Component,
     shape: Shape | None,
-    place: ProfilePlace,
+    spec: EngineSpec,
     role: str,
     extra_bytes: int,
 ) -> CellHardware | None:
     llm = shape if isinstance(shape, LLMShape) else None
     kv_tokens = None
     if isinstance(profile, RooflineProfile):
-        if llm is None or not _estimates(profile, place.gpu, place.quantisation):
+        if llm is None or not _estimates(profile, spec.gpu, spec.quantisation):
             return None
-        steps: EngineStepTimes | None = _estimated(profile, component, llm, place)
-        source = _roofline_source(place.gpu)
+        steps: EngineStepTimes | None = roofline.llm_steps(component, llm, profile, spec)
+        source = _roofline_source(spec.gpu)
     else:
-        if not _is_for(profile, place, place.quantisation):
+        if not is_for(profile, spec, spec.quantisation):
             return None
-        profile = profile_tables.loaded(profile, place.engine)
-        steps, source = _measured_steps(profile, role, place.pp), profile.source
-        kv_tokens = profile.kv_tokens if place.share == 1 else None
+        profile = profile_tables.loaded(profile, spec.engine)
+        steps, source = _measured_steps(profile, role), profile.source
+        kv_tokens = profile.kv_tokens if spec.share == 1 else None
     if kv_tokens is None and llm is not None:
-        kv_tokens = kv_memory.kv_tokens(
-            llm,
-            place.gpu,
-            engine="sglang" if place.engine == "sglang" else "vllm",
-            tp=place.tp,
-            pp=place.pp,
-            dp=place.dp,
-            dcp=place.dcp,
-            pcp=place.pcp,
-            share=place.share,
-            quantisation=place.quantisation,
-            chunk_tokens=place.chunk_tokens,
-            max_batch=place.max_batch,
-            extra_bytes=extra_bytes,
-        )
+        kv_tokens = kv_memory.kv_tokens(llm, spec, extra_bytes=extra_bytes)
     if steps is None or kv_tokens is None:
         return None
     return CellHardware(
-        steps=steps.scaled(1 / place.share),
+        steps=steps.scaled(1 / spec.share),
         kv_tokens=kv_tokens,
         source=source,
         measured=isinstance(profile, MeasuredProfile),
     )
 
 
-def _estimated(
-    profile: RooflineProfile, component: Component, shape: LLMShape, place: ProfilePlace
-) -> EngineStepTimes:
-    return roofline.llm_steps(
-        component,
-        shape,
-        place.gpu,
-        profile,
-        tp=place.tp,
-        pp=place.pp,
-        dp=place.dp,
-        dcp=place.dcp,
-        pcp=place.pcp,
-        quantisation=place.quantisation,
-        chunk_tokens=place.chunk_tokens,
-        max_batch=place.max_batch,
-        context_tokens=place.context_tokens,
-    )
-
-
-def _measured_steps(profile: MeasuredProfile, role: str, pp: int) -> EngineStepTimes | None:
+def _measured_steps(profile: MeasuredProfile, role: str) -> EngineStepTimes | None:
     """Return the times of a table that has the role's steps, or None if one is missing. Other steps are not
     used."""
     prefill = _curve("prefill_tokens", profile.prefill_tokens, profile.prefill_s)
@@ -218,32 +152,34 @@ def _measured_steps(profile: MeasuredProfile, role: str, pp: int) -> EngineStepT
 
 
 def _isolated(
-    profile: MeasuredProfile | RooflineProfile, component: Component, shape: Shape | None, place: ProfilePlace
+    profile: MeasuredProfile | RooflineProfile, component: Component, shape: Shape | None, spec: EngineSpec
 ) -> CellHardware | None:
     """Return the hardware of a separate tower or generator."""
     # A tower in a quantised LLM's engine keeps its own precision, and so does a generator without that
     # quantisation.
-    quantisation = place.quantisation if place.quantisation in component.quantisations else "none"
+    quantisation = spec.quantisation if spec.quantisation in component.quantisations else "none"
     if component.kind == "encoder":
         quantisation = "none"
-    if isinstance(shape, TowerShape | GeneratorShape) and not _fits_memory(shape, quantisation, place):
+    if isinstance(shape, TowerShape | GeneratorShape) and not _fits_memory(shape, quantisation, spec):
         return None
     if isinstance(profile, MeasuredProfile):
-        if not _is_for(profile, replace(place, pp=profile.pp, dp=1, dcp=1, pcp=1), quantisation):
+        if not is_for(
+            profile, replace(spec, parallelism=Parallelism(spec.parallelism.tp, profile.pp)), quantisation
+        ):
             return None
-        profile = profile_tables.loaded(profile, place.engine)
+        profile = profile_tables.loaded(profile, spec.engine)
         encode = _curve("encode_patches", profile.encode_patches, profile.encode_s)
         generate = _curve("units", profile.units, profile.unit_s)
         source = profile.source
-    elif not _estimates(profile, place.gpu, quantisation):
+    elif not _estimates(profile, spec.gpu, quantisation):
         return None
     else:
-        encode, generate = _estimated_curves(profile, shape, place, quantisation)
-        source = _roofline_source(place.gpu)
+        encode, generate = _estimated_curves(profile, shape, spec, quantisation)
+        source = _roofline_source(spec.gpu)
     curve = encode if component.kind == "encoder" else generate
     if curve is None:
         return None
-    curve = curve.scaled(1 / place.share)
+    curve = curve.scaled(1 / spec.share)
     measured = isinstance(profile, MeasuredProfile)
     if component.kind == "encoder":
         return CellHardware(encode=curve, source=source, measured=measured)
@@ -256,19 +192,21 @@ def _estimates(profile: RooflineProfile, gpu: GpuSpec, quantisation: str) -> boo
 
 
 def _estimated_curves(
-    profile: RooflineProfile, shape: Shape | None, place: ProfilePlace, quantisation: str
+    profile: RooflineProfile, shape: Shape | None, spec: EngineSpec, quantisation: str
 ) -> tuple[PiecewiseCurve | None, PiecewiseCurve | None]:
     if isinstance(shape, TowerShape):
-        return roofline.encode(shape, place.gpu, profile, tp=place.tp), None
+        return roofline.encode(shape, spec.gpu, profile, tp=spec.parallelism.tp), None
     if isinstance(shape, GeneratorShape):
-        return None, roofline.generate(shape, place.gpu, profile, tp=place.tp, quantisation=quantisation)
+        return None, roofline.generate(
+            shape, spec.gpu, profile, tp=spec.parallelism.tp, quantisation=quantisation
+        )
     return None, None
 
 
-def _first_timed(component: Component, shape: Shape | None, place: ProfilePlace) -> CellHardware | None:
+def _first_timed(component: Component, shape: Shape | None, spec: EngineSpec) -> CellHardware | None:
     for profile in component.profiles:
         if not isinstance(profile, ThroughputProfile):
-            found = _isolated(profile, component, shape, place)
+            found = _isolated(profile, component, shape, spec)
             if found is not None:
                 return found
     return None
@@ -287,28 +225,17 @@ def _joined(engine: CellHardware, part: CellHardware | None) -> CellHardware | N
     )
 
 
-def is_for(
-    profile: ThroughputProfile | MeasuredProfile,
-    gpu: GpuSpec,
-    engine: str,
-    tp: int,
-    pp: int,
-    quantisation: str,
-) -> bool:
+def is_for(profile: ThroughputProfile | MeasuredProfile, spec: EngineSpec, quantisation: str) -> bool:
     """Return whether a profile matches the GPU, parallelism, weights and engine. A profile without an engine
     matches any."""
-    measured_at = (profile.gpu, profile.tp, profile.pp, profile.quantisation)
-    return measured_at == (gpu.name, tp, pp, quantisation) and profile.engine in (None, engine)
+    measured_at = (profile.gpu, Parallelism(profile.tp, profile.pp), profile.quantisation)
+    wanted = (spec.gpu.name, spec.parallelism, quantisation)
+    return measured_at == wanted and profile.engine in (None, spec.engine)
 
 
-def _is_for(profile: ThroughputProfile | MeasuredProfile, place: ProfilePlace, quantisation: str) -> bool:
-    there = is_for(profile, place.gpu, place.engine, place.tp, place.pp, quantisation)
-    return there and place.dp == place.dcp == place.pcp == 1
-
-
-def _fits_memory(shape: TowerShape | GeneratorShape, quantisation: str, place: ProfilePlace) -> bool:
-    room = place.gpu.memory_gib * 2**30 * place.share * WEIGHTS_SHARE
-    return component_shapes.weights_bytes(shape, quantisation, tp=place.tp) <= room
+def _fits_memory(shape: TowerShape | GeneratorShape, quantisation: str, spec: EngineSpec) -> bool:
+    room = spec.gpu.memory_gib * 2**30 * spec.share * WEIGHTS_SHARE
+    return component_shapes.weights_bytes(shape, quantisation, tp=spec.parallelism.tp) <= room
 
 
 def _weights(parts: Iterable[tuple[Component, Shape | None]], tp: int) -> int:

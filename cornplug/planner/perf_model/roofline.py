@@ -48,6 +48,7 @@ from cornplug.planner.perf_model.device_efficiency import (
     PCIE,
     compute_efficiency,
 )
+from cornplug.planner.perf_model.engine_spec import EngineSpec
 from cornplug.planner.simulator.step_times import (
     EngineStepTimes,
     GroupPrefill,
@@ -108,31 +109,21 @@ class DevicePeaks:
 
 
 def llm_steps(
-    component: Component,
-    shape: LLMShape,
-    gpu: GpuSpec,
-    profile: RooflineProfile,
-    *,
-    tp: int,
-    pp: int,
-    dp: int = 1,
-    dcp: int = 1,
-    pcp: int = 1,
-    quantisation: str,
-    chunk_tokens: int,
-    max_batch: int,
-    context_tokens: int | None = None,
+    component: Component, shape: LLMShape, profile: RooflineProfile, spec: EngineSpec
 ) -> EngineStepTimes:
-    """Return the iteration times of a language model on one replica, or on each attention-DP group.
+    """Return the iteration times of a language model on one replica, or on each attention-DP group. The
+    GPU's share is not considered.
 
     `component` determines speculation: with acceptance a and k drafted tokens an iteration yields (1 -
-    a^(k+1)) / (1 - a) tokens (Leviathan et al. 2023), and verifies k + 1 per request. `context_tokens` is the
-    prompt that an iteration's tokens attend to, None for one whole prompt per iteration.
+    a^(k+1)) / (1 - a) tokens (Leviathan et al. 2023), and verifies k + 1 per request.
     """
+    at = spec.parallelism
+    tp, pp, dp, dcp, pcp = at.tp, at.pp, at.dp, at.dcp, at.pcp
+    gpu, quantisation, context_tokens = spec.gpu, spec.quantisation, spec.context_tokens
     experts = shape.active_parameters is not None
     efficiency = compute_efficiency(gpu, fp8=quantisation == "fp8", experts=experts)
     device = DevicePeaks.of(gpu, profile, quantisation, efficiency)
-    groups = dp * pcp if experts else 1
+    groups = at.groups if experts else 1
     read = _weights_read(shape, quantisation, tp=tp, pp=pp, dp=groups)
     layers = shape.layers / pp
     latency_s = device.latency_s(layers, tp, dp=groups, experts=experts)
@@ -184,10 +175,10 @@ def llm_steps(
         )
         return 2 * routed * tokens / tp / device.flops + sent / device.link
 
-    curve = _sampled(prefill, chunk_tokens + max_batch)
+    curve = _sampled(prefill, spec.chunk_tokens + spec.max_batch)
     return EngineStepTimes(
         prefill=curve,
-        decode=_sampled(decode, max_batch),
+        decode=_sampled(decode, spec.max_batch),
         kv_token_s=component_shapes.kv_bytes_per_token(shape, tp=tp, pp=pp, dcp=dcp)
         / device.bytes
         / tokens_out

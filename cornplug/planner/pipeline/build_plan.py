@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from math import isinf
 
 from cornplug import __version__
@@ -107,11 +108,7 @@ def _group(
         engine=footprint.engine,  # type: ignore[arg-type]
         nodes=footprint.nodes.name,
         gpu=footprint.gpu.name,
-        tp=footprint.tp,
-        pp=footprint.pp,
-        dp=footprint.dp,
-        dcp=footprint.dcp,
-        pcp=footprint.pcp,
+        **asdict(footprint.parallelism),
         expert_parallel=footprint.expert_parallel,
         share=footprint.share,
         quantisation=footprint.quantisation,
@@ -128,7 +125,7 @@ def _group(
         apps=sorted({u.app.name for u in users}),
         profile=spec.source,
         tower=main.tower,
-        command=generator_command(main.server, _model(main), tp=footprint.tp),
+        command=generator_command(main.server, _model(main), tp=footprint.parallelism.tp),
     )
 
 

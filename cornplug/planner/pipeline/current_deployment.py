@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from math import log
 
 from cornplug.planner.candidates.cells import CellSpec
@@ -26,14 +26,14 @@ tokens per iteration, which are a command-line flag (0 if not planned)."""
 def of_group(g: ReplicaGroup) -> Identity:
     chunk = 0 if g.settings is None else g.settings.chunk_tokens
     place = (g.service, g.engine, g.nodes)
-    return (*place, g.tp, g.pp, g.dp, g.dcp, g.pcp, g.expert_parallel, g.share, g.quantisation, chunk)
+    return (*place, *astuple(g.parallelism), g.expert_parallel, g.share, g.quantisation, chunk)
 
 
 def of_cell(spec: CellSpec) -> Identity:
     f = spec.footprint
     chunk = 0 if spec.settings is None else spec.settings.chunk_tokens
     place = (spec.service.name, f.engine, f.nodes.name)
-    return (*place, f.tp, f.pp, f.dp, f.dcp, f.pcp, f.expert_parallel, f.share, f.quantisation, chunk)
+    return (*place, *astuple(f.parallelism), f.expert_parallel, f.share, f.quantisation, chunk)
 
 
 def keep_current(specs: Sequence[CellSpec], pruned: Sequence[CellSpec], plan: Plan) -> list[CellSpec]:
@@ -126,7 +126,11 @@ def _part(spec: CellSpec) -> tuple[str, ...]:
 
 
 def _switchable(spec: CellSpec) -> bool:
-    return spec.footprint.engine == "sglang" and spec.footprint.pp == 1 and spec.service.tasks in ("P", "D")
+    return (
+        spec.footprint.engine == "sglang"
+        and spec.footprint.parallelism.pp == 1
+        and spec.service.tasks in ("P", "D")
+    )
 
 
 def _dollars(spec: CellSpec, nodes: Mapping[str, MachineClass], seconds: float) -> float:

@@ -146,7 +146,7 @@ def _log(args: argparse.Namespace) -> Iterator[Path]:
 
 @contextmanager
 def _bar(console: Console, name: str) -> Iterator[Report]:
-    """Show a progress bar on stderr, moved by `(what, share done)`."""
+    """Show a progress bar on stderr, which `(what, share done)` moves."""
     columns = (
         TextColumn(name),
         BarColumn(),

@@ -145,7 +145,7 @@ class _Simulation:
         return cls(running, cells, routes, classes, delays(problem), problem.rules.seed + 3)
 
     def tells(self, one: ObservedTime) -> bool:
-        """Return whether the simulation has this time: of the group, and of all classes of its scope."""
+        """Return whether the simulation contains this time: the group, and all classes of its scope."""
         inside = attribution.scopes(self.running)[one.scope]
         return one.group in self.cells and inside <= self.classes.keys()
 

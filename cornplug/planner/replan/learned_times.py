@@ -52,7 +52,7 @@ def _name(one: ObservedTime) -> str:
 
 def text(one: TimesCorrection) -> str:
     weights = "" if one.quantisation == "none" else f", {one.quantisation}"
-    shape = formatting.shape(one.tp, one.pp, one.share, one.dp, one.dcp, one.pcp)
+    shape = formatting.shape(one.parallelism, one.share)
     where = f"{one.service} ({one.engine} {shape}{weights}) on {one.gpu}"
     return (
         f"Corrected from metrics: {where} takes {one.prefill:.2g} x the profile's time for prefill "

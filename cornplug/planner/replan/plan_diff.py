@@ -59,7 +59,7 @@ def _place(g: ReplicaGroup) -> str:
 
 def _each(g: ReplicaGroup) -> str:
     weights = "" if g.quantisation == "none" else f", {g.quantisation}"
-    shape = formatting.shape(g.tp, g.pp, g.share, g.dp, g.dcp, g.pcp)
+    shape = formatting.shape(g.parallelism, g.share)
     return f"{g.service} ({g.engine} {shape}{weights}) on {_on(g)}"
 
 

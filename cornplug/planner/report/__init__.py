@@ -1,1 +1,1 @@
-"""A plan for people: on the terminal, as a page, with its reasons."""
+"""Presentation of a plan: on the terminal and as a page, with the reasons for it."""

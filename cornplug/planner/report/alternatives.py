@@ -11,7 +11,7 @@ from cornplug.planner.report.counterfactual import CounterfactualQuestion
 
 MONOLITH = "monolith"
 MONOLITHS, DIVIDED = "monolith everywhere", "divided everywhere"
-"""Questions, by their names."""
+"""Names of the two questions about monoliths."""
 
 
 def is_monolith(structure: str) -> bool:
@@ -33,7 +33,7 @@ def monoliths(pool: OptimizationProblem) -> OptimizationProblem:
 
 
 def divided(pool: OptimizationProblem) -> OptimizationProblem:
-    """Return the pool without monoliths for classes that can do without them."""
+    """Return the pool without monoliths for classes that have other structures."""
     able = {v.demand for v in pool.variants if not is_monolith(v.structure)}
     return _variants(pool, lambda v: not is_monolith(v.structure) or v.demand not in able)
 
@@ -64,7 +64,8 @@ def _gpus(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[Counter
             yield CounterfactualQuestion(
                 f"without {kind}", f"no {kind}", _on(pool, [k for k in kinds if k != kind])
             )
-    for kind in kinds if len(kinds) > 2 else ():  # of two, it is the same as without the other
+    # With two kinds, this equals the question without the other kind.
+    for kind in kinds if len(kinds) > 2 else ():
         if used != {kind}:
             yield CounterfactualQuestion(f"only {kind}", f"all on {kind}", _on(pool, [kind]))
 
@@ -96,9 +97,9 @@ def _on(pool: OptimizationProblem, gpus: Collection[str]) -> OptimizationProblem
 
 
 def without_engine(components: Iterable[Component], engine: Engine) -> list[Component] | None:
-    """The components without this engine; None where a language model has no other.
+    """Return the components without this engine, or None if a language model has no other engine.
 
-    A pool cannot answer this: it lacks the pruned cells of the slower engine.
+    A pool cannot answer this question, because the pruned cells of the slower engine are missing.
     """
     others = []
     for c in components:

@@ -14,14 +14,14 @@ from cornplug.planner.report import formatting
 from cornplug.planner.report.slo_checks import SloCheck
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84.0, 600.0, 16.0, 200.0
-"""Where the points of a cost curve lie."""
+"""Area of a cost curve's points in the drawing."""
 
 
 @dataclass(frozen=True)
 class Bar:
     label: str
     share: float
-    """1 ends at the chart's limit."""
+    """Length of the bar. 1 ends at the chart's limit."""
     value: str
     kind: str
 
@@ -32,20 +32,20 @@ class Point:
     cost: str
     x: float
     y: float | None
-    """None: no plan."""
+    """Height in the drawing, or None without a plan."""
 
 
 @dataclass(frozen=True)
 class Curve:
     levels: list[tuple[float, str]]
-    """Height and cost of each line across."""
+    """Height and cost of each horizontal line."""
     points: list[Point]
     path: str
-    """Through all points that have a plan; empty for fewer than two."""
+    """SVG path through all points that have a plan, or "" for fewer than two points."""
 
 
 def utilisation(groups: Sequence[ReplicaGroup]) -> list[Bar]:
-    """One bar a group; an estimate has the colour of a warning."""
+    """Return one bar per group. An estimate has the colour of a warning."""
     return [
         Bar(
             f"{g.replicas} × {g.name}",
@@ -58,7 +58,7 @@ def utilisation(groups: Sequence[ReplicaGroup]) -> list[Bar]:
 
 
 def against_bounds(found: Sequence[SloCheck]) -> list[Bar]:
-    """Simulated times as shares of their bounds."""
+    """Return one bar per bound: the simulated time as a share of the bound."""
     return [
         Bar(
             f"{c.demand} {c.name} ≤ {c.bound_text}",
@@ -72,7 +72,7 @@ def against_bounds(found: Sequence[SloCheck]) -> list[Bar]:
 
 
 def cost_curve(curve: Sequence[CurvePoint]) -> Curve:
-    """Dollars an hour over the factor on all bounds (log scale)."""
+    """Return the curve of dollars per hour over the factor on all bounds (log scale)."""
     factors = [math.log(p.slo_factor) for p in curve]
     low, span = min(factors), max(max(factors) - min(factors), 1e-9)
     top = ceiling(max((p.cost_per_hour or 0 for p in curve), default=1))
@@ -95,7 +95,7 @@ def cost_curve(curve: Sequence[CurvePoint]) -> Curve:
 
 
 def ceiling(value: float) -> float:
-    """The smallest of 1, 2, 5 times a power of ten that is not below `value`."""
+    """Return the smallest of 1, 2 or 5 times a power of ten that is not below `value`."""
     if value <= 0:
         return 1.0
     power = float(10 ** math.floor(math.log10(value)))

@@ -1,4 +1,4 @@
-"""What would the plan cost if the pool were a little different? One question, one quick solve."""
+"""Cost of a plan for a slightly different pool. Each question is one quick solve."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cornplug.planner.optimizer.solvers import SolverLimits
 from cornplug.planner.optimizer.solvers import solve as run_solver
 
 QUESTION_WORK: Final = 0.5
-"""For one question at most."""
+"""Maximum solver work for one question."""
 BUILD_WORK: Final = 0.02
-"""A question costs this in any case: its model is built."""
+"""Solver work counted for building the model of a question."""
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,22 @@ class CounterfactualQuestion:
 @dataclass(frozen=True)
 class CounterfactualAnswer:
     value: float | None
-    """Of the pool's objective (dollars an hour, goodput, least share); None: no plan was found that is good
-    enough."""
+    """Value of the pool's objective (dollars per hour, goodput, least share), or None if no plan was found
+    that is good enough.
+    """
     proven: bool
-    """To the solver's gap; of None, that there is none."""
+    """Whether the value is proved within the solver's gap, or, if it is None, that there is no such plan."""
     reason: str = ""
-    """Of None: the missing capacity or cell, where that is plain without a search."""
+    """If the value is None: the missing capacity or cell, if it is known without a search."""
     timed_out: bool = False
-    """The wall clock ended the search: another run may answer otherwise."""
+    """Whether the time limit ended the search. Another run may have another result."""
 
 
 class ExplanationBudget:
-    """Solver work that may be spent on explanations: equal inputs get equal ones, on any machine."""
+    """Solver work that explanations may use. The same input gives the same explanations on any machine."""
 
     def __init__(self, work: float) -> None:
-        """`work`: as `SolverOptions.work`."""
+        """Create a budget of `work`, in the unit of `SolverOptions.work`."""
         self.left = max(work, 0.0)
 
     def spend(self, work: float) -> None:
@@ -55,10 +56,10 @@ def ask(
     *,
     at_least: float | None = None,
 ) -> CounterfactualAnswer:
-    """The answer by the first objective only: no tie-breaks, and no search for the shortfall.
+    """Return the answer for the first objective, without tie-breaks and without a search for the shortfall.
 
-    `at_least`: only a plan that is as good as this is asked for, which prunes most of the search.
-    Its work, at most `QUESTION_WORK`, is taken from the budget.
+    With `at_least`, only plans of at least this value are considered, which prunes most of the search. The
+    work, at most `QUESTION_WORK`, is taken from the budget.
     """
     budget.spend(BUILD_WORK)
     model = milp.build(pool)
@@ -78,5 +79,7 @@ def ask(
 
 
 def hours(pool: OptimizationProblem) -> float:
-    """A re-plan's objective is dollars over its horizon."""
+    """Return the hours by which the objective is divided, because a re-plan's objective is dollars over its
+    horizon.
+    """
     return pool.current.horizon_hours if pool.current is not None and pool.objective == "cost" else 1.0

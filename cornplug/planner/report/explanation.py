@@ -26,7 +26,7 @@ from cornplug.planner.report.counterfactual import (
 )
 
 WORK: Final = 15.0
-"""Solver work, in the unit of `SolverOptions.work`."""
+"""Default solver work, in the unit of `SolverOptions.work`."""
 _GAP: Final = 0.01
 _NAMED: Final = 3
 """Number of questions that a note lists by name."""
@@ -36,7 +36,7 @@ Report = Callable[[str, float], None]
 
 @dataclass
 class _Asked:
-    """A decision with its input, and a solver within the work that is left."""
+    """Decision with its input, and a solver that is limited to the remaining work."""
 
     plan_input: PlanInput
     decision: PlanDecision

@@ -1,4 +1,4 @@
-"""How requests flow through the groups: classes at the left, a column for each task.
+"""Chart of the flow of requests through the groups: classes on the left, and one column per task.
 
 `report.html.j2` draws it.
 """
@@ -25,7 +25,7 @@ class Box:
     label: str
     under: str
     kind: str
-    """Its class in `report.css`."""
+    """Class of the box in `report.css`."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class FlowChart:
 
 
 def chart(plan: Plan) -> FlowChart:
-    """Boxes for request classes and groups; a line's width is its share of the largest flow."""
+    """Return the chart of request classes and groups. A line's width is its share of the largest flow."""
     boxes = _boxes(plan)
     edges = _edges(plan.routes)
     most = max(edges.values(), default=1.0)
@@ -66,7 +66,9 @@ def _classes(routes: Sequence[PlanRoute]) -> dict[str, float]:
 
 
 def _edges(routes: Sequence[PlanRoute]) -> dict[tuple[str, str], float]:
-    """(from, to) -> requests a second; between two stages in proportion to both stages' weights."""
+    """Return the requests per second by (from, to). Between two stages they are proportional to both stages'
+    weights.
+    """
     flows: dict[tuple[str, str], float] = defaultdict(float)
     for route in routes:
         before = {f"{route.app}/{route.request}": 1.0}
@@ -79,7 +81,9 @@ def _edges(routes: Sequence[PlanRoute]) -> dict[tuple[str, str], float]:
 
 
 def _boxes(plan: Plan) -> dict[str, Box]:
-    """A column for the classes, then one for each first task in the order of a request's life."""
+    """Return a column of boxes for the classes, then one column for each first task in the order of a
+    request's life.
+    """
     boxes = {
         name: Box(4.0, 4 + n * _ROW, name, formatting.rate(flow), "c1")
         for n, (name, flow) in enumerate(_classes(plan.routes).items())
@@ -87,7 +91,7 @@ def _boxes(plan: Plan) -> dict[str, Box]:
     columns = sorted({g.tasks[0] for g in plan.groups}, key=_ORDER.find)
     for column, task in enumerate(columns, 1):
         for row, g in enumerate(g for g in plan.groups if g.tasks[0] == task):
-            under = f"{g.replicas} × {g.gpu} {formatting.shape(g.tp, g.pp, g.share, g.dp, g.dcp, g.pcp)}"
+            under = f"{g.replicas} × {g.gpu} {formatting.shape(g.parallelism, g.share)}"
             boxes[g.name] = Box(4 + column * (BOX + _GAP), 4 + row * _ROW, g.service, under, "c0")
     return boxes
 
@@ -99,6 +103,6 @@ def _path(a: Box, b: Box) -> str:
 
 
 def legend(routes: Sequence[PlanRoute]) -> Iterator[str]:
-    """The same in words: "chat/short: 7.5/s as E+PD"."""
+    """Yield the same in words, such as "chat/short: 7.5/s as E+PD"."""
     for r in routes:
         yield f"{r.app}/{r.request}: {formatting.rate(r.rate)} as {r.structure}"

@@ -1,4 +1,4 @@
-"""How figures of a plan are written, alike in the terminal, the report and messages."""
+"""Formats for the figures of a plan, used by the terminal, the report and messages."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from itertools import groupby
 from typing import NamedTuple
 
 from cornplug.planner.latency_forecast import JobForecast
+from cornplug.planner.parallelism import Parallelism
 from cornplug.planner.plan import OptimalityProof, Plan, ReplicaGroup
 
 NONE = "–"
 
 
 def dollars(per_hour: float | None) -> str:
-    """Dollars an hour: "$4.68/h"."""
+    """Return dollars per hour, such as "$4.68/h"."""
     return NONE if per_hour is None else f"${per_hour:,.2f}/h"
 
 
 def seconds(value: float | None) -> str:
-    """A time with three digits: "85 ms", "1.24 s"."""
+    """Return a time with three digits, such as "85 ms" or "1.24 s"."""
     if value is None or math.isnan(value):
         return NONE
     if value < 1:
@@ -28,20 +29,20 @@ def seconds(value: float | None) -> str:
 
 
 def measured(value: float | None, *, slowdown: bool) -> str:
-    """A time, or a slowdown: "2.5x"."""
+    """Return a time, or a slowdown such as "2.5x"."""
     if not slowdown:
         return seconds(value)
     return NONE if value is None else f"{value:.3g}x"
 
 
 def job(of: JobForecast) -> str:
-    """ "500,000 requests in 7.9 h of 8 h, for $62.40"."""
+    """Return a job in words, such as "500,000 requests in 7.9 h of 8 h, for $62.40"."""
     done = "" if of.done_hours is None else f" in {of.done_hours:.3g} h"
     return f"{of.requests:,} requests{done} of {of.deadline_hours:g} h, for ${of.dollars:,.2f}"
 
 
 def percent(share: float | None) -> str:
-    """A share of one: "73 %", "0.4 %"."""
+    """Return a share in percent, such as "73 %" or "0.4 %"."""
     if share is None:
         return NONE
     part = 100 * share
@@ -49,7 +50,7 @@ def percent(share: float | None) -> str:
 
 
 def percentile(name: str) -> str:
-    """ "mean", "P95"."""
+    """Return the name of a percentile, such as "mean" or "P95"."""
     return name if name == "mean" else name.upper()
 
 
@@ -58,12 +59,12 @@ def rate(per_second: float) -> str:
 
 
 def count(n: int, noun: str) -> str:
-    """ "1 replica", "2 replicas"."""
+    """Return a number with its noun, such as "1 replica" or "2 replicas"."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def proof(of: OptimalityProof) -> str:
-    """The proof's status in words. Never "optimal" without a solver's proof."""
+    """Return the proof's status in words. It is never "optimal" without a solver's proof."""
     if of.status == "optimal":
         return "optimal (proved)" if of.gap < 1e-6 else f"optimal (proved to {percent(of.gap)})"
     bound = f"{of.bound:.4g} {of.unit}".rstrip()
@@ -71,29 +72,31 @@ def proof(of: OptimalityProof) -> str:
     return f"feasible, gap {percent(of.gap)}{ended}: a better plan may exist, but none beyond {bound}"
 
 
-def shape(tp: int, pp: int, share: float, dp: int = 1, dcp: int = 1, pcp: int = 1) -> str:
-    """One replica's GPUs: "1/4 GPU", "TP4", "TP8·PP2", "TP1·DP8", "TP8·DCP8", "TP1·PCP8"."""
+def shape(at: Parallelism, share: float) -> str:
+    """Return one replica's GPUs, such as "1/4 GPU", "TP4", "TP8·PP2", "TP1·DP8", "TP8·DCP8" or "TP1·PCP8"."""
     if share < 1:
         return f"1/{round(1 / share)} GPU"
-    degrees = {"PP": pp, "DP": dp, "PCP": pcp, "DCP": dcp}
-    return f"TP{tp}" + "".join(f"·{name}{n}" for name, n in degrees.items() if n > 1)
+    degrees = {"PP": at.pp, "DP": at.dp, "PCP": at.pcp, "DCP": at.dcp}
+    return f"TP{at.tp}" + "".join(f"·{name}{n}" for name, n in degrees.items() if n > 1)
 
 
 def mark(profile: str) -> str:
-    """ "ESTIMATE" for times that were not measured."""
+    """Return the origin of times: "measured", "given", or "ESTIMATE" if they were not measured."""
     if profile.startswith("roofline"):
         return "ESTIMATE"
     return "measured" if profile.startswith("measured") else "given"
 
 
 def replicas(of: ReplicaGroup) -> str:
-    """ "4", or "3+1": three, and one on GPUs that would be idle."""
+    """Return the number of replicas, such as "4", or "3+1" for three replicas and one on GPUs that would be
+    idle.
+    """
     extra = of.extra_replicas
     return f"{of.replicas - extra}+{extra}" if extra else f"{of.replicas}"
 
 
 def paid_gpus(plan: Plan) -> list[str]:
-    """Sentences on the GPUs that the SLOs do not need: those of extra replicas, and idle ones."""
+    """Return sentences on the GPUs that the SLOs do not need: GPUs of extra replicas, and idle GPUs."""
     found = []
     if any(g.extra_replicas for g in plan.groups):
         found.append(
@@ -107,17 +110,17 @@ def paid_gpus(plan: Plan) -> list[str]:
 
 
 class DayPart(NamedTuple):
-    """Hours that follow one another and need the same machines."""
+    """Consecutive hours that need the same machines."""
 
     hours: str
-    """"00 to 07 h"."""
+    """Hours in words, such as "00 to 07 h"."""
     runs: str
     given_back: str
     cost_per_hour: float
 
 
 def day_parts(plan: Plan) -> list[DayPart]:
-    """The plan's day; hours with the same machines are one part."""
+    """Return the parts of the plan's day. Hours with the same machines are one part."""
     parts = []
     for _, same in groupby(plan.hours, key=lambda h: h.nodes):
         of = list(same)
@@ -129,7 +132,7 @@ def day_parts(plan: Plan) -> list[DayPart]:
 
 
 def day_cost(plan: Plan) -> str:
-    """A sentence on the dollars of a day."""
+    """Return a sentence on the cost of a day."""
     day = sum(h.cost_per_hour for h in plan.hours)
     whole = plan.cost_per_hour * len(plan.hours)
     if whole - day < 0.005:
@@ -142,7 +145,7 @@ def _machines(counts: Mapping[str, int]) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """The plan in one line."""
+    """Return the plan in one line."""
     nodes = ", ".join(f"{n.count} × {n.name}" for n in plan.nodes if n.count)
     goodput = "" if plan.goodput is None else f", {rate(plan.goodput)} of goodput"
     return f"{dollars(plan.cost_per_hour)}{goodput}: {nodes or 'no nodes'}"

@@ -1,4 +1,4 @@
-"""A plan as one HTML page, `report.html.j2`: it loads nothing from elsewhere and runs nothing."""
+"""A plan as one HTML page, `report.html.j2`, which loads no external resources and runs no code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def html(plan: Plan) -> str:
-    """The page. Everything that a plan names is escaped."""
+    """Return the page. All text from the plan is escaped."""
     found = slo_checks.of(plan)
     return (
         _environment()

@@ -1,4 +1,4 @@
-"""A plan's load test: its request classes as traces, the commands that replay them, and the times to expect.
+"""A plan's load test: its request classes as traces, the commands that replay them, and the expected times.
 
 `vllm bench serve` replays each trace at its own times, against vLLM and SGLang alike. The traces have the
 input's lengths, bursts and prefix hits. A medium's tokens are text there, so encoders are not loaded.
@@ -26,26 +26,27 @@ from cornplug.planner.simulator import arrivals
 SECONDS: Final = 120.0
 FEWEST: Final = 200
 MOST: Final = 5000
-"""Requests of one trace."""
+"""Maximum number of requests in one trace."""
 _CHUNK_TOKENS: Final = 16
-"""Of one hash id: tokens that are drawn together."""
+"""Tokens of one hash id, which are drawn together."""
 
 
 @dataclass(frozen=True)
 class LoadTest:
-    """One request class at one address."""
+    """Load test of one request class at one address."""
 
     demand: str
     file: str
     trace: str
-    """JSON lines: time, lengths and hash ids of each request."""
+    """JSON lines with the time, lengths and hash ids of each request."""
     command: str
     expected: str
-    """Rate and times of the class, in words."""
+    """Rate and expected times of the class, in words."""
 
 
 def load_tests(plan_input: PlanInput, plan: Plan, *, transfer: Transfer = "nixl") -> list[LoadTest]:
-    """One for each class and address of routes.json; classes without a language model's address have none.
+    """Return a load test for each class and address of routes.json. Classes without a language model's
+    address have none.
 
     Raises ConfigError for a plan that is not placed.
     """
@@ -59,7 +60,7 @@ def load_tests(plan_input: PlanInput, plan: Plan, *, transfer: Transfer = "nixl"
 
 
 def write(tests: Sequence[LoadTest], folder: Path) -> str:
-    """The commands with their expectations; the traces are written into the folder."""
+    """Write the traces into the folder, and return the commands with the expected times."""
     folder.mkdir(parents=True, exist_ok=True)
     for test in tests:
         (folder / test.file).write_text(test.trace, encoding="utf-8")
@@ -93,7 +94,9 @@ def _load_test(
 
 
 def _lines(requests: Sequence[SampledRequest], at_s: Sequence[float]) -> Iterator[dict[str, object]]:
-    """Requests that hit the prefix cache begin with the same hash ids; all others are new."""
+    """Yield the trace's lines. Requests that hit the prefix cache begin with the same hash ids, and all other
+    ids are new.
+    """
     unused = 1_000_000
     for request, at in zip(requests, at_s, strict=True):
         shared = request.cached_tokens // _CHUNK_TOKENS
@@ -121,7 +124,7 @@ def _argv(model: str, url: str, requests: int) -> list[str]:
 
 
 def _model(plan: Plan, of: RequestClass) -> str:
-    """As the engines that the class enters call it."""
+    """Return the model's name in the engines that the class enters."""
     return next(g.model for g in plan.groups if of.app.llm in g.components and "P" in g.tasks)
 
 

@@ -1,4 +1,4 @@
-"""Which replica sits on which GPU; `report.html.j2` draws it."""
+"""Chart of the replicas on each GPU, which `report.html.j2` draws."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from math import ceil
 from cornplug.planner.plan import Plan, PlannedNodes, ReplicaGroup
 
 MOST_NODES = 48
-"""Of one class; a plan may have hundreds."""
+"""Maximum number of nodes drawn per class. A plan may have hundreds."""
 SIDE = 26.0
-"""Of a GPU's square."""
+"""Side of a GPU's square."""
 _GAP, _ACROSS = 3.0, 4
 _COLOURS = 6
 
 
 @dataclass(frozen=True)
 class GpuPart:
-    """One replica's part of one GPU."""
+    """Part of one GPU that a replica uses."""
 
     node: int
     gpu: int
     start: float
-    """Where on the GPU it begins, 0 to 1."""
+    """Position on the GPU at which the part begins, 0 to 1."""
     share: float
     group: str
     replica: int
 
 
 def parts(plan: Plan, nodes: PlannedNodes) -> list[GpuPart]:
-    """Every replica on this class of nodes, GPU by GPU. Parts of one GPU follow one another."""
+    """Return the parts of all replicas on this class of nodes. Parts of one GPU are stacked."""
     taken: dict[tuple[int, int], float] = defaultdict(float)
     found = []
     for g in plan.groups:
@@ -43,7 +43,7 @@ def parts(plan: Plan, nodes: PlannedNodes) -> list[GpuPart]:
 
 
 def _gpus(g: ReplicaGroup, of_node: int, node: int, first: int) -> Iterator[tuple[int, int]]:
-    """The replica's GPUs: beyond the node's last one, the next node's."""
+    """Yield the (node, GPU) of each of a replica's GPUs, which may continue on the next node."""
     for n in range(g.ranks):
         more, gpu = divmod(first + n, of_node)
         yield node + more, gpu
@@ -51,7 +51,7 @@ def _gpus(g: ReplicaGroup, of_node: int, node: int, first: int) -> Iterator[tupl
 
 @dataclass(frozen=True)
 class Square:
-    """A part on the page."""
+    """Part of a GPU on the page."""
 
     x: float
     y: float
@@ -62,7 +62,7 @@ class Square:
 
 @dataclass(frozen=True)
 class PlacementChart:
-    """The nodes of one class."""
+    """Chart of the nodes of one class."""
 
     of: PlannedNodes
     width: float
@@ -77,7 +77,7 @@ class PlacementChart:
 
 
 def chart(plan: Plan, nodes: PlannedNodes) -> PlacementChart:
-    """One box a node, one square a GPU, and the parts of replicas on them."""
+    """Return the chart: one box per node, one square per GPU, and the parts of replicas."""
     shown = min(nodes.count, MOST_NODES)
     columns = min(nodes.gpus, 4)
     wide, high = columns * (SIDE + _GAP) + 12, ceil(nodes.gpus / columns) * (SIDE + _GAP) + 26
@@ -109,5 +109,5 @@ def chart(plan: Plan, nodes: PlannedNodes) -> PlacementChart:
 
 
 def keys(plan: Plan) -> list[tuple[str, int]]:
-    """(group, number of its colour) for the legend."""
+    """Return (group, number of its colour) for the legend."""
     return [(g.name, n % _COLOURS) for n, g in enumerate(plan.groups)]

@@ -1,4 +1,4 @@
-"""The folder that a plan is written into: a later run replaces only the files of an earlier one."""
+"""Folder into which a plan is written. A later run replaces only files of earlier runs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from cornplug.planner.plan import Plan
 from cornplug.planner.report import html_report, prometheus_files
 
 WRITTEN: Final = ".cornplug-plan.json"
-"""Names of the files that a run wrote."""
+"""File with the names of the files that a run has written."""
 
 
 def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> tuple[list[Path], str]:
-    """Write plan.json, report.html, commands.txt with its files, and those for Prometheus.
+    """Write plan.json, report.html, commands.txt with its files, and the files for Prometheus.
 
-    Returns their paths, and why commands are missing.
-
-    Raises ConfigError where a file of that name exists that no earlier run wrote.
+    Returns their paths, and the reason if commands are missing. Raises ConfigError if a file with such a name
+    exists that no earlier run wrote.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # Beside their place, so that moving them is one step each and a failure leaves the old plan whole.
+    # Written next to their final location, so that each file is moved in one step and a failure leaves the
+    # old plan intact.
     with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as made:
         new = Path(made)
         plan.save(new / "plan.json")
@@ -67,5 +67,5 @@ def _written(folder: Path) -> set[str]:
         names = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise ConfigError(f"-o {folder}", f"{WRITTEN} cannot be read ({e})", "Choose another folder.") from e
-    # cornplug writes no name with a path in it.
+    # cornplug never writes a name that contains a path.
     return {name for name in names if Path(name).name == name}

@@ -1,4 +1,4 @@
-"""One moving line on a terminal while a plan is made: its phase, and the solver's incumbent and bound."""
+"""Progress line on a terminal while a plan is computed: the phase, and the solver's incumbent and bound."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PHASES: Final = {
 
 
 class ProgressLine:
-    """One line of progress; `decide` and `explain` call `phase` and `watch`."""
+    """Progress line. `decide` and `explain` call `phase` and `watch`."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -40,7 +40,7 @@ class ProgressLine:
 
 
 def found(at: optimization_problem.SolveProgress) -> str:
-    """ "solving: 58.2 found, bound 57.9, gap 0.52 %"."""
+    """Return the solver's progress, such as "solving: 58.2 found, bound 57.9, gap 0.52 %"."""
     bound = "no bound yet" if at.bound is None else f"bound {at.bound:.4g}"
     if at.incumbent is None:
         return f"solving: no plan yet, {bound}"
@@ -53,7 +53,7 @@ def found(at: optimization_problem.SolveProgress) -> str:
 
 @contextmanager
 def shown(console: Console, *, quiet: bool) -> Iterator[ProgressLine]:
-    """The line, gone when the plan is there. Nothing is drawn off a terminal."""
+    """Show a progress line, which is removed at the end. Without a terminal, nothing is shown."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),

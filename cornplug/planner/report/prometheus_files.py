@@ -1,6 +1,6 @@
-"""A plan for Prometheus: its forecasts as recording rules, and its engines as labelled targets.
+"""A plan for Prometheus: forecasts as recording rules, and engines as labelled targets.
 
-`deploy/grafana/plan.json` shows them beside what the engines measure; the label `cornplug_group` joins both.
+`deploy/grafana/plan.json` shows them next to the engines' own metrics, joined by the label `cornplug_group`.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ LABELS: Final[Mapping[str, tuple[str, ...]]] = {
     SECONDS: (GROUP, "app", "request", "quantity", "percentile"),
     BOUND: (GROUP, "app", "request", "quantity", "percentile"),
 }
-"""Recorded series -> its labels."""
+"""Labels by recorded series."""
 _PERCENTILES: Final = ("mean", "p50", "p90", "p95", "p99")
 Rule = tuple[str, float, dict[str, str]]
-"""Series, value, labels."""
+"""Series, value and labels of a recording rule."""
 
 
 def write(plan: Plan, folder: Path) -> None:
-    """Write both files. Raises ConfigError as `sites`."""
+    """Write both files. Raises ConfigError as `sites` does."""
     targets = _targets(sites(plan))
     (folder / RULES).write_text(_rules(plan), encoding="utf-8")
     (folder / TARGETS).write_text(targets, encoding="utf-8")
 
 
 def _targets(placed: Sequence[ReplicaAddress]) -> str:
-    """`file_sd_configs` of each engine that serves /metrics; rank 0 of a replica on several hosts does."""
+    """Return `file_sd_configs` of each engine that serves /metrics: rank 0 of each replica."""
     by_group: dict[str, list[str]] = defaultdict(list)
     for site in placed:
         if site.group.engine != "external" and site.rank == 0:
@@ -54,13 +54,13 @@ def _rules(plan: Plan) -> str:
     lines = ["groups:", "  - name: cornplug-plan", "    rules:"]
     for series, value, labels in (*_rates(plan), *_times(plan)):
         lines += [f"      - record: {series}", f"        expr: vector({value:.6g})", "        labels:"]
-        # A JSON string is a YAML string.
+        # Every JSON string is a YAML string.
         lines += [f"          {name}: {json.dumps(text)}" for name, text in labels.items()]
     return "\n".join(lines) + "\n"
 
 
 def _rates(plan: Plan) -> Iterator[Rule]:
-    """Requests a second of each engine with a language model: those that its own counters count."""
+    """Yield the requests per second of each engine with a language model, as its own counters count them."""
     rates: dict[str, float] = defaultdict(float)
     for route in plan.routes:
         for group, share in _answering(plan, route):
@@ -70,7 +70,9 @@ def _rates(plan: Plan) -> Iterator[Rule]:
 
 
 def _times(plan: Plan) -> Iterator[Rule]:
-    """TTFT and TPOT of each class at the engine that measures them: of a divided engine, TPOT only."""
+    """Yield TTFT and TPOT of each class at the engine that measures them. A decode-only engine measures only
+    TPOT.
+    """
     forecasts = {(one.app, one.request): one for one in plan.latency_forecasts}
     seen = dict.fromkeys(
         (group.name, "P" in group.tasks, route.app, route.request)
@@ -95,7 +97,7 @@ def _of_class(forecast: LatencyForecast, quantity: str, labels: dict[str, str]) 
 
 
 def _answering(plan: Plan, route: PlanRoute) -> Iterator[tuple[ReplicaGroup, float]]:
-    """Groups whose engines generate the answer, with their share of the route."""
+    """Yield the groups whose engines generate the output, with their share of the route."""
     groups = {group.name: group for group in plan.groups}
     for stage in route.stages:
         for name, share in stage.groups.items():

@@ -1,4 +1,4 @@
-"""Cost of the SLO: the same input with every bound tighter or looser, planned again."""
+"""Cost of the SLO: the same input is planned again with tighter and looser bounds."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from cornplug.planner.plan import BindingConstraint, CurvePoint
 from cornplug.planner.report.counterfactual import ExplanationBudget
 
 FACTORS: Final = (0.7, 1.5, 0.5, 2.0, 3.0)
-"""Of every bound, in the order of interest; 1 is the plan itself."""
+"""Factors on every bound, most important first. 1 is the plan itself."""
 LOOSER: Final = 1.5
-"""Factor of one application's bounds, to find their price."""
+"""Factor on one application's bounds, to find their price."""
 SOLVE_WORK: Final = 2.0
-"""As `SolverOptions.work`, for one plan."""
+"""Solver work for one plan, in the unit of `SolverOptions.work`."""
 FORMULATION_WORK: Final = 0.5
-"""A plan costs this beside its solve: its cells are made anew."""
+"""Work counted for a plan in addition to its solve, because its cells are computed again."""
 
 
 @dataclass
 class SloSweep:
-    """The same input planned again and again, while there is work left."""
+    """Repeated planning of the same input, while there is work left."""
 
     plan_input: PlanInput
     budget: ExplanationBudget
     skipped: list[str] = field(default_factory=list)
     timed_out: list[str] = field(default_factory=list)
-    """Questions that the wall clock ended."""
+    """Names of the questions whose search the time limit ended."""
 
     def cost(self, name: str, applications: list[Application]) -> SweepCost | None:
-        """Cost of the plan for these applications, without simulation; None: no work was left for it."""
+        """Return the cost of the plan for these applications, without simulation, or None if no work is
+        left.
+        """
         work = min(SOLVE_WORK, self.budget.left - FORMULATION_WORK)
         if work <= 0:
             self.skipped.append(name)
@@ -64,11 +66,11 @@ class SloSweep:
 @dataclass(frozen=True)
 class SweepCost:
     per_hour: float | None
-    """None: no plan keeps the bounds."""
+    """Dollars per hour, or None if no plan meets the bounds."""
 
 
 def curve(sweep: SloSweep, cost: float) -> list[CurvePoint]:
-    """By growing factor. `cost`: of the plan, at factor 1."""
+    """Return the points in order of the factor. `cost` is the plan's, at factor 1."""
     found = {1.0: SweepCost(cost)}
     for factor in FACTORS:
         one = sweep.cost(f"SLO × {factor:g}", scaled(sweep.plan_input.applications, factor))
@@ -78,8 +80,11 @@ def curve(sweep: SloSweep, cost: float) -> list[CurvePoint]:
 
 
 def monotone_points(found: Mapping[float, SweepCost]) -> Iterator[CurvePoint]:
-    """A plan that keeps tighter bounds keeps looser ones, too: where the solver was stopped early and
-    its plan is dearer, that one stands in. The point at factor 1 is always the plan itself."""
+    """Yield points whose cost does not rise with looser bounds.
+
+    A plan that meets tighter bounds also meets looser ones. It replaces a more expensive plan of a solve that
+    was stopped early. The point at factor 1 is always the plan itself.
+    """
     least = inf
     for factor, one in sorted(found.items()):
         cost = inf if one.per_hour is None else one.per_hour
@@ -88,7 +93,7 @@ def monotone_points(found: Mapping[float, SweepCost]) -> Iterator[CurvePoint]:
 
 
 def slo_prices(sweep: SloSweep, cost: float, noise: float) -> Iterator[BindingConstraint]:
-    """Applications whose own bounds hold the cost up, with the savings by looser ones."""
+    """Yield the applications whose own bounds increase the cost, with the savings by looser bounds."""
     for app in (applications := sweep.plan_input.applications):
         if not bounded(applications, app.name):
             continue
@@ -104,12 +109,12 @@ def slo_prices(sweep: SloSweep, cost: float, noise: float) -> Iterator[BindingCo
 
 
 def scaled(applications: Iterable[Application], factor: float, app: str | None = None) -> list[Application]:
-    """The applications with every bound, of `app` or of all, times `factor`."""
+    """Return the applications with all bounds, of `app` or of every application, multiplied by `factor`."""
     return [_app(a, factor) if app in (None, a.name) else a for a in applications]
 
 
 def bounded(applications: Iterable[Application], app: str | None = None) -> bool:
-    """Is there any bound to scale, of `app` or of all?"""
+    """Return whether there is a bound to scale, of `app` or of any application."""
     apps = [a for a in applications if app in (None, a.name)]
     return any(slo.bounded for a in apps for slo in (a.slo, *(r.slo for r in a.requests if r.slo)))
 

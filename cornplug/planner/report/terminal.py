@@ -63,7 +63,7 @@ def _groups(plan: Plan) -> Group:
             Text(g.service),
             Text(g.engine),
             Text(f"{g.gpu} ({g.nodes})"),
-            formatting.shape(g.tp, g.pp, g.share, g.dp, g.dcp, g.pcp),
+            formatting.shape(g.parallelism, g.share),
             Text("bf16" if g.quantisation == "none" else g.quantisation),
             formatting.percent(g.utilisation),
             Text(mark, style="yellow" if mark == "ESTIMATE" else "green"),

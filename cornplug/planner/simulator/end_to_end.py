@@ -51,13 +51,17 @@ class SimulatedPlan:
 
 @dataclass(frozen=True)
 class _EndToEndRun:
-    """One entry per request of a class, in seconds. NaN if the request has no such latency."""
+    """Results of one run, with one entry per request of a class, in seconds. NaN if the request has no such
+    time.
+    """
 
     ttft: NDArray[np.float64]
     tpot: NDArray[np.float64]
     e2e: NDArray[np.float64]
     idle: NDArray[np.float64]
-    """(requests, 3): TTFT, TPOT and E2E of each request alone on its SLO's idle replica. NaN without one."""
+    """TTFT, TPOT and E2E of each request alone on its SLO's idle replica, shape (requests, 3). NaN without an
+    idle replica.
+    """
     finished: float
     """Requests per second that finished while requests arrived."""
 

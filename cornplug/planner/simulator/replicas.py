@@ -52,7 +52,7 @@ class TokenLog:
     measured."""
 
     def __init__(self, since: float, until: float, priority: Sequence[int]) -> None:
-        """`priority` has one entry per job."""
+        """Create an empty log. `priority` has one entry per job."""
         self.since, self.until, self.priority = since, until, priority
         self.first_token = [float("nan")] * len(priority)
         self.last_token = [float("nan")] * len(priority)

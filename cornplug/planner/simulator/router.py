@@ -1,6 +1,6 @@
 """A station's replicas, and the router that chooses a replica for each request.
 
-- power_of_two: the one with fewer requests of two random replicas, as in vllm-router and sglang-router.
+- power_of_two: of two random replicas, the replica with fewer requests, as in vllm-router and sglang-router.
 - random: any replica.
 - least_work: the fewest seconds of unfinished work, by the replicas' `load`.
 - join_shortest_queue: the fewest requests.

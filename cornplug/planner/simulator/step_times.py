@@ -30,7 +30,7 @@ class PiecewiseCurve:
             or len(self.x) != len(self.y)
             or any(b <= a for a, b in zip(self.x, self.x[1:], strict=False))
         ):
-            raise ValueError("a curve needs points with growing x, one y each")
+            raise ValueError("a curve needs points with ascending x, and one y for each")
 
     @classmethod
     def line(cls, base: float, slope: float) -> PiecewiseCurve:

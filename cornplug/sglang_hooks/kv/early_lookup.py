@@ -83,7 +83,7 @@ def pages(
     *,
     in_pairs: bool = False,
 ) -> list[str]:
-    """SGLang's hashes of the pages of `tokens`, which follow `prefix`. Records the pages in the index.
+    """Return SGLang's hashes of the pages of `tokens`, which follow `prefix`. Records the pages in the index.
 
     `in_pairs`: hashes cover pairs of adjacent tokens, so the last token does not begin a pair.
     """
@@ -114,7 +114,7 @@ def first_page(
     *,
     in_pairs: bool = False,
 ) -> str | None:
-    """SGLang's hash of the first page of `tokens`, or None if there is no whole page.
+    """Return SGLang's hash of the first page of `tokens`, or None if there is no whole page.
 
     Records every SGLang page inside the store page in which that page begins.
     """

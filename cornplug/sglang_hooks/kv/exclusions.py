@@ -121,7 +121,7 @@ DEPLOYMENTS: Final = (
 
 
 def excluded(server_args: Any, page_tokens: int) -> str:
-    """Reason why this server's KV cannot be shared, or "" if no exclusion is known.
+    """Return the reason why this server's KV cannot be shared, or "" if no exclusion is known.
 
     `server_args` are resolved up to SGLang's HiCache step, or not at all. `page_tokens` is the number of
     tokens of a store page.
@@ -150,7 +150,7 @@ def fits(page_size: int, page_tokens: int) -> bool:
 
 
 def page_for(settled: Any, page_tokens: int) -> int:
-    """Page size to set if neither operator nor model has chosen one, or 0 if no size fits.
+    """Return the page size to set if neither operator nor model has chosen one, or 0 if no size fits.
 
     A prefill chunk consists of whole pages, so this is the largest page size that divides the chunk.
     """
@@ -170,7 +170,7 @@ def is_free(server_args: Any) -> bool:
 
 
 def deployment(settings: Any) -> str:
-    """Flag and value of the deployment that exclude sharing, or ""."""
+    """Return the flag and value of the deployment that exclude sharing, or ""."""
     for each in DEPLOYMENTS:
         if (value := getattr(settings, each.field)) not in (each.plain, *each.also):
             return f"{each.flag} {value} ({each.why})"
@@ -182,7 +182,9 @@ def deployment(settings: Any) -> str:
 
 
 def _not_together(settings: Any) -> str:
-    """Flags that can be shared individually but are not tested together, or "" if at most one is set."""
+    """Return the flags that can be shared individually but are not tested together, or "" if at most one is
+    set.
+    """
     ways = {
         "--pp-size": settings.pp_size > 1,
         "--disaggregation-mode": settings.disaggregation_mode != "null",
@@ -232,7 +234,7 @@ def keeps_windows_apart(server_args: Any) -> bool:
 
 
 def _windows(server_args: Any, settled: Any) -> str:
-    """Reason why KV of a model with a separate window pool is not shared, or ""."""
+    """Return the reason why KV of a model with a separate window pool is not shared, or ""."""
     from sglang.srt.arg_groups.overrides import model_config_of
 
     if not model_config_of(server_args).is_hybrid_swa:
@@ -297,7 +299,7 @@ def _cache(server_args: Any, settled: Any, page_tokens: int) -> str:
 
 
 def _images_look_alike(server_args: Any) -> str:
-    """Reason if SGLang cannot distinguish two prompts that differ only in their images, or "".
+    """Return the reason if SGLang cannot distinguish two prompts that differ only in their images, or "".
 
     SGLang's models replace placeholder tokens by values of the image's hash. The generic backend does not
     (0.5.23, `MultiModalMixin.pad_input_ids`). SGLang then runs without a radix cache, but decides this only
@@ -312,7 +314,7 @@ def _images_look_alike(server_args: Any) -> str:
 
 
 def _no_room() -> str:
-    """Reason why host memory is too small for HiCache, or "".
+    """Return the reason why host memory is too small for HiCache, or "".
 
     SGLang excludes a reserve of host memory (10 GiB) from its host pools. With HiCache, a server does not
     start if no memory is left after the reserve. Without HiCache it does.
@@ -356,7 +358,7 @@ DRAFT_SETTINGS: Final = (
 
 
 def drafter(settings: Any) -> str:
-    """Reason why KV is not shared with these settings of speculative decoding, or ""."""
+    """Return the reason why KV is not shared with these settings of speculative decoding, or ""."""
     algorithm = str(settings.speculative_algorithm or "").upper()
     if algorithm not in _DRAFTERS:
         return f"--speculative-algorithm {algorithm} ({DRAFTS})"
@@ -373,7 +375,7 @@ def drafter(settings: Any) -> str:
 
 
 def branches(settings: Any) -> str:
-    """Reason why a server with a draft would not start with pages of several tokens, or ""."""
+    """Return the reason why a server with a draft would not start with pages of several tokens, or ""."""
     if str(settings.speculative_algorithm or "").upper() != "NGRAM":
         return ""
     if settings.speculative_ngram_max_bfs_breadth <= 1 or settings.attention_backend == "flashinfer":
@@ -382,8 +384,9 @@ def branches(settings: Any) -> str:
 
 
 def beside_draft(server_args: Any, settled: Any) -> str:
-    """Reason why KV of this model is not shared with a draft model, or "" if it is or if there is no
-    draft."""
+    """Return the reason why KV of this model is not shared with a draft model, or "" if it is or if there is
+    no draft.
+    """
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.configs.model_config import AttentionArch
 

@@ -96,7 +96,7 @@ def settle(server_args: Any) -> None:
 
 
 def storage_settings(page_size: int, config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Extra config of SGLang's storage for sharing pages, merged with the operator's values."""
+    """Return the extra config of SGLang's storage for sharing pages, merged with the operator's values."""
     return {
         # Even a prefix of a single page is worth a lookup, because the store replies in 0.1 ms.
         "prefetch_threshold": page_size,
@@ -110,8 +110,9 @@ def storage_settings(page_size: int, config: Config, given: Mapping[str, Any]) -
 
 
 def _write_policy(resolved: str, config: Config) -> str:
-    """SGLang's write policy for `engine.save`. "write_through_selective" copies a page to host memory and
-    offers it to the storage when a second request uses it. "write_back" is kept if the operator set it."""
+    """Return SGLang's write policy for `engine.save`. "write_through_selective" copies a page to host memory
+    and offers it to the storage when a second request uses it. "write_back" is kept if the operator set it.
+    """
     if config.engine.save == "second" and resolved == "write_through":
         return SECOND_SIGHT
     return resolved
@@ -132,7 +133,7 @@ def is_ours(server_args: Any) -> bool:
 
 
 def named_extra(text: str | None) -> dict[str, Any] | None:
-    """Extra config of SGLang's "dynamic" storage, if it names cornplug's storage, else None."""
+    """Return the extra config of SGLang's "dynamic" storage, if it names cornplug's storage, else None."""
     try:
         extra = json.loads(text or "{}")
     # The value is "@FILE", or invalid JSON, for which SGLang raises its own error.

@@ -36,6 +36,7 @@ from cornplug.sglang_hooks.kv.window_pool import layer_groups, open_windows
 from cornplug.sglang_hooks.kv_pages.costs import LoadPace
 from cornplug.sglang_hooks.kv_pages.draft_pages import DraftPages
 from cornplug.sglang_hooks.kv_pages.layout import (
+    ModelKV,
     RankPlace,
     attention_backends,
     host_pages,
@@ -48,7 +49,8 @@ from cornplug.sglang_hooks.kv_pages.layout import (
 )
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_copies import copy_threads
-from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
+from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
+from cornplug.sglang_hooks.kv_pages.pool_context import PoolContext, RankPool
 from cornplug.sglang_hooks.kv_pages.reader import PageReader
 from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
 from cornplug.store.base import WriterPart
@@ -82,7 +84,7 @@ class CornplugStorage(FurtherPools):
         self.why_off = ""
         """Reason why this rank does not share KV, or ""."""
         self._has_draft_pool = False
-        self._index: PageHashIndex | None = None
+        self._context: PoolContext | None = None
         self._writer: PageWriter | None = None
         self._ahead: EarlyLookup | None = None
         self._host_page_bytes = 0
@@ -144,12 +146,12 @@ class CornplugStorage(FurtherPools):
         if groups is not None:
             # SGLang keeps windows up to the ends of its pages. Larger store pages rarely end there.
             tokens = min(tokens, pages.page_size)
+        kv_heads = model.get_total_num_kv_heads()
+        full_layers = model.num_hidden_layers if groups is None else len(groups.full.layers)
         page = page_geometry(
             pages,
+            ModelKV(kv_heads, full_layers, model.hf_config.to_dict()),
             page_tokens=tokens,
-            heads=model.get_total_num_kv_heads(),
-            layers=model.num_hidden_layers if groups is None else len(groups.full.layers),
-            config=model.hf_config.to_dict(),
             quantised=quantised,
             attention=attention_backends() if quantised else "",
             place=place if groups is None else None,
@@ -158,7 +160,7 @@ class CornplugStorage(FurtherPools):
         heads, writes = rank_heads(pages, page, place.tp_size, place.tp_rank)
         verify(pages, self._controller, None if groups is None else groups.full.device)
         try:
-            self._index = index = page_hash_hooks.open_index(pages.page_size, tokens)
+            index = page_hash_hooks.open_index(pages.page_size, tokens)
         except ValueError as e:
             raise LayoutError(str(e), reason="page_size") from e
         # Compile again in this process. Otherwise SGLang would load it on a thread that it may have to stop
@@ -173,31 +175,18 @@ class CornplugStorage(FurtherPools):
         self.pace = LoadPace(self._run.config.store.load_when, token_bytes)
         stops = self._controller.storage_stop_event.is_set
         threads = copy_threads(self._controller.mem_pool_device.device, place.ranks)
-        self._reader = PageReader(
-            self._run, roots, index, mine, pages, self._tally, stops, threads=threads, pace=self.pace
-        )
-        group = activation.group() if place.ranks > 1 else b""
-        part = self._part(place, page, group, latent=pages.latent)
         # Pages that SGLang's own tree offers at their second request are saved without further conditions.
         only_seen = self._only_seen()
-        self._writer = PageWriter(
-            self._run,
-            self._reader,
-            index,
-            mine,
-            pages,
-            part,
-            self._tally,
-            pace=self.pace,
-            only_seen=only_seen,
-            threads=threads,
-        )
+        self._context = PoolContext(self._run, index, self._tally, self.pace, stops, only_seen)
+        pool = RankPool(mine, pages, threads)
+        self._reader = PageReader(self._context, roots, pool)
+        group = activation.group() if place.ranks > 1 else b""
+        part = self._part(place, page, group, latent=pages.latent)
+        self._writer = PageWriter(self._context, self._reader, pool, part)
         if groups is not None:
             self._windows = open_windows(
-                self._run, groups.windows, self._extra_pools[str(PoolName.SWA)], self._controller, roots,
-                index, self._tally, heads=model.get_total_num_kv_heads(),
-                rank=(place.tp_size, place.tp_rank, group),
-                pace=self.pace, only_seen=only_seen, stopping=stops,
+                self._context, groups.windows, self._extra_pools[str(PoolName.SWA)], self._controller, roots,
+                heads=kv_heads, rank=(place.tp_size, place.tp_rank, group),
             )  # fmt: skip
         whole: PageSize = page if self._windows is None else self._windows.with_full(page)
         own_tokens = self._controller.mem_pool_device.size
@@ -230,25 +219,18 @@ class CornplugStorage(FurtherPools):
             log_store_size(self._run, whole, own_tokens, logger)
 
     def _open_draft(self) -> None:
-        assert self._index is not None
-        assert self._reader is not None
-        assert self.pace is not None
+        assert self._context is not None
         self._draft = DraftPages(
-            self._run,
-            self._index,
+            self._context,
             self._drafter,
             self._controller.mem_pool_host.entry_map[PoolName.DRAFT],
             self._controller,
             (self._config.tp_size, self._config.tp_rank),
-            self._tally,
-            pace=self.pace,
-            only_seen=self._only_seen(),
-            stopping=self._reader.stopping,
         )
         logger.info("cornplug: KV of the draft model is shared with servers that have the same draft model")
 
     def _only_seen(self) -> bool:
-        """Whether the store counts the requests that use a page, because SGLang's tree does not."""
+        """Return whether the store counts the requests that use a page, because SGLang's tree does not."""
         by_tree = self._controller.write_policy == SECOND_SIGHT
         return self._run.config.engine.save == "second" and not by_tree
 
@@ -332,8 +314,9 @@ class CornplugStorage(FurtherPools):
         return [True] * done + [False] * (len(keys) - done)
 
     def _free_tokens(self, page: PageSize) -> int | None:
-        """Number of tokens that fit into the store without an eviction, 0 if none are shared, None if the
-        store does not reply."""
+        """Return the number of tokens that fit into the store without an eviction, 0 if none are shared, None
+        if the store does not reply.
+        """
         if self._off or weights_guard.replaced():
             return 0
         pages = free_pages(self._run, page)

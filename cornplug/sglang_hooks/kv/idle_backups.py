@@ -6,9 +6,9 @@ be computed again for another app. An idle server backs up such prompts like SGL
 request, one request at a time, if the store has free capacity. No page is evicted for them.
 
     a request is finished ──> its key in SGLang's tree is remembered
-    the server idles for 50 ms ──> its tree copies what the newest of these still has on the device
+    the server idles for 50 ms ──> its tree copies the pages of the newest prompt that are still on the device
                                    to the host pool, and from there to the store
-    a flush, or a release of memory ──> waits for the copy under way, as these want an idle server
+    a flush, or a release of memory ──> waits for the copy in progress, because it needs an idle server
 
 All ranks of a tensor-parallel group copy in the same turn of the scheduler's loop. Their turns are in step,
 and they vote.
@@ -49,7 +49,9 @@ class IdleBackups:
         most_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`most_tokens` is the size of the device pool, which limits the prompts that are remembered."""
+        """Create the backups. `most_tokens` is the size of the device pool, which limits the prompts that are
+        remembered.
+        """
         self._free_tokens, self._most_tokens, self._clock = free_tokens, most_tokens, clock
         self._finished: deque[RadixKey] = deque()
         """Oldest first."""
@@ -94,7 +96,7 @@ class IdleBackups:
         self._idle_since, self._unanswered = None, False
 
     def _room(self, scheduler: Any) -> int:
-        """Number of tokens that may be copied now, or `_NOT_YET` while the server has other work."""
+        """Return the number of tokens that may be copied now, or `_NOT_YET` if the server has other work."""
         if not scheduler.is_fully_idle():
             return _NOT_YET
         now = self._clock()

@@ -31,7 +31,7 @@ def _of(cache: Any) -> IdleBackups | None:
 
 
 def _finished(_result: None, *args: Any, **kwargs: Any) -> None:
-    """Called after a request's pages were added to the tree."""
+    """Remember a finished request's key, after its pages were added to the tree."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -53,15 +53,14 @@ def _finished(_result: None, *args: Any, **kwargs: Any) -> None:
 
 
 def _idles(scheduler: Any) -> None:
-    """Called before SGLang's housekeeping of an idle turn, at whose end it may sleep."""
+    """Handle an idle turn, before SGLang's housekeeping, after which the scheduler may sleep."""
     idle = _of(scheduler.tree_cache)
     if idle is not None:
         idle.turn(scheduler)
 
 
 def _ended(scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Called before a flush of the caches, also after an update of weights. A flush fails while a copy is in
-    progress."""
+    """Wait for the copy in progress before a flush of the caches, which would otherwise fail."""
     cache = scheduler.tree_cache
     if _of(cache) is None:
         return
@@ -75,7 +74,7 @@ def _ended(scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
 
 
 def _asked(scheduler: Any, recv_reqs: list[Any]) -> None:
-    """Called before SGLang handles received requests."""
+    """Wait for the copy in progress before SGLang handles requests that need an idle server."""
     if any(type(request).__name__ in _WANT_IDLE for request in recv_reqs):
         _ended(scheduler)
 

@@ -1,10 +1,10 @@
 """Exclusions that depend on the loaded model. They turn off HiCache, or its storage.
 
-    model and device pools are there ──> their kind and dtype exclude sharing? HiCache is not set up
-    storage is attached ──> its layout did not verify, or a rank's did not? storage is detached
-    a draft model's host pool is there ──> the same, of the draft's
-    storage is attached while SGLang runs (PUT /hicache/storage-backend) ──> all of these again: a server that
-                                   cannot share refuses the request, and says why
+    model and device pools exist ──> their kind or dtype excludes sharing: HiCache is not set up
+    storage is attached ──> a rank could not verify its layout: storage is detached
+    a draft model's host pool exists ──> the same check for the draft's pool
+    storage is attached while SGLang runs (PUT /hicache/storage-backend) ──> all checks again: a server that
+                                   cannot share refuses the request with the reason
 
 All checks run in SGLang's scheduler processes. The first depends only on properties that are equal on every
 rank. The others are votes of all ranks, over SGLang's own group, in functions that all ranks call anyway.
@@ -34,7 +34,7 @@ _schedulers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
 def unshareable(pool: Any, model: torch.nn.Module | None = None) -> str:
-    """Reason why a device pool of SGLang cannot be shared as pages, or "".
+    """Return the reason why a device pool of SGLang cannot be shared as pages, or "".
 
     `model` is the model that writes it, needed if its KV has fp8 values.
     """
@@ -59,7 +59,7 @@ def unshareable(pool: Any, model: torch.nn.Module | None = None) -> str:
 
 
 def _scaled(model: torch.nn.Module | None) -> str:
-    """Reason why a model's fp8 values are scaled, or "" if every scale is 1."""
+    """Return the reason why a model's fp8 values are scaled, or "" if every scale is 1."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     layers = [layer for layer in model.modules() if isinstance(layer, RadixAttention)] if model else []
@@ -75,7 +75,7 @@ def _scaled(model: torch.nn.Module | None) -> str:
 
 
 def _pools_made(_result: None, scheduler: Any) -> None:
-    """Called after the device pools were allocated, and before the host pools are."""
+    """Turn off HiCache if the device pools cannot be shared. Called before the host pools are allocated."""
     if not activation.is_on() or not scheduler.enable_hicache_storage:
         return
     _schedulers.add(scheduler)
@@ -113,12 +113,12 @@ def _draft_seen(scheduler: Any) -> str:
 
 
 def _host_pools_made(_result: None, cache: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Called after the host pools and their storage were created. All ranks call it in step."""
+    """Vote on the model's storage, after it was created. All ranks call it in step."""
     _vote(cache, with_draft=False)
 
 
 def _draft_pools_made(_result: None, *_args: Any, tree_cache: Any, **_kwargs: Any) -> None:
-    """Called after a draft's host pool was created, if its algorithm has one. All ranks call it in step."""
+    """Vote on the draft's storage, after the draft's host pool was created. All ranks call it in step."""
     _vote(tree_cache, with_draft=True)
 
 

@@ -25,7 +25,7 @@ _attaching: Final[ContextVar[Any]] = ContextVar("cornplug_hicache_controller", d
 
 
 def attaching() -> Any:
-    """SGLang's cache controller while it creates its storage backend, otherwise None."""
+    """Return SGLang's cache controller while it creates its storage backend, otherwise None."""
     return _attaching.get()
 
 

@@ -56,8 +56,9 @@ def _storage(cache: Any) -> CornplugStorage | None:
 
 
 def _stepped(_result: Any, scheduler: Any, batch: Any, result: Any) -> None:
-    """Called after a batch's result was processed. Measures its time, and records that the server is not
-    idle."""
+    """Measure the duration of a batch after its result was processed, and record that the server is not
+    idle.
+    """
     storage = _storage(scheduler.tree_cache)
     if storage is None:
         return

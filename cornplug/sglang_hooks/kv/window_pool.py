@@ -8,19 +8,23 @@ long prompt have none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cornplug.engine_common.rank_pages import RankPages
-from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import LayoutError
 from cornplug.kv_page import PageGeometry, PageSize, RankSlice, WholePage
-from cornplug.metrics import Tally
-from cornplug.sglang_hooks.kv_pages.costs import LoadPace
-from cornplug.sglang_hooks.kv_pages.layout import RankPlace, host_pages, page_geometry, rank_heads, verify
+from cornplug.sglang_hooks.kv_pages.layout import (
+    ModelKV,
+    RankPlace,
+    host_pages,
+    page_geometry,
+    rank_heads,
+    verify,
+)
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
-from cornplug.sglang_hooks.kv_pages.page_hash_index import PageHashIndex
+from cornplug.sglang_hooks.kv_pages.pool_context import PoolContext, RankPool
 from cornplug.sglang_hooks.kv_pages.reader import PageReader
 from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
 from cornplug.store.base import Tier
@@ -40,7 +44,9 @@ class LayerGroup:
     """Number of tokens that they attend to, or 0 for all."""
 
     def page(self, page: PageGeometry) -> PageGeometry:
-        """Geometry of this group's pages. Other engines do not read them, because that is not tested."""
+        """Return the geometry of this group's pages. Other engines do not read them, because that is not
+        tested.
+        """
         return replace(page, engine="sglang", group=self.layers, window=self.window)
 
 
@@ -52,7 +58,9 @@ class LayerGroups(NamedTuple):
 
 
 def window_pools(pool: Any) -> tuple[Any, Any] | None:
-    """SGLang's device pools of full attention and of windows, if pages of both can be shared, else None."""
+    """Return SGLang's device pools of full attention and of windows, if pages of both can be shared, else
+    None.
+    """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
@@ -119,7 +127,9 @@ class WindowPool:
         self._page_size, self._least = page_size, least
 
     def with_full(self, full: PageGeometry) -> PageSize:
-        """Size of a page of full attention plus a page of windows, the maximum for the tokens of a page."""
+        """Return the size of a page of full attention plus a page of windows, the maximum for the tokens of a
+        page.
+        """
         return WholePage(full.page_tokens, full.page_bytes + self._page.page_bytes)
 
     def close(self) -> None:
@@ -159,8 +169,9 @@ class WindowPool:
         return ends
 
     def reach(self, hashes: Sequence[str], *, at_start: bool) -> int:
-        """Largest number of leading pages whose window the store has, including on disk. Called on the
-        scheduler's thread, and reads no page. Raises CornplugError."""
+        """Return the largest number of leading pages whose window the store has, including on disk. Called on
+        the scheduler's thread, and reads no page. Raises CornplugError.
+        """
         ends = _ends(self._reader.tiers(hashes, asking=True), self._least, at_start)
         return ends[-1] if ends else 0
 
@@ -178,8 +189,9 @@ class WindowPool:
             self._writer.save(*self._pages(transfers[0]))
 
     def _pages(self, transfer: PoolTransfer) -> tuple[list[str], list[int]]:
-        """Hashes and first slots of a transfer's pages, or none if SGLang passes an unexpected number of
-        slots."""
+        """Return the hashes and first slots of a transfer's pages, or none if SGLang passes an unexpected
+        number of slots.
+        """
         keys, at = transfer.keys or [], transfer.host_indices
         if at is None or at.numel() != len(keys) * self._page_size:
             return [], []
@@ -191,7 +203,7 @@ def _of_windows(transfers: Sequence[PoolTransfer]) -> bool:
 
 
 def _ends(tiers: Sequence[Tier], window: int, at_start: bool) -> list[int]:
-    """Numbers of leading pages whose last `window` pages are available."""
+    """Return the numbers of leading pages whose last `window` pages are available."""
     ends: list[int] = []
     run = 0
     for end, tier in enumerate(tiers, 1):
@@ -202,19 +214,14 @@ def _ends(tiers: Sequence[Tier], window: int, at_start: bool) -> list[int]:
 
 
 def open_windows(
-    runtime: EngineRuntime,
+    context: PoolContext,
     group: LayerGroup,
     host_pool: Any,
     controller: Any,
     roots: NamespaceRoots,
-    index: PageHashIndex,
-    tally: Tally,
     *,
     heads: int,
     rank: tuple[int, int, bytes],
-    pace: LoadPace,
-    only_seen: bool,
-    stopping: Callable[[], bool],
 ) -> WindowPool:
     """Create the window pool of one rank, and verify its layout with test writes.
 
@@ -225,23 +232,19 @@ def open_windows(
 
     Raises LayoutError if SGLang's copies differ from what this release expects.
     """
-    pages = host_pages(host_pool)
+    pages, index = host_pages(host_pool), context.index
     if pages.latent or pages.page_size != index.page_size:
         raise LayoutError(f"the window pool has pages of {pages.page_size} tokens", reason="attention_kind")
     page = group.page(
-        page_geometry(pages, page_tokens=index.page_tokens, heads=heads, layers=len(group.layers), config={})
+        page_geometry(pages, ModelKV(heads, len(group.layers), {}), page_tokens=index.page_tokens)
     )
     size, number, name = rank
     held, writes = rank_heads(pages, page, size, number)
     verify(pages, controller, group.device)
-    mine = RankPages(page, RankSlice(heads=held, layers=range(page.layers), writes=writes), runtime.store)
-    reader = PageReader(
-        runtime, roots.of(page), index, mine, pages, tally, stopping, counts_tokens=False, pace=pace
-    )
-    writer = PageWriter(
-        runtime, reader, index, mine, pages, part_of(page, size, number, name), tally, pace=pace,
-        only_seen=only_seen,
-    )  # fmt: skip
+    in_page = RankSlice(heads=held, layers=range(page.layers), writes=writes)
+    mine = RankPool(RankPages(page, in_page, context.runtime.store), pages)
+    reader = PageReader(context, roots.of(page), mine, counts_tokens=False)
+    writer = PageWriter(context, reader, mine, part_of(page, size, number, name))
     # Some models count a token's own position as part of the window, some do not.
     least = max(1, -(-(group.window - 1) // index.page_size))
     return WindowPool(page, reader, writer, index.page_size, least)

@@ -81,7 +81,9 @@ class LoadPace:
             return self._rule.pays(tokens=tokens, size_bytes=size, queued_bytes=waiting, first_s=first_s)
 
     def compute_s(self, tokens: int) -> float:
-        """Seconds that this rank takes to compute `tokens` tokens, or 0 before its first measured step."""
+        """Return the seconds that this rank takes to compute `tokens` tokens, or 0 before its first measured
+        step.
+        """
         with self._lock:
             return self._rule.compute_s(tokens) or 0.0
 

@@ -12,23 +12,22 @@ limitation for STANDALONE.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
 from cornplug.engine_common.rank_pages import RankPages
-from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, miss
+from cornplug.engine_common.runtime import KV_PAGE, miss
 from cornplug.errors import LayoutError
 from cornplug.kv_page import RankSlice
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
-from cornplug.sglang_hooks.kv_pages.costs import LoadPace
-from cornplug.sglang_hooks.kv_pages.layout import host_pages, page_geometry, rank_heads, verify
+from cornplug.sglang_hooks.kv_pages.layout import ModelKV, host_pages, page_geometry, rank_heads, verify
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_copies import copy_threads
-from cornplug.sglang_hooks.kv_pages.page_hash_index import PageHashIndex
+from cornplug.sglang_hooks.kv_pages.pool_context import PoolContext, RankPool
 from cornplug.sglang_hooks.kv_pages.reader import PageReader
 from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
 
@@ -47,7 +46,7 @@ def announce(model: Any) -> None:
 
 
 def announced() -> Any:
-    """The argument of the last call of `announce`."""
+    """Return the argument of the last call of `announce`."""
     return _model
 
 
@@ -61,34 +60,21 @@ class DraftPages:
         pool: the entry of the draft's host pool, with its device pool.
         controller: SGLang's cache controller.
         tp: (size, rank).
-        only_seen, pace, stopping: see `PageReader` and `PageWriter`.
 
     Raises LayoutError for a pool that cannot be shared.
     """
 
     def __init__(
-        self,
-        runtime: EngineRuntime,
-        index: PageHashIndex,
-        model: Any,
-        pool: Any,
-        controller: Any,
-        tp: tuple[int, int],
-        tally: Tally,
-        *,
-        pace: LoadPace,
-        only_seen: bool,
-        stopping: Callable[[], bool],
+        self, context: PoolContext, model: Any, pool: Any, controller: Any, tp: tuple[int, int]
     ) -> None:
+        runtime, index = context.runtime, context.index
         pages = host_pages(pool.host_pool)
         if pages.latent:
             raise LayoutError("the draft model uses MLA", reason="speculative")
         plain = page_geometry(
             pages,
+            ModelKV(model.get_total_num_kv_heads(), model.num_hidden_layers, model.hf_config.to_dict()),
             page_tokens=index.page_tokens,
-            heads=model.get_total_num_kv_heads(),
-            layers=model.num_hidden_layers,
-            config=model.hf_config.to_dict(),
         )
         page = dataclasses.replace(plain, engine=_ENGINE)
         heads, writes = rank_heads(pages, page, *tp)
@@ -97,31 +83,20 @@ class DraftPages:
         if tp[0] > 1 and not group:
             raise LayoutError("the tensor-parallel ranks have no common group name", reason="tp_group_broken")
         held = RankSlice(heads=heads, layers=range(page.layers), writes=writes)
-        mine, uncounted = RankPages(page, held, runtime.store), Tally()
         roots = NamespaceRoots(runtime.secret, page, partial(_identify, model))
         self.page_bytes, self._page_size = page.page_bytes, pages.page_size
         # The model's pages are idle in the meantime, because SGLang copies a page and its draft in turn.
         threads = copy_threads(pool.device_pool.device, tp[0])
-        self._reader = PageReader(
-            runtime, roots, index, mine, pages, uncounted, stopping, threads=threads, pace=pace
-        )
-        self._run, self._index, self._tally = runtime, index, tally
-        self._writer = PageWriter(
-            runtime,
-            self._reader,
-            index,
-            mine,
-            pages,
-            part_of(page, *tp, group),
-            uncounted,
-            pace=pace,
-            only_seen=only_seen,
-            threads=threads,
-        )
+        mine = RankPool(RankPages(page, held, runtime.store), pages, threads)
+        uncounted = dataclasses.replace(context, tally=Tally())
+        self._reader = PageReader(uncounted, roots, mine)
+        self._writer = PageWriter(uncounted, self._reader, mine, part_of(page, *tp, group))
+        self._run, self._index, self._tally = runtime, index, context.tally
 
     def present(self, hashes: Sequence[str]) -> int:
-        """Number of leading pages for which the store has the draft page. Does not raise if the store
-        fails."""
+        """Return the number of leading pages for which the store has the draft page. Does not raise if the
+        store fails.
+        """
         found = 0
         with miss(self._tally, self._run.app, KV_PAGE):
             found = self._reader.present(hashes)

@@ -39,7 +39,7 @@ _MHA: Final = {
 }
 _MLA: Final = ("layer_first", "page_first", "page_first_direct")
 _verified: Final[weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], str]]] = weakref.WeakKeyDictionary()
-"""Host pool -> the device pool and the I/O backend with which `verify` accepted it."""
+"""Host pool -> the device pool and the I/O backend that `verify` used when it accepted the pool."""
 
 
 class RankPlace(NamedTuple):
@@ -77,7 +77,7 @@ def rank_place(config: HiCacheStorageConfig, layers: int) -> RankPlace:
 
 
 def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
-    """Layers of each pipeline stage of a model with `layers` layers, as SGLang divides them."""
+    """Return the layers of each pipeline stage of a model with `layers` layers, as SGLang divides them."""
     from sglang.srt.distributed.utils import get_pp_indices
 
     return tuple(range(*get_pp_indices(layers, stage, stages)) for stage in range(stages))
@@ -111,7 +111,7 @@ def agreed(cache: Any, mine: bool) -> bool:
 
 
 def _excluded(config: HiCacheStorageConfig) -> str:
-    """Kind of parallelism that excludes sharing, or ""."""
+    """Return the kind of parallelism that excludes sharing, or ""."""
     from sglang.srt.layers.dp_attention import is_dp_attention_enabled
 
     for name, size in (("context", config.attn_cp_size), ("decode context", config.dcp_size)):
@@ -139,7 +139,9 @@ class HostPages:
         return int(self.pool.page_size)
 
     def page(self, slot: int) -> torch.Tensor:
-        """The page that begins at a slot, as a view: (heads of this rank, layers, planes, tokens, dim)."""
+        """Return the page that begins at a slot, as a view: (heads of this rank, layers, planes, tokens,
+        dim).
+        """
         size, layout, buffer = self.page_size, self.pool.layout, self.pool.kv_buffer
         if self.latent:
             # In every layout there is one head between tokens and dim. Replace it by the planes.
@@ -169,7 +171,7 @@ def quantised_format(dtype: torch.dtype) -> str:
 
 
 def attention_backends() -> str:
-    """Names of this process's attention backends, for `page_geometry`."""
+    """Return the names of this process's attention backends, for `page_geometry`."""
     from sglang.srt.arg_groups.model_override_base import attention_backends_of
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_server_args
@@ -196,13 +198,20 @@ def host_pages(pool: Any) -> HostPages:
     return HostPages(pool, latent=latent)
 
 
+class ModelKV(NamedTuple):
+    """KV of a whole model, or of a group of its layers."""
+
+    heads: int
+    layers: int
+    config: Mapping[str, Any]
+    """The model's config, in which sliding windows are detected."""
+
+
 def page_geometry(
     pages: HostPages,
+    model: ModelKV,
     *,
     page_tokens: int,
-    heads: int,
-    layers: int,
-    config: Mapping[str, Any],
     quantised: str = "",
     attention: str = "",
     place: RankPlace | None = None,
@@ -210,7 +219,6 @@ def page_geometry(
     """Return the model's page geometry. Raises LayoutError.
 
     Args:
-        heads, layers, config: of the whole model.
         quantised: `quantised_format` of the device pool.
         attention: SGLang's attention backends. With quantised KV each rounds queries differently, which
             affects the KV of all later layers.
@@ -221,6 +229,7 @@ def page_geometry(
         raise LayoutError(
             f"KV of dtype {quantised} in a host pool of dtype {dtype_name(pool.dtype)}", reason="kv_dtype"
         )
+    heads, layers, config = model
     held = layers if place is None else len(place.layers)
     if pool.layer_num != held:
         raise LayoutError(
@@ -327,7 +336,7 @@ def verify(pages: HostPages, controller: Any, device: Any = None) -> None:
 
 
 def _pattern(like: torch.Tensor, *, seed: int) -> torch.Tensor:
-    """Random values. Because hardly two are equal, a different order is detected."""
+    """Return random values. Because hardly two are equal, a different order is detected."""
     generator = torch.Generator().manual_seed(seed)
     if like.dtype == torch.uint8:
         return torch.randint(0, 256, like.shape, generator=generator, dtype=torch.uint8)

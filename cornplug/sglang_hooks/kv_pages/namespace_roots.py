@@ -66,7 +66,9 @@ def taken_apart(extra_key: str | None) -> tuple[str | None, bytes | None]:
 
 
 def _not_applied(name: str) -> bytes:
-    """Digest of the names of an adapter's weights that SGLang leaves out, b"" if it applies all."""
+    """Return the digest of the names of an adapter's weights that SGLang leaves out, or b"" if it applies
+    all.
+    """
     if name not in _left_out:
         manager = _managers.get(name)
         adapter = manager.loras.get(name) if manager is not None else None
@@ -85,7 +87,7 @@ def _not_applied(name: str) -> bytes:
 
 
 def _adapter_loads(manager: Any, lora_ref: Any) -> None:
-    """Called before an adapter is loaded from its folder, to digest its current files."""
+    """Digest an adapter's current files before SGLang loads the adapter from its folder."""
     if not activation.is_on():
         return
     _managers[lora_ref.lora_id] = manager

@@ -42,8 +42,9 @@ _CORES_A_THREAD: Final = 4
 
 
 def copy_threads(device: torch.device | str, ranks: int) -> int:
-    """Number of threads for one direction of a rank: one if its model runs on the CPU, else up to
-    `_MOST_THREADS` of the cores that the `ranks` of this host share."""
+    """Return the number of threads for one direction of a rank: one if its model runs on the CPU, else up to
+    `_MOST_THREADS` of the cores that the `ranks` of this host share.
+    """
     if torch.device(device).type == "cpu":
         return 1
     return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // (_CORES_A_THREAD * ranks)))
@@ -121,7 +122,7 @@ class PageCopies:
     # -- places on the host -------------------------------------------------------------------
 
     def at(self, slot: int) -> Rows:
-        """The host page that begins at a slot."""
+        """Return the host page that begins at a slot."""
         page, rest = divmod(slot, self._host_size)
         # SGLang allocates whole pages, for which one view of the pool is sufficient.
         return self.rows(self._host.page(slot)) if rest else self._pages[page]
@@ -132,7 +133,7 @@ class PageCopies:
         return found
 
     def _all_pages(self, host: HostPages) -> Rows:
-        """All pages of a host pool, shape (pages, heads, layers, planes, tokens)."""
+        """Return all pages of a host pool, shape (pages, heads, layers, planes, tokens)."""
         size, first = host.page_size, host.page(0)
         count = int(host.pool.size) // size
         step = host.page(size).data_ptr() - first.data_ptr() if count > 1 else 0
@@ -237,7 +238,7 @@ class PageCopies:
     def _read_staged(
         self, location: PayloadLocation, checksums: Sequence[int], parts: Sequence[PagePart]
     ) -> None:
-        """Like `_read`, if segments have more layers than this rank."""
+        """Read like `_read`, if segments have more layers than this rank."""
         memory = self._mine.memory()
         self._mine.copy(location, checksums, memory)
         rows = self.rows(memory)
@@ -245,14 +246,14 @@ class PageCopies:
             there[:] = rows[:, :, :, inside]
 
     def _of_rank(self, payload: memoryview) -> NDArray[np.uint8]:
-        """This rank's part of a page in the store: shape (heads, layers, bytes)."""
+        """Return this rank's part of a page in the store, shape (heads, layers, bytes)."""
         heads, layers = self._held.heads, self._held.layers
         shape = (self._page.heads, self._page.layers, self._layer_bytes)
         whole = np.frombuffer(payload, np.uint8).reshape(shape)
         return whole[heads.start : heads.stop, layers.start : layers.stop]
 
     def _blocks(self, scratch: _Scratch, runs: int) -> list[_Block]:
-        """The blocks of this rank's part of a page with `runs` segments per head."""
+        """Return the blocks of this rank's part of a page with `runs` segments per head."""
         found = scratch.blocks.get(runs)
         if found is None:
             found = scratch.blocks[runs] = self._plan(scratch.memory, runs)

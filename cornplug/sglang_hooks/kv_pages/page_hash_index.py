@@ -175,7 +175,7 @@ class PageHashIndex:
         return found[::-1]
 
     def _named(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Whole pages of `tokens` before the first medium without a key."""
+        """Return the whole pages of `tokens` before the first medium without a key."""
         # Check only wide values, because a prompt may have a hundred thousand tokens.
         wide = np.flatnonzero(np.array(tokens, np.int64) >= FIRST_PLACEHOLDER).tolist()
         whole = next((i for i in wide if self._is_foreign(tokens[i])), len(tokens))

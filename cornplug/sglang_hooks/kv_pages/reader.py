@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
 
 import torch
 
 from cornplug.engine_common.load_policy import FadedRate
-from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.errors import CodecError, CornplugError, StoreUnavailable
 from cornplug.identity import page_key
-from cornplug.metrics import Tally
 from cornplug.sglang_hooks.kv_pages.costs import LoadPace
-from cornplug.sglang_hooks.kv_pages.layout import HostPages
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots, RootsOfCall
 from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PagePart
 from cornplug.sglang_hooks.kv_pages.page_hash_index import (
     CacheNamespace,
     HashedPage,
-    PageHashIndex,
     PageOverlap,
 )
+from cornplug.sglang_hooks.kv_pages.pool_context import PoolContext, RankPool
 from cornplug.store.base import FarReads, Lease, Store, Tier
-from cornplug.store.payload import FAR_WAIT_S, recalled, sought, tiers_of
+from cornplug.store.payload import FAR_WAIT_S, LEASE_S, recalled, sought, tiers_of
 
 _RECALL_FRESH_S: Final = 60.0
 """Age at which measurements of a disk expire, so a disk that was too slow is tried again."""
@@ -53,8 +50,9 @@ class PageWaits:
         self._again_s = 0.0
 
     def disk_s(self, entries: int) -> float:
-        """Seconds that the store takes to read `entries` entries from disk, or 0 if it has not read any
-        recently."""
+        """Return the seconds that the store takes to read `entries` entries from disk, or 0 if it has not
+        read any recently.
+        """
         return self._disk_pace.seconds(entries * self._entry_bytes, fresh_s=_RECALL_FRESH_S) or 0.0
 
     def begin(self, store: Store, keys: Sequence[bytes], *, tokens: int) -> bool:
@@ -87,7 +85,9 @@ class PageWaits:
         return found
 
     def recalled(self, parts: Sequence[Sequence[bytes]]) -> dict[bytes, int]:
-        """Like `sought`, but also waits for entries on disk. A wait without a result starts a pause."""
+        """Return the same as `sought`, but also wait for entries on disk. A wait without a result starts a
+        pause.
+        """
         store, deadline_s = self._run.store, self._run.deadline_s
         if time.monotonic() < self._again_s:
             keys = unique(parts)
@@ -123,33 +123,21 @@ class PageReader:
     """Reader of one rank. Called on SGLang's storage threads. No call raises if the store fails.
 
     Args:
-        stopping: whether SGLang waits for its storage threads to end. It exits after 10 s.
-        threads: see `PageCopies`.
         counts_tokens: False for pages whose tokens another reader counts as saved.
-        pace: see `PageWaits`.
     """
 
     def __init__(
-        self,
-        runtime: EngineRuntime,
-        roots: NamespaceRoots,
-        index: PageHashIndex,
-        mine: RankPages,
-        host: HostPages,
-        tally: Tally,
-        stopping: Callable[[], bool],
-        *,
-        threads: int = 1,
-        counts_tokens: bool = True,
-        pace: LoadPace | None = None,
+        self, context: PoolContext, roots: NamespaceRoots, pool: RankPool, *, counts_tokens: bool = True
     ) -> None:
         self._counts_tokens = counts_tokens
-        self._run, self._roots, self._index = runtime, roots, index
-        self._mine, self._tally = mine, tally
-        self._copies = PageCopies(mine, host, threads=threads)
-        self.stopping = stopping
-        self._asking = runtime.another_connection()
-        self._waits = PageWaits(runtime, pace, page_tokens=index.page_tokens, entry_bytes=mine.size_bytes)
+        self._run, self._roots, self._index = context.runtime, roots, context.index
+        self._mine, self._tally = pool.mine, context.tally
+        self._copies = PageCopies(pool.mine, pool.host, threads=pool.threads)
+        self.stopping = context.stopping
+        self._asking = self._run.another_connection()
+        self._waits = PageWaits(
+            self._run, context.pace, page_tokens=self._index.page_tokens, entry_bytes=self._mine.size_bytes
+        )
         self.disk_s = self._waits.disk_s
 
     def close(self) -> None:
@@ -162,7 +150,7 @@ class PageReader:
         return RootsOfCall(self._roots)
 
     def keys(self, page: HashedPage, part: PageOverlap, roots: RootsOfCall) -> list[bytes]:
-        """Keys of a part in the store, newest continuation first. Raises CheckpointError."""
+        """Return the keys of a part in the store, newest continuation first. Raises CheckpointError."""
         root = roots.root(page.space)
         return [
             page_key(self._run.secret, root, self._index.page_tokens, link) for link in reversed(part.links)
@@ -304,8 +292,9 @@ class PageReader:
         slots: Sequence[int],
         leases: Mapping[bytes, Lease],
     ) -> tuple[list[tuple[Lease, list[PagePart]]], list[int]]:
-        """(store pages and their places on the host, up to the plan's first page without a lease; for each
-        page of the plan, how many leading store pages it needs)"""
+        """Return the store pages to copy, with their places on the host, up to the plan's first page without
+        a lease. Also return, for each page of the plan, how many leading store pages it needs.
+        """
         jobs: list[tuple[Lease, list[PagePart]]] = []
         ends: list[int] = []
         at_hand: bytes | None = None
@@ -323,7 +312,7 @@ class PageReader:
         return jobs, ends
 
     def _plan(self, pages: Sequence[HashedPage | None]) -> Iterator[list[tuple[PageOverlap, list[bytes]]]]:
-        """Parts of each page and their keys, up to the first page without a key in the store."""
+        """Yield the parts of each page and their keys, up to the first page without a key in the store."""
         made: dict[tuple[CacheNamespace, tuple[bytes, ...]], list[bytes]] = {}
         roots = self.roots()
         for page in pages:
@@ -342,7 +331,7 @@ class PageReader:
         if not unique:
             yield {}
             return
-        found = store.lease(unique, ttl_s=self._run.config.store.lease_s, deadline_s=deadline_s)
+        found = store.lease(unique, ttl_s=LEASE_S, deadline_s=deadline_s)
         leases = [lease for lease in found if lease is not None]
         try:
             yield {lease.key: lease for lease in leases}
@@ -372,10 +361,10 @@ class PageReader:
 
 
 def _nearest(tiers: Sequence[Tier]) -> Tier:
-    """Best tier of several entries, if any one is sufficient."""
+    """Return the best tier of several entries, if any one is sufficient."""
     return min((tier for tier in tiers if tier), default=Tier.ABSENT)
 
 
 def _farthest(tiers: Sequence[Tier]) -> Tier:
-    """Worst tier of several entries, if all are needed."""
+    """Return the worst tier of several entries, if all are needed."""
     return Tier.ABSENT if Tier.ABSENT in tiers else max(tiers)

@@ -13,17 +13,13 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from cornplug.engine_common import weights_guard
-from cornplug.engine_common.page_publish import PageCost, PagePublisher
-from cornplug.engine_common.rank_pages import RankPages
-from cornplug.engine_common.runtime import EngineRuntime
+from cornplug.engine_common.page_publish import EntryCost, PageCost, PagePublisher
 from cornplug.errors import CheckpointError, CornplugError
 from cornplug.kv_page import PageGeometry, tensor_parallel_heads
-from cornplug.metrics import Tally
-from cornplug.sglang_hooks.kv_pages.costs import LoadPace
-from cornplug.sglang_hooks.kv_pages.layout import HostPages
 from cornplug.sglang_hooks.kv_pages.namespace_roots import RootsOfCall
 from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PagePart, Rows
-from cornplug.sglang_hooks.kv_pages.page_hash_index import HashedPage, PageHashIndex
+from cornplug.sglang_hooks.kv_pages.page_hash_index import HashedPage
+from cornplug.sglang_hooks.kv_pages.pool_context import PoolContext, RankPool
 from cornplug.sglang_hooks.kv_pages.reader import PageReader
 from cornplug.store.base import Reservation, ReserveRefusal, WriterPart
 
@@ -70,37 +66,23 @@ class PageWriter:
 
     Args:
         part: this rank's part, or None if it writes whole pages or none.
-        pace: measures the engine's steps, which give the cost of its pages.
-        only_seen: see `PagePublisher`.
-        threads: see `PageCopies`.
     """
 
     def __init__(
-        self,
-        runtime: EngineRuntime,
-        reader: PageReader,
-        index: PageHashIndex,
-        mine: RankPages,
-        host: HostPages,
-        part: WriterPart | None,
-        tally: Tally,
-        *,
-        pace: LoadPace,
-        only_seen: bool = False,
-        threads: int = 1,
+        self, context: PoolContext, reader: PageReader, pool: RankPool, part: WriterPart | None
     ) -> None:
-        self._run, self._reader, self._index = runtime, reader, index
-        self._mine, self._copies = mine, PageCopies(mine, host, threads=threads)
+        self._run, self._reader, self._index = context.runtime, reader, context.index
+        self._mine, self._copies = pool.mine, PageCopies(pool.mine, pool.host, threads=pool.threads)
         self._stops_s: float | None = None
-        self._pace, self._cost = pace, PageCost()
+        self._pace, self._cost = context.pace, PageCost()
         self._publisher = PagePublisher(
-            runtime,
-            mine.page,
-            tally,
-            deadline_s=runtime.background_timeout_s,
+            self._run,
+            self._mine.page,
+            context.tally,
+            deadline_s=self._run.background_timeout_s,
             part=part,
-            only_seen=only_seen,
-            cost=self._cost,
+            only_seen=context.only_seen,
+            cost=EntryCost(self._cost),
         )
         self._tails: OrderedDict[str, Rows] = OrderedDict()
         self._tail_bytes = 0
@@ -124,7 +106,7 @@ class PageWriter:
     # -- complete pages of the store -----------------------------------------------------------
 
     def _wanted(self, hashes: Sequence[str], slots: Sequence[int]) -> _Wanted:
-        """Key -> parts of the store pages that these pages complete."""
+        """Return the parts of the store pages that these pages complete, by key."""
         at = dict(zip(hashes, slots, strict=True))
         roots = self._reader.roots()
         found: dict[bytes, Sequence[PagePart | _Stored]] = {}
@@ -151,7 +133,7 @@ class PageWriter:
         return self._reader.keys(page, part._replace(links=(page.link,)), roots)[0]
 
     def _gathered(self, closing: str, at: Mapping[str, int]) -> list[PagePart | _Stored] | None:
-        """The small pages of one store page, or None if one of them is lost."""
+        """Return the small pages of one store page, or None if one of them is lost."""
         found: list[PagePart | _Stored] = []
         for name, page in self._index.siblings(closing):
             parts = self._index.overlaps(page)

@@ -1,9 +1,9 @@
 """Gets an image's embedding into the store before the request goes to the scheduler.
 
     in the store ──────────────────────────────> the scheduler takes it from there
-    else: ask the encoder service ──stored─────> the same
+    else: request to the service ──stored────> the same
                 └─ absent, refused, late ──────> a counted miss: the engine encodes
-    where the tower is quicker than the store ─> a counted miss, without a lookup
+    if the tower is faster than the store ─> a counted miss, without a lookup
 
 This runs in the tokenizer process. Only this request waits, up to a deadline that depends on the scheduler
 process's measurements of its tower. The origin of the embedding is sent with the item, and the scheduler
@@ -42,7 +42,7 @@ from cornplug.metrics import Tally
 from cornplug.sglang_hooks.compat import logger
 from cornplug.sglang_hooks.media import placeholder_tokens
 from cornplug.store.base import Tier
-from cornplug.store.payload import put_payload, recalled
+from cornplug.store.payload import NewPayload, put_payload, recalled
 
 _SOURCE: Final = "cornplug_source"
 waited: Final[ContextVar[bool]] = ContextVar("cornplug_waited", default=False)
@@ -143,9 +143,9 @@ class EmbeddingPrefetcher:
         return source
 
     def _deadline_s(self, rows: int) -> float:
-        ours, row_s = self._run.config.encoder, engine_state.current().encode_row_s()
+        config, row_s = self._run.config, engine_state.current().encode_row_s()
         encode_s = None if row_s is None else rows * row_s
-        return encode_deadline_s(encode_s, floor_s=ours.deadline_floor_s, ceiling_s=ours.deadline_s)
+        return encode_deadline_s(config.store.load_when, encode_s, ceiling_s=config.encoder.deadline_s)
 
     async def _in_thread(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
@@ -160,11 +160,7 @@ class EmbeddingPrefetcher:
         failed."""
         outcome = put_payload(
             self._run.store,
-            tensor.data,
-            kind=PayloadKind.EMBEDDING,
-            key=key,
-            dtype=tensor.dtype,
-            shape=tensor.shape,
+            NewPayload(tensor.data, PayloadKind.EMBEDDING, key=key, dtype=tensor.dtype, shape=tensor.shape),
             app=self._run.app,
             deadline_s=self._run.background_timeout_s,
         )
@@ -175,7 +171,9 @@ class EmbeddingPrefetcher:
 
 
 def _inputs(item: Any, wanted: Sequence[str]) -> dict[str, WireTensor]:
-    """Name -> tensor of one item, in the form its tower receives. Raises EncoderRefused("no_inputs")."""
+    """Return the tensors of one item by name, in the form its tower receives. Raises
+    EncoderRefused("no_inputs").
+    """
     known = {**item.model_specific_data, "pixel_values": item.feature}
     values = {name: known[name] for name in wanted if name in known}
     found = {}

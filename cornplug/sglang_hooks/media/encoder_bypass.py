@@ -43,8 +43,9 @@ class EmbeddingSource:
     """Embedding source of one scheduler process. All calls are made by the thread that runs the model."""
 
     def __init__(self, runtime: EngineRuntime, tally: Tally, *, dtype: str, width: int, first: bool) -> None:
-        """`dtype` (torch's name without "torch.") and `width` (columns) are the language model's. Of several
-        ranks that do the same, only the `first` saves and counts."""
+        """Create a source. `dtype` (torch's name without "torch.") and `width` (columns) are the language
+        model's. Of several ranks that do the same, only the `first` saves and counts.
+        """
         self._run = runtime
         self._tally = tally
         self._dtype = dtype
@@ -151,7 +152,9 @@ class EncoderBypass:
     """Replacement for a model's `get_image_feature` in one call of SGLang."""
 
     def __init__(self, original: EmbedItems, here: EmbeddingSource | None, device: torch.device) -> None:
-        """`here` is None on a rank that cannot share. It still takes part in the ranks' agreement."""
+        """Create a replacement for one call. `here` is None on a rank that cannot share. It still takes part
+        in the ranks' agreement.
+        """
         self._original = original
         self._here = here
         self._device = device

@@ -178,7 +178,9 @@ def _part_came(original: Callable[..., Any], current: Any, recv_obj: Any, model_
 
 
 def _judged(data: Any) -> Media:
-    """Media of a part, or None without a valid statement, which counts as a miss. Raises EncoderRefused."""
+    """Return the media of a part, or None without a valid statement, which counts as a miss. Raises
+    EncoderRefused.
+    """
     try:
         return verify_claims(data, _here.identity, activation.runtime().secret)
     except CodecError as e:
@@ -205,9 +207,10 @@ def _send_salt(entries: list[dict[str, Any]], _receiver: Any, request_obj: Any) 
 
 
 async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any, **kwargs: Any) -> Any:
-    """SGLang's `recv_mm_data` with embedding keys: all parts of a request as items (zmq_to_tokenizer).
+    """Receive all parts of a request as items with embedding keys, in SGLang's `recv_mm_data`
+    (zmq_to_tokenizer).
 
-    Called by `epd_fallback`, because SGLang supports only one hook around a function.
+    `epd_fallback` calls this, because SGLang supports only one hook around a function.
     """
     parts: dict[int, Future[Media]] = {}
     token = _receiving.set(parts)
@@ -243,7 +246,7 @@ def _sent(_manager: Any, tokenized_obj: Any) -> None:
 
 
 def _prepared(original: Callable[..., bool], waiting: Any) -> bool:
-    """Called before a request's parts are assembled. Returns False if they are not ready, and SGLang retries
+    """Wrap the assembly of a request's parts. Return False if they are not verified yet, and SGLang retries
     in each step.
 
     An exception ends only this request.
@@ -262,7 +265,7 @@ def _checks(waiting: Any) -> dict[int, Future[Media]]:
 
 
 def _assembled(_result: None, waiting: Any, recv_embedding: Any) -> None:
-    """Called after a request's items were created on this rank (zmq_to_scheduler)."""
+    """Assign keys to a request's items after they were created on this rank (zmq_to_scheduler)."""
     if not activation.is_on():
         return
     mm_inputs = waiting.recv_req.mm_inputs

@@ -6,9 +6,9 @@ and waits up to 180 s for an encoder that does not reply. But several families l
 `--language-only` servers too, and with `--enable-adaptive-dispatch-to-encoder` all do. In this case the
 server encodes the image itself, which counts as a miss:
 
-    zmq_to_tokenizer   nothing came ──> SGLang's own path for images, at once
+    zmq_to_tokenizer   no reply ──> SGLang's own path for images, immediately
     zmq_to_scheduler   /encode failed or is late ──> tokenizer: the same path, and the request is
-                       sent again ──> every rank: it takes the place of the one that waits
+                       sent again ──> every rank: it replaces the waiting request
 
 A request that has waited until a deadline does not wait for another service (`--cornplug-encoder`). After a
 failure of the service, the next requests skip it for a while. Without a tower the error is SGLang's own,
@@ -154,7 +154,10 @@ def _dispatch(original: Callable[..., Any], receiver: Any, obj: Any, *args: Any,
 
 
 def _dispatch_failed(original: Callable[..., None], manager: Any, error: Any) -> None:
-    """Called on the thread that sent the request to the encoder. The request waits in the scheduler."""
+    """Encode the images of a request whose encoder failed. The request waits in the scheduler.
+
+    Runs on the thread that sent the request to the encoder.
+    """
     if not _falls_back():
         original(manager, error)
         return

@@ -5,7 +5,7 @@
 
 The digest covers the pixels that the processor receives, by the rule of `encoder_service.media`. SGLang
 0.5.23 differs from that rule in two ways: it does not apply the EXIF orientation, and it drops transparency
-where the rule puts the image on a white background. Such an image has other pixels here than in vLLM, and
+while the rule puts the image on a white background. Such an image has other pixels here than in vLLM, and
 therefore another digest.
 
 The digest is kept in a field of the item that is not sent to the scheduler, until the request's salt is known
@@ -48,7 +48,7 @@ def set_digest(item: Any, media: bytes | Callable[[], bytes | None] | None) -> N
 
 
 def digest_of(item: Any) -> bytes | None:
-    """Media digest of an item, or None."""
+    """Return the media digest of an item, or None."""
     found: Any = item.__dict__.get(_DIGEST)
     if callable(found):
         found = item.__dict__[_DIGEST] = found()
@@ -69,9 +69,9 @@ async def settle(items: Sequence[Any], own: frozenset[str] = frozenset()) -> Non
 
 
 def image_digest(image: object, *, converts: bool = True) -> bytes | None:
-    """Media digest (32 bytes) of a decoded image, or None for other objects.
+    """Return the media digest (32 bytes) of a decoded image, or None for other objects.
 
-    `converts` tells that the processor converts all modes to RGB with Pillow's `convert`.
+    `converts` is whether the processor converts all modes to RGB with Pillow's `convert`.
     """
     if isinstance(image, Image.Image):
         if image.mode != "RGB":
@@ -136,13 +136,13 @@ def _compose_artifacts(result: Any, this: Any, input_text: Any, artifacts: Seque
             set_digest(item, media)
 
 
-# -- LLaVA: decodes in processes of its own, and hashes URLs ---------------------------------
+# -- LLaVA: decodes in its own processes, and hashes URLs -------------------------------------
 
 
 def _llava_task(
     original: Callable[..., Any], image_input: Any, image_hash: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Called in a worker process. No caller uses the returned hash, so it carries the digest."""
+    """Return an image's digest in place of its hash, which no caller uses. Runs in a worker process."""
     pixels, _, size = original(image_input, image_hash, *args, **kwargs)
     if not activation.is_on():
         return pixels, image_hash, size

@@ -58,7 +58,7 @@ class Towers:
         return named if self.images is None else named - {"image"}
 
     def of(self, item: Any) -> TowerIdentity | None:
-        """Tower for the embeddings of an item, or None if they are not shared."""
+        """Return the tower for the embeddings of an item, or None if they are not shared."""
         if self.own is not None and item.modality.name.lower() in self.own_modalities:
             return self.own.tower
         return self.images if item.is_image() else None
@@ -68,7 +68,7 @@ class MediaIdentifiers:
     """Identity of the model of this tokenizer process."""
 
     def __init__(self, processor: Any) -> None:
-        """`processor` is SGLang's BaseMultimodalProcessor."""
+        """Identify the model. `processor` is SGLang's BaseMultimodalProcessor."""
         # Reading a large checkpoint the first time takes seconds. Start-up continues in the meantime.
         self._towers = CurrentIdentity(lambda: _identify(processor), "embeddings", compat.logger.warning)
 
@@ -165,7 +165,7 @@ def _key(tower: bytes, media: bytes, options: Mapping[str, Any], salt: str | Non
 
 
 def _options(obj: Any, image_items: list[Any]) -> dict[int, dict[str, Any]] | None:
-    """id of an item -> this request's processor arguments for it, or None if they cannot be matched.
+    """Return this request's processor arguments by id of the item, or None if they cannot be matched.
 
     They are stored under "sglang", because an argument may act differently in another engine's processor.
     """
@@ -203,7 +203,9 @@ class _Tokenizer:
 
 
 def _one_host() -> bool:
-    """Return whether all ranks use this host's store. An embedding that one rank lacks is used by none."""
+    """Return whether all ranks use this host's store. An embedding that one rank lacks is not used by any
+    rank.
+    """
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_server_args
 

@@ -41,8 +41,9 @@ _values: set[int] = set()
 
 
 def rows_of(item: Any) -> int:
-    """Number of placeholder tokens of an item, which equals the rows of its embedding. 0 for an item without
-    offsets."""
+    """Return the number of placeholder tokens of an item, which equals the rows of its embedding. 0 for an
+    item without offsets.
+    """
     return sum(end - start + 1 for start, end in item.offsets or ())
 
 

@@ -48,8 +48,8 @@ def probes() -> list[Image.Image]:
 
 
 def preprocessing_difference(processor: Any, model: EngineModel) -> str | None:
-    """Hex digest of the tensors that SGLang's `processor` (a BaseMultimodalProcessor) makes of the probes, or
-    None if they agree with transformers.
+    """Return the hex digest of the tensors that SGLang's `processor` (a BaseMultimodalProcessor) makes of the
+    probes, or None if they agree with transformers.
 
     Processing images takes tens of milliseconds, too long for an event loop. Raises
     CheckpointError("preprocessing") if this processor cannot be called.
@@ -75,7 +75,7 @@ def preprocessing_difference(processor: Any, model: EngineModel) -> str | None:
 
 
 def _names(model: EngineModel) -> Sequence[str]:
-    """Names of the tensors that a tower of this family takes for an image."""
+    """Return the names of the tensors that a tower of this family takes for an image."""
     name = str(model.checkpoint.config.get("model_type"))
     family = FAMILIES.get(name)
     described = family.inputs.get("image") if family else None
@@ -83,7 +83,7 @@ def _names(model: EngineModel) -> Sequence[str]:
 
 
 def _tensors(processor: Any, image: Image.Image, names: Sequence[str]) -> Tensors:
-    """Name -> tensor that SGLang sends to its tower for one image."""
+    """Return the tensors that SGLang sends to its tower for one image, by name."""
     from sglang.srt.multimodal.media_artifacts import MediaArtifactCacheMixin
     from sglang.srt.multimodal.processors.llava import LlavaImageProcessor
 
@@ -132,7 +132,9 @@ def _llava(processor: Any, image: Image.Image) -> Tensors:
 
 
 def _reference(model: EngineModel, ours: Sequence[Tensors]) -> list[Tensors]:
-    """Name -> tensor that transformers makes of each probe, as for vLLM and the encoder service."""
+    """Return the tensors that transformers makes of each probe, by name, as for vLLM and the encoder
+    service.
+    """
     from transformers import AutoImageProcessor
 
     image_processor = AutoImageProcessor.from_pretrained(

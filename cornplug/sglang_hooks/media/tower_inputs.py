@@ -53,14 +53,14 @@ class OwnTower:
 
 
 def own_modalities(model_type: str, dtype: str) -> frozenset[str]:
-    """Modalities of a family whose embeddings are shared among SGLang servers with this dtype."""
+    """Return the modalities of a family whose embeddings are shared among SGLang servers with this dtype."""
     return frozenset(m for m in _MODALITIES if model_type in validated_families(dtype, f"own {m}"))
 
 
 def own_tower(model: EngineModel, settings: Any, *, generic: bool) -> OwnTower | None:
     """Return a model's tower as only SGLang computes it, or None for a family that is not tested.
 
-    `settings` are SGLang's resolved settings. `generic` tells that SGLang runs the model with its generic
+    `settings` are SGLang's resolved settings. `generic` is whether SGLang runs the model with its generic
     backend, whose `MultiModalMixin._forward_hidden_states` calls no tower of its own. Reads all weights
     (cached on disk). Raises CheckpointError as `EngineModel.own_identity`.
     """
@@ -73,7 +73,7 @@ def own_tower(model: EngineModel, settings: Any, *, generic: bool) -> OwnTower |
 
 
 def inputs_digest(item: Any) -> bytes | None:
-    """Digest (32 bytes) of everything that an item passes to its tower.
+    """Return the digest (32 bytes) of everything that an item passes to its tower.
 
     None for an item without its own features, and if a field is not a tensor, number, text or collection of
     these (for example a handle to another process's GPU memory).
@@ -92,7 +92,7 @@ def inputs_digest(item: Any) -> bytes | None:
 
 
 def _digest(value: object) -> bytes:
-    """Digest that distinguishes values of all types. Raises TypeError for unsupported types."""
+    """Return a digest that distinguishes values of all types. Raises TypeError for unsupported types."""
     match value:
         case torch.Tensor():
             if value.layout != torch.strided or value.is_quantized:

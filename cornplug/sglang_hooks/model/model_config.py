@@ -35,7 +35,7 @@ _started: Final = StartedModel()
 
 
 def engine_model() -> EngineModel:
-    """Model of this process's engine, from the settings that SGLang has published here.
+    """Return the model of this process's engine, from the settings that SGLang has published here.
 
     After an update of its weights, with the new weights. Raises CheckpointError if the model cannot be
     identified: "load_format", "settings", "overrides", "no_settings" (SGLang has not published them yet), and
@@ -45,7 +45,7 @@ def engine_model() -> EngineModel:
 
 
 def started_model() -> StartedModel:
-    """The model that this process's engine started with."""
+    """Return the model that this process's engine started with."""
     return _started
 
 
@@ -63,7 +63,7 @@ def _described() -> EngineModel:
 
 
 def describe(settings: Any, model: Any) -> EngineModel:
-    """Like `engine_model`, from SGLang's resolved settings and its ModelConfig."""
+    """Return the same as `engine_model`, from SGLang's resolved settings and its ModelConfig."""
     _check_sources(settings, model)
     checkpoint = Checkpoint.open(model.model_path, model.revision)
     return EngineModel(
@@ -134,7 +134,7 @@ def _check_sources(settings: Any, model: Any) -> None:
 
 
 def _overrides(settings: Any, model: Any, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Setting -> value, for settings that change computed values.
+    """Return the values of settings that change computed values, by name.
 
     SGLang's running config cannot be compared with config.json, because SGLang adds sizes to every config.
     Values that differ from the files come from `--json-model-override-args`.
@@ -171,7 +171,7 @@ def _is_local(settings: Any, model: Any) -> bool:
 
 
 def _fields(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values and defaults of SGLang's ServerArgs."""
+    """Return the values and defaults of SGLang's ServerArgs."""
     import msgspec
     from sglang.srt.server_args import ServerArgs
 
@@ -190,7 +190,9 @@ def _fields(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _other_plugins() -> list[str]:
-    """Other plugins, which may replace any function of SGLang. Only servers with the same plugins share."""
+    """Return the other plugins, which may replace any function of SGLang. Only servers with the same plugins
+    share.
+    """
     allowed = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
     found = set()
     for group in _PLUGINS:

@@ -34,25 +34,23 @@ WHERE_QUANTISED: Final = (
 
 _IDENTIFIED: Final = {
     "the checkpoint's files are fingerprinted": "model_path revision",
-    "an allow list of its own: `model.READS_SAFETENSORS`": "load_format",
-    "threads that read in parallel change nothing, other keys do: `model.describe`": (
-        "model_loader_extra_config"
-    ),
-    "which cache of downloads is read: `model.describe`": "download_dir",
-    "code of the checkpoint's own counts as what it is: `model.describe`": "trust_remote_code",
+    "a separate allow list, `model_config.READS_SAFETENSORS`": "load_format",
+    "only keys for parallel reading are allowed, see `model_config.describe`": ("model_loader_extra_config"),
+    "refused unless the model is a folder, see `model_config.describe`": "download_dir",
+    "digest of the checkpoint's own code, see `model_config.describe`": "trust_remote_code",
     "as `dtype`": "dtype",
-    "as `max_model_len`, where rotary embeddings depend on it": "context_length",
-    "as `hf_overrides`": "json_model_override_args",
-    "as `sglang_quantization`, unless the checkpoint says it itself": "quantization",
-    "the page's dtype is part of its geometry; other dtypes are not shared": "kv_cache_dtype",
-    "as the image processor's arguments; video and audio are not shared": "mm_process_config",
-    "pixels are compared with transformers': `preprocessing.preprocessing_difference`": (
+    "in the key as `max_model_len`, if rotary embeddings depend on it": "context_length",
+    "in the key as `hf_overrides`": "json_model_override_args",
+    "in the key as `sglang_quantization`, unless the checkpoint declares it": "quantization",
+    "the page's geometry contains the dtype; other dtypes are not shared": "kv_cache_dtype",
+    "in the key as the image processor's arguments; video and audio are not shared": "mm_process_config",
+    "pixels are compared with transformers' (`preprocessing_probe`)": (
         "image_processor_backend disable_fast_image_processor"
     ),
-    "adapters' files are digested, each with the modules that it adapts: `namespace_roots.py`": (
+    "digests of adapters' files and of the modules to which they apply, see `namespace_roots`": (
         "lora_paths lora_target_modules"
     ),
-    "counts where weights are quantised: `WHERE_QUANTISED`": " ".join(WHERE_QUANTISED),
+    "in the key if weights are quantised, see `WHERE_QUANTISED`": " ".join(WHERE_QUANTISED),
 }
 
 _VALUES: Final = """
@@ -87,7 +85,7 @@ _EXACT_ATTENTION: Final = frozenset(
         "trtllm_mla",
     }
 )
-"""Backends with full attention in the KV's own dtype, which differ only by the order of sums."""
+"""Backends with full attention in the KV's own dtype, which differ only by the order of additions."""
 
 _SAME: Final[Mapping[str, frozenset[Any]]] = {
     "attention_backend": _EXACT_ATTENTION,
@@ -107,13 +105,13 @@ _SAME: Final[Mapping[str, frozenset[Any]]] = {
 }
 
 _HARMLESS: Final = {
-    "tokens are part of the key, whoever made them of text": """
+    "affects only the tokens, which are in the key": """
         allow_auto_truncate chat_template completion_template default_chat_template_kwargs
         disable_tokenizer_batch_decode dynamic_batch_tokenizer_batch_size
         dynamic_batch_tokenizer_batch_timeout enable_dynamic_batch_tokenizer
         enable_tokenizer_batch_encode hf_chat_template_name skip_tokenizer_init strip_thinking_cache
         tokenizer_backend tokenizer_mode tokenizer_path trust_request_chat_template""",
-    "how requests arrive and answers leave": """
+    "transport of requests and responses": """
         admin_api_key api_key asr_max_buffer_seconds asr_max_concurrent_sessions batch_notify_size
         detokenizer_worker_num enable_cache_report enable_http2 enable_http_worker_reuseport
         enable_response_store enable_ssl_refresh enable_streaming_session fastapi_root_path
@@ -123,7 +121,7 @@ _HARMLESS: Final = {
         skip_server_warmup smg_grpc_mode ssl_ca_certs ssl_certfile ssl_keyfile ssl_keyfile_password
         stream_interval stream_response_default_include_usage tokenizer_worker_num tool_call_parser
         tool_server warmups weight_version""",
-    "which token is sampled; it is part of the next page's key": """
+    "affects sampled tokens, which are in the key of the next page": """
         constrained_json_disable_any_whitespace constrained_json_max_whitespace_cnt
         constrained_json_whitespace_pattern disable_outlines_disk_cache enable_custom_logit_processor
         enable_strict_thinking enable_watermark grammar_backend mlx_enable_sampling
@@ -131,11 +129,11 @@ _HARMLESS: Final = {
         sampling_mask_max_tokens watermark_config watermark_context_window watermark_default_enabled
         watermark_enforce_all watermark_key watermark_key_b watermark_max_probability
         watermark_mixing_probability""",
-    "read after the last layer's KV": """
+    "used after the last layer's KV is computed": """
         aux_hidden_state_capture enable_dp_lm_head enable_fp32_lm_head enable_return_aux_hidden_states
         enable_return_hidden_states enable_return_indexer_topk enable_return_routed_experts
         enable_tp_lm_head_all_to_all return_aux_hidden_state_layer_ids return_hidden_states_mode""",
-    "how the checkpoint's files are read, checked, kept or handed on": """
+    "reading, checking, caching and forwarding of the checkpoint's files": """
         delete_ckpt_after_loading engine_info_bootstrap_port model_checksum
         modelopt_checkpoint_save_path modelopt_export_path remote_instance_weight_loader_backend
         remote_instance_weight_loader_seed_instance_ip
@@ -145,12 +143,12 @@ _HARMLESS: Final = {
         weight_cache_socket weight_cache_timeout weight_loader_disable_mmap
         weight_loader_drop_cache_after_load weight_loader_prefetch_checkpoints
         weight_loader_prefetch_num_threads""",
-    "how media arrive and travel; what is shared is named by pixels": """
+    "transfer of media; shared media are identified by their pixels": """
         allowed_media_domains enable_broadcast_mm_inputs_process enable_multimodal
         enable_prefix_mm_cache limit_mm_data_per_request media_url_max_file_size_mb mm_enable_dp_encoder
         mm_feature_transport mm_global_cache_backend mm_io_worker_num mm_preprocess_cache_size_mb
         mm_processor_worker_num trust_mm_content_hashes""",
-    "which tokens are computed when, and beside which": """
+    "the order of tokens, and the composition of batches": """
         abort_on_priority_when_disabled chunked_prefill_size default_priority_value
         disable_chunked_prefix_cache disable_overlap_schedule disable_priority_preemption
         enable_dynamic_chunking enable_mixed_chunk enable_prefill_delayer enable_priority_scheduling
@@ -162,7 +160,7 @@ _HARMLESS: Final = {
         prefill_max_requests priority_scheduling_preemption_threshold retraction_policy
         schedule_conservativeness schedule_low_priority_values_first schedule_policy
         scheduler_recv_interval""",
-    "where KV lies and how long; its values are the same": """
+    "location and lifetime of KV, not its values": """
         _radix_eviction_policy_explicitly_set _swa_full_tokens_ratio_explicitly_set c128_page_size
         disable_hybrid_swa_memory disable_radix_cache enable_hierarchical_cache enable_linker_mla_dedup
         enable_page_major_kv_layout enable_session_radix_cache enable_unified_memory
@@ -172,11 +170,11 @@ _HARMLESS: Final = {
         hicache_write_policy max_total_tokens mem_fraction_static page_size
         prefill_only_disable_kv_cache radix_eviction_policy radix_eviction_policy_config
         swa_full_tokens_ratio swa_prefix_tails""",
-    "KV of another cache is not shared: `kv.hicache_config` refuses it beside ours": """
+    "KV of another cache is not shared, see `kv.hicache_config`": """
         enable_flexkv enable_lmcache enable_unified_cache_external_linker flexkv_config_file
         hicache_storage_backend hicache_storage_backend_extra_config lmcache_config_file
         radix_cache_backend unified_cache_external_linker_backend unified_cache_external_linker_config""",
-    "which process computes which part; sums are taken in another order": """
+    "which process computes which part; only the order of additions differs": """
         attn_cp_size attn_dp_size cp_strategy dcp_comm_backend dcp_replicate_q_proj dcp_size
         disable_attn_tp_gather dist_init_addr dist_timeout dp_size dwdp_size
         enable_attn_tp_input_scattered enable_cp_decode_attn_tp enable_cp_tp_group_sharing
@@ -185,15 +183,15 @@ _HARMLESS: Final = {
         enable_prefill_cp enable_shared_experts_attn_tp ep_size gated_launch_port load_balance_method
         moe_dense_tp_size moe_dp_size nccl_port nnodes node_rank pp_async_batch_depth
         pp_max_micro_batch_size pp_size shared_experts_tp_size tp_size""",
-    "how sums travel between processes; in full precision": """
+    "transfer of sums between processes in full precision": """
         disable_aiter_allreduce_fusion_in_decode disable_aiter_allreduce_fusion_in_prefill
         disable_custom_all_reduce enable_aiter_allreduce_fusion enable_flashinfer_allreduce_fusion
         enable_mscclpp enable_nccl_nvls enable_symm_mem enable_torch_symm_mem
         enforce_disable_flashinfer_allreduce_fusion flashinfer_allreduce_fusion_backend pre_warm_nccl""",
-    "the machine that computes; arithmetic differs by rounding": """
+    "the computing device; results differ by rounding": """
         base_gpu_id custom_sigquit_handler device gc_threshold gpu_id_step numa_node sleep_on_idle
         soft_watchdog_timeout use_ray watchdog_timeout""",
-    "what is said about the server": """
+    "metrics, logs and traces": """
         bucket_e2e_request_latency bucket_inter_token_latency bucket_time_to_first_token
         crash_dump_folder debug_tensor_dump_layers debug_tensor_dump_output_folder decode_log_interval
         enable_forward_pass_metrics enable_layerwise_nvtx_marker enable_metrics
@@ -205,7 +203,7 @@ _HARMLESS: Final = {
         otlp_service_name otlp_traces_endpoint prompt_tokens_buckets show_time_cost
         smg_http_sidecar_port stat_loggers tokenizer_metrics_allowed_custom_labels
         tokenizer_metrics_custom_labels_header trace_modules uvicorn_access_log_exclude_prefixes""",
-    "the same arithmetic, tuned, fused or split otherwise": """
+    "the same arithmetic, tuned, fused or split differently": """
         disable_flashinfer_autotune disable_shared_experts_fusion enable_fused_moe_sum_all_reduce
         enable_fused_qk_norm_rope enable_lean_attention enable_single_batch_overlap
         enable_two_batch_overlap enforce_shared_experts_fusion flashinfer_autotune_skip_ops
@@ -218,23 +216,23 @@ _HARMLESS: Final = {
         disable_cuda_graph disable_cuda_graph_padding disable_decode_cuda_graph
         disable_prefill_cuda_graph enable_cudagraph_gc enable_profile_cuda_graph enable_torch_compile
         enable_torch_compile_debug_mode torch_compile_max_bs""",
-    "state of models whose KV is not shared; no tower reads it": """
+    "state of models whose KV is not shared; towers do not use it": """
         enable_int8_mamba_checkpoint enable_linear_replayssm enable_linear_replayssm_spec
         enable_mamba_cache_stochastic_rounding int8_mamba_ckpt_size linear_attn_backend
         linear_attn_decode_backend linear_attn_prefill_backend linear_attn_verify_backend
         linear_replayssm_cache_len mamba_backend mamba_cache_philox_rounds mamba_full_memory_ratio
         mamba_max_states_per_path mamba_radix_cache_strategy mamba_ssm_dtype mamba_track_interval
         max_mamba_cache_size uses_mamba_radix_cache""",
-    "where experts' weights lie, and who counts their work": """
+    "location of experts' weights, and statistics of their load": """
         deepep_config enable_eplb enable_waterfill ep_num_redundant_experts eplb_algorithm
         eplb_min_rebalancing_utilization_threshold eplb_rebalance_layers_per_chunk
         eplb_rebalance_num_iterations expert_balancedness_report_mode
         expert_distribution_recorder_buffer_size expert_distribution_recorder_mode init_expert_location
         mooncake_ib_device""",
-    "how KV of 4 bits is read; it is not shared": "prefill_kv_cache_dequant_dtype",
-    "how --kt-weight-path's experts are computed; nothing is shared under it": """
+    "reading of 4-bit KV, which is not shared": "prefill_kv_cache_dequant_dtype",
+    "computation of --kt-weight-path's experts; nothing is shared with that option": """
         kt_cpuinfer kt_max_deferred_experts_per_token kt_method kt_num_gpu_experts kt_threadpool_count""",
-    "what drafts propose: it is in the key of a draft's KV (`draft_model`), as no token depends on it": """
+    "affects only drafts, and is in the key of a draft's KV (`draft_model`)": """
         _speculative_draft_quantization_explicitly_set decoupled_spec_bind_endpoint
         decoupled_spec_connect_endpoints decoupled_spec_rank decoupled_spec_role
         decrypted_draft_config_file enable_multi_layer_eagle spec_trace_dir
@@ -254,7 +252,7 @@ _HARMLESS: Final = {
         speculative_ngram_min_bfs_breadth speculative_num_draft_tokens speculative_num_steps
         speculative_token_map speculative_use_block_verification speculative_use_rejection_sampling
         uno_lora_path""",
-    "which server does which half; KV that another sent is not shared": """
+    "roles of disaggregated servers; received KV is not shared": """
         disaggregation_bootstrap_port disaggregation_decode_allocation_policy
         disaggregation_decode_enable_offload_kvcache disaggregation_decode_enable_radix_cache
         disaggregation_decode_extra_slots disaggregation_decode_host_receive_threshold
@@ -264,11 +262,11 @@ _HARMLESS: Final = {
         enable_pdmux encoder_bootstrap_port encoder_only encoder_register_urls encoder_transfer_backend
         encoder_urls language_model_only language_only num_reserved_decode_tokens
         optimistic_prefill_attempts pdmux_config_path sm_group_num""",
-    "where adapters lie; each is digested": """
+    "location of adapters, whose files are digested": """
         enable_lora enable_lora_overlap_loading lora_backend lora_drain_wait_threshold
         lora_eviction_policy lora_strict_loading max_loaded_loras max_lora_chunk_size max_lora_rank
         max_loras_per_batch""",
-    "where weights lie while they are not used": """
+    "location of weights while they are not used": """
         cpu_offload_gb enable_draft_weights_cpu_backup enable_memory_saver enable_weights_cpu_backup
         offload_group_size offload_mode offload_num_in_group offload_prefetch_step ple_offload_embedding""",
 }
@@ -286,7 +284,7 @@ _REFUSED: Final = {
         elastic_ep_backend elastic_ep_initial_size elastic_ep_scale_timeout enable_elastic_expert_backup
         ep_join_mode ep_join_rank_offset max_ep_size""",
     "KV of earlier tokens depends on later tokens": ("dllm_algorithm dllm_algorithm_config dllm_fdfo"),
-    "KV of a token depends on its item of the request": "enable_mis",
+    "KV of a token depends on its item in the request": "enable_mis",
 }
 
 SERVER_ARGS: Final = FieldTables(

@@ -2,8 +2,8 @@
 except an update from a checkpoint that succeeds (`disk_updates.py`) and, if trainer versions are trusted,
 updates by tensors (`trainer_updates.py`).
 
-Every process learns of it before the first byte changes: the scheduler of each rank from the request itself,
-and the tokenizer when it passes the request on.
+Every process is notified before the first byte changes: the scheduler of each rank by the request itself, and
+the tokenizer when it passes the request on.
 """
 
 from __future__ import annotations

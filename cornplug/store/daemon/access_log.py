@@ -71,7 +71,9 @@ class AccessLog:
             self._file = os.fdopen(os.open(path, flags, 0o600), "ab", buffering=_BUFFER_BYTES)
         except OSError as e:
             raise ConfigError(
-                "store.access_log", f"cannot write {path}: {e.strerror}", "Name a file in a folder of yours."
+                "store.access_log",
+                f"cannot write {path}: {e.strerror}",
+                "Choose a file in a folder that belongs to you.",
             ) from e
         self._path, self._left_bytes = path, max_bytes - os.fstat(self._file.fileno()).st_size
         self._ended = False
@@ -97,7 +99,7 @@ class AccessLog:
         if self._ended:
             return
         if self._left_bytes < 0:
-            self._end("is as long as it may be")
+            self._end("has reached its maximum size")
             return
         try:
             self._file.write(line)

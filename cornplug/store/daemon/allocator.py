@@ -33,7 +33,8 @@ class ArenaAllocator:
         self.free_bytes = 0
         self._size_at: dict[int, int] = {}
         self._start_of_end: dict[int, int] = {}
-        # Ordered dicts: finding the first key of a dict takes time for each key that was removed before it.
+        # Ordered dicts, because finding the first key of a dict takes time for each key that was removed
+        # before it.
         self._classes: list[OrderedDict[int, None]] = []
         self._nonempty = 0
 

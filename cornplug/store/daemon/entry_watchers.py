@@ -32,23 +32,23 @@ class EntryWatchers:
         self._far: FarTier | None = None
 
     def open_disk(self, disk: OpenedDisk, index: StoreIndex, arena: SharedArena, fences: WriteFences) -> None:
-        """Also store entries on this disk. Raises OSError."""
+        """Store entries on this disk too. Raises OSError if the disk cannot be used."""
         from cornplug.store.disk.disk_tier import DiskTier
+        from cornplug.store.disk.tier_protocols import MemoryTier
 
         assert self._table is not None, "clients see in the table which entries are on disk"
-        self.disk = DiskTier(
-            disk, index, rules=index.placement.policy, marks=self._table, memory=_RoomMemory(arena, fences),
-            capacity_bytes=arena.capacity_bytes,
-        )  # fmt: skip
+        above = MemoryTier(index, _RoomMemory(arena, fences), index.placement.policy, self._table)
+        self.disk = DiskTier(disk, above, capacity_bytes=arena.capacity_bytes)
 
     def open_far(self, far: OpenedFar, index: StoreIndex, arena: SharedArena, fences: WriteFences) -> None:
         """Share entries through these far stores. Call this after `open_disk`."""
+        from cornplug.store.disk.tier_protocols import MemoryTier
         from cornplug.store.far.far_tier import FarTier
 
         assert self._table is not None, "clients see in the table which entries were found"
         disk = self.disk
         self._far = FarTier(
-            far, index, rules=index.placement.policy, marks=self._table, memory=_RoomMemory(arena, fences),
+            far, MemoryTier(index, _RoomMemory(arena, fences), index.placement.policy, self._table),
             on_disk=(lambda key: False) if disk is None else disk.holds,
             show_answers=self._table.show_far_answers, show_ticket=self._table.show_ticket,
         )  # fmt: skip

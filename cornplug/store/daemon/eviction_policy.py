@@ -244,7 +244,7 @@ class VictimSearch(Generic[E]):
         *,
         only_own: bool = False,
     ) -> None:
-        """`uses` is the number of uses of all entries so far."""
+        """Create a search. `uses` is the number of uses of all entries so far."""
         self._only_own = only_own
         self._sources, self._own, self._beyond_shares = sources, own, beyond_shares
         self._namespace_of, self._uses = namespace_of, uses

@@ -30,7 +30,7 @@ from cornplug.store.base import (
     PayloadLocation,
     Reservation,
     ReserveRefusal,
-    WriterPart,
+    ReserveTerms,
     place,
 )
 from cornplug.store.daemon.allocator import align_up
@@ -38,7 +38,7 @@ from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
 from cornplug.store.daemon.placement import EntryPlacement, EvictableEntry, Grow, StoredEntry
 from cornplug.store.daemon.purges import PurgeJobs
-from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, OpenEntries, OpenEntry, Sightings
+from cornplug.store.daemon.reservations import OpenEntries, OpenEntry, ReservationTimes, Sightings
 from cornplug.store.daemon.store_counters import AppBytes, RemovalCause, StoreCounters
 from cornplug.store.store_stats import StoreStat
 from cornplug.store.use_notes import NotedReads
@@ -103,10 +103,8 @@ class StoreIndex:
         arena_id: bytes,
         capacity_bytes: int,
         *,
-        quarantine_s: float,
+        times: ReservationTimes,
         grow: Grow,
-        reservation_s: float = RESERVATION_S,
-        reclaim_s: float = RECLAIM_S,
         fences: WriteFences | None = None,
         watchers: EntryWatchers | None = None,
         namespaces: Mapping[str, NamespaceConfig] | None = None,
@@ -121,9 +119,8 @@ class StoreIndex:
         self._sightings = Sightings()
         self._entries: dict[bytes, StoredEntry] = {}
         self._open_entries = OpenEntries(
-            quarantine_s=quarantine_s, reservation_s=reservation_s, reclaim_s=reclaim_s,
-            on_end=self._end_open_entry, free=self._free_open_entry, disown=self._disown,
-        )  # fmt: skip
+            times, on_end=self._end_open_entry, free=self._free_open_entry, disown=self._disown
+        )
         self._reading: dict[int, LeaseGroup[StoredEntry]] = {}
         self._pins: LeaseLimits[StoredEntry] = LeaseLimits(self.capacity_bytes * 3 // 4)
         self._owned: dict[int, set[int]] = {}
@@ -191,20 +188,16 @@ class StoreIndex:
         self,
         owner: int,
         entries: Sequence[tuple[bytes, int]],
+        terms: ReserveTerms,
         *,
-        app: str,
         now_s: float,
-        part: WriterPart | None = None,
         cut_looks: int | None = None,
-        only_seen: bool = False,
-        cost_s: float = 0.0,
         promotes: bool = False,
     ) -> list[Reservation | ReserveRefusal]:
         """Reserve memory for each (key, size), growing and evicting as needed, or return the reason why not.
 
         If finding memory took more than `cut_looks`, only the first results are returned, at least one.
-        `cost_s` applies to each entry. `promotes` is set for recalls by the disk and far tiers, which are not
-        counted.
+        `promotes` is set for recalls by the disk and far tiers, which are not counted.
         """
         self.sweep(now_s)
         self.placement.begin_call()
@@ -212,16 +205,14 @@ class StoreIndex:
         for key, size in entries:
             if cut_looks is not None and self.placement.looks > cut_looks:
                 break
-            open_entry = self._join_or_open(
-                key, size, app, part, now_s, only_seen=only_seen, cost_s=cost_s, promotes=promotes
-            )
+            open_entry = self._join_or_open(key, size, terms, now_s, promotes=promotes)
             if isinstance(open_entry, OpenEntry):
-                out.append(self._open_entries.join(open_entry, owner, self._new_token(owner), part))
+                out.append(self._open_entries.join(open_entry, owner, self._new_token(owner), terms.part))
             else:
                 out.append(open_entry)
         self.placement.end_call()
         if not promotes:
-            self.counters.reserved(app, out)
+            self.counters.reserved(terms.app, out)
         return out
 
     def commit(self, owner: int, token: int, meta: bytes, *, age_s: float = 0.0) -> bool:
@@ -325,16 +316,16 @@ class StoreIndex:
         )  # fmt: skip
 
     def _join_or_open(
-        self, key: bytes, size: int, app: str, part: WriterPart | None, now_s: float,
-        *, only_seen: bool, cost_s: float, promotes: bool,
-    ) -> OpenEntry | ReserveRefusal:  # fmt: skip
+        self, key: bytes, size: int, terms: ReserveTerms, now_s: float, *, promotes: bool
+    ) -> OpenEntry | ReserveRefusal:
         """Return the open entry that this writer may join. If there is none, begin it."""
         if key in self._entries:
             return ReserveRefusal.PRESENT
+        app, part = terms.app, terms.part
         found = self._open_entries.find(key, size, part)
         if found is not None:
             return found
-        if only_seen and not self._sightings.again(key, part):
+        if terms.only_seen and not self._sightings.again(key, part):
             return ReserveRefusal.FIRST_SIGHT
         room = align_up(size)
         if room > self.capacity_bytes:
@@ -350,7 +341,9 @@ class StoreIndex:
             return ReserveRefusal.FULL
         self._charge(app, room)
         location = PayloadLocation(self.arena_id, offset, size, generation, fence)
-        return self._open_entries.begin(key, location, room, app=app, part=part, now_s=now_s, cost_s=cost_s)
+        return self._open_entries.begin(
+            key, location, room, app=app, part=part, now_s=now_s, cost_s=terms.cost_s
+        )
 
     def _evict(self, entry: StoredEntry) -> None:
         self.counters.evicted(entry.app, self._now_s - entry.used_s)

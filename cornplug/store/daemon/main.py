@@ -28,7 +28,8 @@ from cornplug.private_paths import read_secret
 from cornplug.settings import parse_size
 from cornplug.store.arena import SharedArena, fitting_size
 from cornplug.store.autostart import LOG_BYTES
-from cornplug.store.daemon.server import StoreServer
+from cornplug.store.daemon.reservations import ReservationTimes
+from cornplug.store.daemon.server import OpenedTiers, ServedSocket, StoreServer
 
 if TYPE_CHECKING:
     from cornplug.store.disk.open_disk import OpenedDisk
@@ -36,11 +37,13 @@ if TYPE_CHECKING:
 
 
 MOST_LINES: Final = 10
-"""Lines of one kind within PERIOD_S. Further ones are counted in the next line of that kind."""
+"""Maximum number of lines of one kind within PERIOD_S. Further lines are counted in the next line of that
+kind.
+"""
 PERIOD_S: Final = 60.0
 _ENDS: Final = (signal.SIGTERM, signal.SIGINT)
 EXIT_TAKEN: Final = 3
-"""Another store serves this socket."""
+"""Exit status if another store serves this socket."""
 _LOCK_WAIT_S: Final = 2.0
 _DESCRIPTORS: Final = 65536
 _log = logging.getLogger("cornplug.store")
@@ -157,7 +160,7 @@ def _serve(options: argparse.Namespace, settings: config.StoreConfig) -> int:
     try:
         claim = SocketClaim(path, setting="store.socket", wait_s=_LOCK_WAIT_S)
     except SocketTaken:
-        _log.error("another store serves %s: not starting a second", path)
+        _log.error("another store serves %s: not starting a second store", path)
         return EXIT_TAKEN
     try:
         _serve_claimed(claim, options, secret, settings, early)
@@ -178,16 +181,13 @@ def _serve_claimed(
     arena = SharedArena(fitting_size(options.size, clamp=options.clamp))
     disk = _disk(options, secret, settings)
     server = StoreServer(
-        claim.listener,
+        ServedSocket(claim.listener, claim.renew, options.idle_exit_s),
         arena,
         secret=secret,
-        quarantine_s=options.quarantine_s,
-        idle_exit_s=options.idle_exit_s,
-        renew=claim.renew,
+        times=ReservationTimes(options.quarantine_s),
         namespaces=settings.namespaces,
         access_log=settings.access_log,
-        disk=disk,
-        far=_far(options, secret, settings),
+        tiers=OpenedTiers(disk, _far(options, secret, settings)),
     )
 
     endpoint = None
@@ -284,11 +284,11 @@ def _raise_descriptor_limit() -> None:
 
 
 class BoundedLog(logging.StreamHandler[TextIO]):
-    """Writes at most `MOST_LINES` lines of one kind a minute. Lines are of one kind if their text is the same
-    before its arguments are filled in.
+    """Log handler that writes at most `MOST_LINES` lines of one kind per minute. Lines are of one kind if
+    their text is the same before its arguments are filled in.
 
     Args:
-        most_bytes: Size beyond which the log is emptied, if it is a file opened for appending; None: never.
+        most_bytes: Size beyond which the log is emptied, if it is a file opened for appending. None: never.
     """
 
     def __init__(self, stream: TextIO, *, most_bytes: int | None = None) -> None:

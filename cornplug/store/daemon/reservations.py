@@ -119,6 +119,16 @@ class _Writer:
     open_entry: OpenEntry
 
 
+@dataclass(frozen=True, slots=True)
+class ReservationTimes:
+    """Durations that bound reservations, in seconds."""
+
+    quarantine_s: float
+    """Time before the memory of an ended reservation is used again."""
+    reservation_s: float = RESERVATION_S
+    reclaim_s: float = RECLAIM_S
+
+
 class OpenEntries:
     """All open entries of one store.
 
@@ -130,17 +140,15 @@ class OpenEntries:
 
     def __init__(
         self,
+        times: ReservationTimes,
         *,
-        quarantine_s: float,
-        reservation_s: float,
-        reclaim_s: float,
         on_end: Callable[[OpenEntry], None],
         free: Callable[[OpenEntry], None],
         disown: Callable[[int, int], None],
     ) -> None:
-        self._quarantine_s = quarantine_s
-        self._reservation_s = reservation_s
-        self._reclaim_s = reclaim_s
+        self._quarantine_s = times.quarantine_s
+        self._reservation_s = times.reservation_s
+        self._reclaim_s = times.reclaim_s
         self._on_end = on_end
         self._free = free
         self._disown = disown

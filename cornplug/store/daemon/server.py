@@ -17,6 +17,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -27,13 +28,13 @@ from cornplug.local_socket import foreign_user
 from cornplug.settings import NamespaceConfig
 from cornplug.store import messages
 from cornplug.store.arena import SharedArena, WriteFences
-from cornplug.store.base import ReserveRefusal
+from cornplug.store.base import ReserveRefusal, ReserveTerms
 from cornplug.store.daemon.access_log import AccessLog
 from cornplug.store.daemon.arena_growth import ArenaGrowth
 from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.index import StoreIndex
-from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
+from cornplug.store.daemon.reservations import ReservationTimes
 from cornplug.store.daemon.store_counters import StoreTelemetry
 from cornplug.store.entry_table import TableShape
 from cornplug.store.use_notes import NO_PAGE, UseNotes
@@ -51,12 +52,12 @@ _TURN_S: Final = 2e-3
 """Time for which one client's requests are handled before those of the others, in seconds."""
 _FAULT_CHARS: Final = 300
 _REQUEST_FAULTS: Final = (ValueError, OverflowError, RecursionError, MemoryError, msgspec.MsgspecError)
-"""All errors that decoding and validation of hostile bytes can raise."""
+"""Errors that decoding and validation of hostile bytes can raise."""
 _log = logging.getLogger("cornplug.store")
 
 
 class ClientFault(Exception):
-    """A client must be disconnected, for the reason in the message."""
+    """Raised to disconnect a client. The message is the reason."""
 
 
 class ClientSession:
@@ -135,36 +136,51 @@ class ClientSession:
         self.sock.close()
 
 
-class StoreServer:
-    """Server on `listener`, until `stop` is set or it has been idle for `idle_exit_s` (0: never).
+@dataclass(frozen=True, slots=True)
+class ServedSocket:
+    """Socket on which a server accepts clients."""
 
-    `renew` is called regularly and returns the socket to listen on, or None if another daemon serves the
-    path, which ends this server.
-    """
+    listener: socket.socket
+    renew: Callable[[], socket.socket | None] | None = None
+    """Called regularly. Returns the socket to listen on, or None if another daemon serves the path, which
+    ends the server."""
+    idle_exit_s: float = 0.0
+    """Time without clients after which the server ends, or 0 for never."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedTiers:
+    """Tiers below the memory of a store."""
+
+    disk: OpenedDisk | None = None
+    far: OpenedFar | None = None
+
+
+MEMORY_ONLY: Final = OpenedTiers()
+
+
+class StoreServer:
+    """Server on `served`, until `stop` is set or it has been idle for too long."""
 
     def __init__(
         self,
-        listener: socket.socket,
+        served: ServedSocket,
         arena: SharedArena,
         *,
         secret: bytes,
-        quarantine_s: float,
-        reservation_s: float = RESERVATION_S,
-        reclaim_s: float = RECLAIM_S,
-        idle_exit_s: float = 0.0,
-        renew: Callable[[], socket.socket | None] | None = None,
+        times: ReservationTimes,
         namespaces: Mapping[str, NamespaceConfig] | None = None,
         access_log: Path | None = None,
-        disk: OpenedDisk | None = None,
-        far: OpenedFar | None = None,
+        tiers: OpenedTiers = MEMORY_ONLY,
     ) -> None:
-        self._listener, self._renew = listener, renew
+        self._listener, self._renew = served.listener, served.renew
         self._accepting = True
         self._arena = arena
         self._tag = messages.secret_tag(secret)
-        self._idle_exit_s = idle_exit_s
+        self._idle_exit_s = served.idle_exit_s
         self._fences = WriteFences(shared=True)
         self._notes = UseNotes()
+        disk, far = tiers.disk, tiers.far
         disk_bytes = 0 if disk is None else disk.size_bytes
         shape = TableShape.of(arena.capacity_bytes, disk_bytes, has_far=far is not None)
         self._table = EntryTableWriter(shape, has_disk=(disk or far) is not None)
@@ -172,9 +188,8 @@ class StoreServer:
         log = AccessLog(access_log) if access_log is not None else None
         self._watchers = EntryWatchers(self._table, log)
         self._index = StoreIndex(
-            arena.id, arena.capacity_bytes, quarantine_s=quarantine_s, grow=self._growth.grow,
-            reservation_s=reservation_s, reclaim_s=reclaim_s, fences=self._fences, watchers=self._watchers,
-            namespaces=namespaces,
+            arena.id, arena.capacity_bytes, times=times, grow=self._growth.grow, fences=self._fences,
+            watchers=self._watchers, namespaces=namespaces,
         )  # fmt: skip
         if disk is not None:
             self._watchers.open_disk(disk, self._index, arena, self._fences)
@@ -292,7 +307,7 @@ class StoreServer:
         except _REQUEST_FAULTS as e:
             raise ClientFault(f"not a request: {e}") from e
         if not isinstance(hello, messages.ClientHello):
-            raise ClientFault("a request before its hello")
+            raise ClientFault("the client sent a request before its hello")
         if hello.version != messages.PROTOCOL_VERSION:
             message = f"this store speaks protocol {messages.PROTOCOL_VERSION}, the client {hello.version}"
             session.send(messages.ClientRejected("version", message))
@@ -328,10 +343,8 @@ class StoreServer:
                 check_part(part)
                 check_cost(cost_s)
                 self._collect_reads()
-                answers = index.reserve(
-                    owner, wanted, app=app, part=part, now_s=now_s, cut_looks=messages.CUT_LOOKS,
-                    only_seen=only_seen, cost_s=cost_s,
-                )  # fmt: skip
+                terms = ReserveTerms(app, part, only_seen, cost_s)
+                answers = index.reserve(owner, wanted, terms, now_s=now_s, cut_looks=messages.CUT_LOOKS)
                 return messages.ReserveReply(
                     [a.value if isinstance(a, ReserveRefusal) else a for a in answers]
                 )
@@ -361,7 +374,7 @@ class StoreServer:
                 self._collect_reads()
                 return messages.PurgeReply(*index.purges.portion(owner, rule, begins=begins, now_s=now_s))
             case _:
-                raise ValueError(f"no request: {type(request).__name__}")
+                raise ValueError(f"not a request: {type(request).__name__}")
 
     def _collect_reads(self) -> None:
         """Collect the clients' notes of reads: before choosing victims or reporting counts, and at each tick,
@@ -382,7 +395,7 @@ class StoreServer:
         self.telemetry.tick()
         for session in list(self._sessions.values()):
             if not session.welcomed and now_s - session.since_s > HELLO_WITHIN_S:
-                self._end(session, ClientFault("said no hello"))
+                self._end(session, ClientFault("the client sent no hello"))
         if self._sessions:
             self._last_busy_s = now_s
         elif self._idle_exit_s and now_s - self._last_busy_s > self._idle_exit_s:

@@ -32,15 +32,9 @@ from cornplug.store.disk.disk_space import (
 )
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
 from cornplug.store.disk.promotions import Promotions
-from cornplug.store.disk.record_format import SALT_BYTES, RecordDamaged, RecordHeader
+from cornplug.store.disk.record_format import RecordDamaged, RecordHeader, new_salt
 from cornplug.store.disk.segment_files import DiskScan, FoundRecord, SegmentFiles, purge_names
-from cornplug.store.disk.tier_protocols import (
-    DiskMarks,
-    NamespaceRules,
-    RoomMemory,
-    TieredEntry,
-    TieredIndex,
-)
+from cornplug.store.disk.tier_protocols import MemoryTier, TieredEntry
 from cornplug.store.store_stats import DiskStat
 
 MOST_QUEUED: Final = 1 << 16
@@ -81,21 +75,12 @@ class DiskTier:
         capacity_bytes: Capacity of the memory tier.
     """
 
-    def __init__(
-        self,
-        disk: DiskOptions,
-        index: TieredIndex,
-        *,
-        rules: NamespaceRules,
-        marks: DiskMarks,
-        memory: RoomMemory,
-        capacity_bytes: int,
-    ) -> None:
-        self._files, self._index, self._rules, self._marks = disk.files, index, rules, marks
-        self._memory = memory
+    def __init__(self, disk: DiskOptions, above: MemoryTier, *, capacity_bytes: int) -> None:
+        self._files, self._index, self._rules, self._marks = disk.files, above.index, above.rules, above.marks
+        self._memory = above.memory
         self._bounds: dict[str, DiskBounds] = {}
         self._space = DiskSpace(disk.size_bytes, self._files.existing(), self._bounds_of)
-        self._counters = DiskCounters(self._space, rules.name_of)
+        self._counters = DiskCounters(self._space, self._rules.name_of)
         self._workers = DiskWorkers(write_bytes_s=disk.write_bytes_s)
         self._queue: OrderedDict[bytes, None] = OrderedDict()
         self._writing: dict[bytes, bool] = {}
@@ -112,8 +97,8 @@ class DiskTier:
         """Number of segments that the writer is flushing."""
         self._scan = DiskScan(self._files, self._workers, self._space.segments)
         self._promotions = Promotions(
-            self._files, self._space, self._workers, index, memory, self._counters,
-            most_bytes=capacity_bytes // 4, forget=self.forget, rules=rules,
+            self._files, self._space, self._workers, above, self._counters,
+            most_bytes=capacity_bytes // 4, forget=self.forget,
         )  # fmt: skip
         if self._space.exceeds_bound:
             self._open_segment()
@@ -270,10 +255,10 @@ class DiskTier:
 
     def _write(self, entry: TieredEntry) -> None:
         written_s = time.time() - (time.monotonic() - entry.written_s)
-        payload_bytes, salt = entry.location.size, bytes(SALT_BYTES)
-        size_bytes = RecordHeader(
-            entry.key, entry.app, payload_bytes, len(entry.meta), entry.cost_s, written_s, salt
-        ).record_bytes
+        header = RecordHeader(
+            entry.key, entry.app, entry.location.size, len(entry.meta), entry.cost_s, written_s, new_salt()
+        )
+        size_bytes = header.record_bytes
         if not self._space.fits(size_bytes):
             self._counters.writes["too_large"] += 1
             return
@@ -288,12 +273,12 @@ class DiskTier:
         if at is None:
             self._open_segment()
             at = self._space.place(size_bytes)
-        assert at is not None, "a new segment has room for what fits"
+        assert at is not None, "a new segment has space for a record that fits"
         self._writing[entry.key] = False
         self._writing_bytes[name] += size_bytes
         work = functools.partial(
-            self._files.write, *at, entry.key, entry.meta, self._memory.view(entry.location), app=entry.app,
-            cost_s=entry.cost_s, written_s=written_s, intact=lambda: entry.visible,
+            self._files.write, *at, header, entry.meta, self._memory.view(entry.location),
+            intact=lambda: entry.visible,
         )  # fmt: skip
         self._workers.write(
             work, functools.partial(self._written, entry.key, at, name, size_bytes), size_bytes
@@ -335,7 +320,8 @@ class DiskTier:
                 self._counters.writes["written"] += 1
         entry = self._index.find(key)
         if entry is not None:
-            # Does nothing if the entry has its record now. Otherwise it is a new entry with the same key.
+            # If the entry has its record now, `_offer` does nothing. Otherwise it is a new entry with the
+            # same key.
             self._offer(key)
         elif self._space.find(key) is not None:
             self._marks.show_on_disk(key)

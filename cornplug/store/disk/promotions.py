@@ -14,12 +14,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from cornplug.store.base import Reservation, ReserveRefusal
+from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms
 from cornplug.store.disk.disk_space import DiskCounters, DiskRecord, DiskSpace
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
 from cornplug.store.disk.record_format import RecordDamaged
 from cornplug.store.disk.segment_files import SegmentFiles
-from cornplug.store.disk.tier_protocols import TIER_OWNER, NamespaceRules, RoomMemory, TieredIndex
+from cornplug.store.disk.tier_protocols import TIER_OWNER, MemoryTier
 
 _READING: Final = 4
 """Number of entries that are read at a time, so that each reader's next read is ready."""
@@ -38,17 +38,15 @@ class Promotions:
         files: SegmentFiles,
         space: DiskSpace,
         workers: DiskWorkers,
-        index: TieredIndex,
-        memory: RoomMemory,
+        above: MemoryTier,
         counters: DiskCounters,
         *,
         most_bytes: int,
-        rules: NamespaceRules,
         forget: Callable[[bytes, str], bool],
     ) -> None:
         self._files, self._space, self._workers = files, space, workers
-        self._index, self._memory, self._counters = index, memory, counters
-        self._most_bytes, self._forget, self._rules = most_bytes, forget, rules
+        self._index, self._memory, self._rules = above.index, above.memory, above.rules
+        self._counters, self._most_bytes, self._forget = counters, most_bytes, forget
         self._waiting: OrderedDict[str, OrderedDict[bytes, DiskRecord]] = OrderedDict()
         """Records by namespace. The first namespace has the next turn."""
         self._reading: dict[bytes, DiskRecord] = {}
@@ -108,8 +106,8 @@ class Promotions:
                 self._leave(record)
                 continue
             room = self._index.reserve(
-                TIER_OWNER, [(key, record.payload_bytes)], app=record.app, now_s=time.monotonic(),
-                cost_s=record.cost_s, promotes=True,
+                TIER_OWNER, [(key, record.payload_bytes)], ReserveTerms(record.app, cost_s=record.cost_s),
+                now_s=time.monotonic(), promotes=True,
             )[0]  # fmt: skip
             if room is ReserveRefusal.GROWING:
                 self._wait(record, first=True)

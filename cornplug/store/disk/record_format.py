@@ -97,7 +97,9 @@ def encode_record_header(header: RecordHeader, authenticate: Authenticate) -> by
     """Return the header's bytes with its tag, state 0. Raises ValueError if a field does not fit."""
     app = header.app.encode()
     if len(app) > _MOST_APP_BYTES or header.meta_bytes > _MOST_META_BYTES:
-        raise ValueError(f"an app of {len(app)} bytes, a header of {header.meta_bytes} bytes")
+        raise ValueError(
+            f"an app name of {len(app)} bytes, or a header of {header.meta_bytes} bytes, is too long"
+        )
     fields = (header.payload_bytes, header.meta_bytes, len(app), header.cost_s, header.written_s)
     body = _FIXED.pack(MAGIC, VERSION, 0, *fields, header.key, header.salt) + app
     return body + authenticate(body)
@@ -124,7 +126,7 @@ def decode_record_header(data: bytes, authenticate: Authenticate) -> RecordHeade
 
 
 class RecordDamaged(Exception):
-    """Sealed bytes were changed, or sealed with another secret."""
+    """Raised if sealed bytes were changed, or sealed with another secret."""
 
 
 def new_salt() -> bytes:

@@ -44,7 +44,6 @@ from cornplug.store.disk.record_format import (
     RecordSealer,
     decode_record_header,
     encode_record_header,
-    new_salt,
 )
 
 _NAME: Final = re.compile(r"segment-(\d{8})")
@@ -122,13 +121,10 @@ class SegmentFiles:
         self,
         segment: int,
         offset: int,
-        key: bytes,
+        header: RecordHeader,
         meta: bytes,
         payload: memoryview,
         *,
-        app: str,
-        cost_s: float,
-        written_s: float,
         intact: Callable[[], bool] = lambda: True,
     ) -> RecordHeader | None:
         """Write an entry's record, and return its header. Raises OSError. Then no scan finds the record.
@@ -137,11 +133,10 @@ class SegmentFiles:
         that record either.
 
         Args:
-            written_s: Unix time of the entry's writing.
+            header: Header of this meta and payload, with a new salt.
         """
-        header = RecordHeader(key, app, payload.nbytes, len(meta), cost_s, written_s, new_salt())
         head = encode_record_header(header, self._sealer.header_tag)
-        cipher = self._sealer.cipher(key, header.salt, head)
+        cipher = self._sealer.cipher(header.key, header.salt, head)
         file = self._file(segment)
         # The header is written last, so an incomplete record has no header.
         at = offset + len(head)
@@ -179,10 +174,10 @@ class SegmentFiles:
         """
         header = found.header
         if into.nbytes != header.payload_bytes:
-            raise ValueError(f"payload of {header.payload_bytes} bytes, room of {into.nbytes}")
+            raise ValueError(f"payload of {header.payload_bytes} bytes, target of {into.nbytes}")
         file = self._files.get(found.segment)
         if file is None:
-            raise RecordDamaged("its segment is gone")
+            raise RecordDamaged("its segment was deleted")
         head = encode_record_header(header, self._sealer.header_tag)
         cipher = self._sealer.cipher(header.key, header.salt, head)
         buffer = memoryview(bytearray(max(header.meta_bytes, CHUNK_BYTES) + TAG_BYTES))
@@ -251,7 +246,7 @@ class SegmentFiles:
     def _file(self, segment: int) -> _OpenFile:
         file = self._files.get(segment)
         if file is None:
-            raise OSError(errno.ENOENT, "the segment is gone")
+            raise OSError(errno.ENOENT, "the segment was deleted")
         return file
 
     def close(self) -> None:

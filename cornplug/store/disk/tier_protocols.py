@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from cornplug.settings import NamespaceConfig
-from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal
+from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, ReserveTerms
 
 TIER_OWNER: Final = 0
 """The disk's number among the owners of reservations. Clients have other numbers."""
@@ -46,10 +47,9 @@ class TieredIndex(Protocol):
         self,
         owner: int,
         entries: Sequence[tuple[bytes, int]],
+        terms: ReserveTerms,
         *,
-        app: str,
         now_s: float,
-        cost_s: float = 0.0,
         promotes: bool = False,
     ) -> list[Reservation | ReserveRefusal]:
         """Reserve memory for each (key, size), or return the reason why not.
@@ -104,3 +104,13 @@ class RoomMemory(Protocol):
 
     def may_write(self, location: PayloadLocation) -> bool:
         """Return whether this location is still reserved."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTier:
+    """Parts of the daemon that the tiers below its memory use."""
+
+    index: TieredIndex
+    memory: RoomMemory
+    rules: NamespaceRules
+    marks: DiskMarks

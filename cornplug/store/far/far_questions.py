@@ -31,7 +31,7 @@ class FarQuestions:
         return len(self._wanted)
 
     def __contains__(self, key: bytes) -> bool:
-        """Return whether this key waits for a lookup, or is part of the one in progress."""
+        """Return whether this key waits for a lookup, or is part of the lookup in progress."""
         return key in self._wanted or key in self._in_question
 
     def add(self, key: bytes) -> bool:

@@ -68,7 +68,7 @@ class FarRecord:
     def open_into(self, room: memoryview) -> None:
         """Open the payload into `room`. Raises RecordDamaged, after which `room` is undefined."""
         if room.nbytes != self.head.payload_bytes:
-            raise RecordDamaged("its room has another size")
+            raise RecordDamaged("the target has another size")
         for number in range(_chunk_count(room.nbytes)):
             start = number * (CHUNK_BYTES + TAG_BYTES)
             sealed = self._chunks[start : start + CHUNK_BYTES + TAG_BYTES]
@@ -79,8 +79,9 @@ class FarSealer:
     """Names, seals and opens records of one sharing domain. Thread-safe."""
 
     def __init__(self, secret: bytes, sealing: Sequence[bytes] = ()) -> None:
-        """`secret` names records. `sealing` are secrets that open them, and the first seals new records.
-        Empty: `secret`."""
+        """Create a sealer. `secret` names records. `sealing` are the secrets that open records, and the first
+        of them seals new records. If empty, `secret` does both.
+        """
         self._name_key = derive_key(secret, salt=None, info=_NAME_DOMAIN)
         self._sealing = {
             derive_key(one, salt=None, info=_SECRET_DOMAIN)[:4]: one for one in sealing or (secret,)
@@ -127,10 +128,10 @@ class FarSealer:
         try:
             head = _decoder.decode(cipher.open_meta(data[_PREFIX.size : end]))
         except msgspec.MsgspecError as e:
-            raise RecordDamaged("its head is of another release") from e
+            raise RecordDamaged("its head has the format of another release") from e
         chunks = data[end:]
         if head.payload_bytes < 0 or chunks.nbytes != _sealed_bytes(head.payload_bytes):
-            raise RecordDamaged("it ends elsewhere")
+            raise RecordDamaged("it has another length")
         return FarRecord(head, cipher, chunks)
 
 

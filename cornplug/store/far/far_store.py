@@ -14,7 +14,7 @@ MOVE_S: Final = 2.0
 
 
 class FarFailure(OSError):
-    """A far store did not reply in time, or replied with an error."""
+    """Raised if a far store does not reply in time, or replies with an error."""
 
 
 class FarStore(Protocol):
@@ -35,7 +35,7 @@ class FarStore(Protocol):
         """Return a record, or None if it does not exist."""
 
     def put(self, name: str, record: bytes) -> None:
-        """Store a record, replacing an older one."""
+        """Store a record, and replace an older record of this name."""
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete records. Names without a record are ignored."""

@@ -17,17 +17,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from cornplug.store.base import Reservation, ReserveRefusal
+from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
 from cornplug.store.disk.record_format import RecordDamaged
-from cornplug.store.disk.tier_protocols import (
-    FAR_OWNER,
-    DiskMarks,
-    NamespaceRules,
-    RoomMemory,
-    TieredEntry,
-    TieredIndex,
-)
+from cornplug.store.disk.tier_protocols import FAR_OWNER, MemoryTier, TieredEntry
 from cornplug.store.far.far_peer import FarPeer, Write
 from cornplug.store.far.far_record import FarRecord, FarSealer, RecordHead
 from cornplug.store.far.far_store import FarStore
@@ -56,18 +49,16 @@ class FarTier:
     def __init__(
         self,
         far: OpenedFar,
-        index: TieredIndex,
+        above: MemoryTier,
         *,
-        rules: NamespaceRules,
-        marks: DiskMarks,
-        memory: RoomMemory,
         on_disk: Callable[[bytes], bool],
         show_answers: Callable[[bool], None],
         show_ticket: Callable[[int], None],
     ) -> None:
         self._sealer = FarSealer(far.secret, far.sealing)
         self._peers = [FarPeer(label, store, self._sealer, self._found) for label, store in far.stores]
-        self._index, self._rules, self._marks, self._memory = index, rules, marks, memory
+        self._index, self._rules, self._marks = above.index, above.rules, above.marks
+        self._memory = above.memory
         self._on_disk, self._show_answers, self._show_ticket = on_disk, show_answers, show_ticket
         self._shown: OrderedDict[bytes, FarPeer] = OrderedDict()
         self._waiting: OrderedDict[bytes, FarPeer] = OrderedDict()
@@ -223,8 +214,8 @@ class FarTier:
             key, record = self._arrived[0]
             head = record.head
             room = self._index.reserve(
-                FAR_OWNER, [(key, head.payload_bytes)], app=head.app, now_s=time.monotonic(),
-                cost_s=head.cost_s, promotes=True,
+                FAR_OWNER, [(key, head.payload_bytes)], ReserveTerms(head.app, cost_s=head.cost_s),
+                now_s=time.monotonic(), promotes=True,
             )[0]  # fmt: skip
             if room is ReserveRefusal.GROWING:
                 return

@@ -66,13 +66,15 @@ class MemberChannel:
     ) -> bytes:
         """Return the next message. Until it arrives, call `meanwhile` repeatedly, with pauses of `every_s`.
 
-        Raises TimeoutError after `within_s`, and PermissionError for a message that a member did not send to
-        this side now.
+        Raises TimeoutError after `within_s`, and PermissionError for a message that is not authenticated as
+        the next message to this side.
         """
         message = self._take(within_s, MOST_BYTES + _MAC_BYTES, meanwhile, every_s)
         mac, body = message[:_MAC_BYTES], message[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(self._gets, next(self._got), body)):
-            raise PermissionError("the other side has not this domain's secret, or its messages were changed")
+            raise PermissionError(
+                "the other side does not have this domain's secret, or its messages were changed"
+            )
         return body
 
     def close(self) -> None:

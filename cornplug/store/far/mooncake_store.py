@@ -47,5 +47,5 @@ def open_mooncake_url(url: str) -> ProcessFarStore:
     settings = ClientSettings(master, options.metadata, int(options.segment), options.device, options.host)
     return ProcessFarStore(
         "cornplug.store.far.mooncake_client", settings, most_bytes=MOST_BYTES,
-        variables={"MC_LOG_LEVEL": "ERROR"},  # no more than errors, unless the operator wants it
+        variables={"MC_LOG_LEVEL": "ERROR"},  # log only errors, unless the operator sets another level
     )  # fmt: skip

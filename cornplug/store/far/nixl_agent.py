@@ -45,17 +45,17 @@ class RecordRing:
             return name in self._places
 
     def put(self, name: str, record: bytes) -> None:
-        """Store a record, replacing an older one of its name.
+        """Store a record, and replace an older record of its name.
 
         Raises ValueError if the record is larger than the ring, and TimeoutError if bytes in its location are
         held for longer than 2 s.
         """
         size = len(record)
         if size > self._room.nbytes:
-            raise ValueError(f"a record of {size} bytes, in a room of {self._room.nbytes}")
+            raise ValueError(f"a record of {size} bytes exceeds the memory of {self._room.nbytes} bytes")
         with self._putting, self._changed:
             self._places.pop(name, None)
-            width = max(size, 1)  # an empty record also has its own byte, so that its position shows its age
+            width = max(size, 1)  # An empty record also has its own byte, so that its position shows its age.
             start = self._end if self._end + width <= self._room.nbytes else 0
             while self._places:
                 oldest, place = next(iter(self._places.items()))
@@ -68,7 +68,7 @@ class RecordRing:
                 lambda: not any(_overlap(place, (start, size)) for place in self._held), _WAIT_S
             )
             if not free:
-                raise TimeoutError(f"a record has been on its way for {_WAIT_S:g} s")
+                raise TimeoutError(f"the transfer of a record has taken {_WAIT_S:g} s")
             self._room[start : start + size] = record
             self._places[name] = start, size
 
@@ -191,7 +191,7 @@ class NixlAgent:
         try:
             room = self._rooms.get(timeout=within_s)
         except Empty:
-            raise TimeoutError(f"no room for a record within {within_s:g} s") from None
+            raise TimeoutError(f"no memory for a record is free within {within_s:g} s") from None
         try:
             yield room
         except BaseException:

@@ -131,7 +131,7 @@ class OtherMember:
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
-            _say(f"{self._address[0]}:{self._address[1]} does not answer: {type(why).__name__} {why}")
+            _say(f"{self._address[0]}:{self._address[1]} does not respond: {type(why).__name__} {why}")
             self._broken.set()
 
     def _keep(self) -> None:
@@ -247,7 +247,7 @@ class Member:
                     continue
                 answer = other.answer(end_s, moves=True)
                 if answer is None:
-                    raise TimeoutError  # so that the room is not used while the record may still come
+                    raise TimeoutError  # The memory is not reused yet, because the record may still arrive.
                 if 0 <= answer.size_bytes <= room.view.nbytes:
                     return bytes(room.view[: answer.size_bytes])
         return None
@@ -328,7 +328,7 @@ def _listen(settings: MemberSettings) -> tuple[int, socket.socket]:
             problem = f"{host}:{port}: {e}"
     sys.exit(
         f"cornplug: none of the members of nixl:// is an address of this host with a free port ({problem}). "
-        "Name it among them."
+        "Add its address to the list."
     )
 
 

@@ -24,7 +24,7 @@ from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv.metadata import PageLoad, PageSave
 from cornplug.vllm_connector.kv.move_reports import MoveReports, OngoingSave, SavedPage, pages_of, take
 from cornplug.vllm_connector.kv_copies.arena_copies import ArenaCopies, ArenaSlab, Run
-from cornplug.vllm_connector.kv_copies.cache_blocks import CacheBlocks, kernel_table
+from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks, kernel_table
 from cornplug.vllm_connector.kv_copies.copy_sides import CudaSide
 from cornplug.vllm_connector.kv_copies.device_checksums import BLOCK_BYTES, DeviceChecksums
 from cornplug.vllm_connector.kv_copies.mover import PolledJob, PolledMover
@@ -48,16 +48,14 @@ class ArenaMoves:
         out: ArenaCopies,
         into: ArenaCopies,
         *,
-        block_size: int,
-        slots: int,
+        sizes: BlockSizes,
         discard: Callable[[Sequence[bytes]], None],
     ) -> None:
-        """`slots` is the number of tokens per block of the caches. `discard` deletes pages by key without
-        waiting."""
+        """Create the copies. `discard` deletes pages by key without waiting."""
         self._pages, self._reports = pages, reports
         self.memory = memory
         self._out, self._in = out, into
-        self._block_size, self._slots = block_size, slots
+        self._sizes = sizes
         self._discard = discard
         self._mover = PolledMover()
         memory.join(self._mover.is_idle)
@@ -127,7 +125,7 @@ class ArenaMoves:
         done, begun, reason = 0, 0, "load_error"
         pending = deque[tuple[ArenaSlab, list[bytes]]]()
         try:
-            table = kernel_table(load.blocks, self._block_size, self._slots)
+            table = kernel_table(load.blocks, self._sizes)
             runs = self._runs(load)
             numbers, segment_bytes = self._pages.numbers(runs), self._pages.page.page_bytes // runs
             segment_bytes //= self._pages.page.heads
@@ -176,7 +174,7 @@ class ArenaMoves:
 
     def _save(self, saves: Sequence[OngoingSave], mark: Any) -> PolledJob:
         page = self._pages.page
-        pages = self._writable(pages_of(saves, page.rows, self._block_size, self._slots))
+        pages = self._writable(pages_of(saves, page.rows, self._sizes))
         pending = deque[tuple[ArenaSlab, list[SavedPage]]]()
         try:
             while True:
@@ -242,8 +240,7 @@ def open_arena(
     *,
     beside: ArenaMoves | None,
     share: float,
-    block_size: int,
-    slots: int,
+    sizes: BlockSizes,
     discard: Callable[[Sequence[bytes]], None],
 ) -> ArenaMoves | None:
     """Create the copies of a rank whose caches are on a GPU. Returns None if the GPU cannot copy pages
@@ -271,7 +268,4 @@ def open_arena(
         if beside is not None
         else RegisteredMemory(pages.store, host_register, host_unregister, sides[0].enter_thread)
     )
-    return ArenaMoves(
-        pages, reports, memory, out, into,
-        block_size=block_size, slots=slots, discard=discard,
-    )  # fmt: skip
+    return ArenaMoves(pages, reports, memory, out, into, sizes=sizes, discard=discard)

@@ -10,6 +10,7 @@ from cornplug.config import StoreConfig
 from cornplug.engine_common.load_policy import FadedRate, LoadRule
 from cornplug.engine_common.page_publish import PageCost
 from cornplug.kv_page import PageSize
+from cornplug.store.payload import LEASE_S
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata
 
@@ -86,7 +87,7 @@ class LoadCosts:
     def deadline_s(self, tokens: int) -> float:
         """Return the maximum seconds of a load before the rest of it is computed."""
         # The lease has used at most a third of its time when the engine accepts the offer.
-        leased_s, compute_s = self._config.lease_s * 2 / 3, self.rule.compute_s(tokens)
+        leased_s, compute_s = LEASE_S * 2 / 3, self.rule.compute_s(tokens)
         if compute_s is None or self._config.load_when == "always":
             return leased_s
         return min(leased_s, max(_LOAD_FLOOR_S, 3 * compute_s))
@@ -119,7 +120,7 @@ class LoadCosts:
         tokens = output.total_num_scheduled_tokens
         more = tokens - len(output.num_scheduled_tokens)
         wanted = more >= _TIMED_TOKENS or (tokens and not self._steps % _TIMED_STEPS)
-        # The duration of a step that runs the tower says nothing about its tokens.
+        # The duration of a step that runs the tower does not depend on its tokens alone.
         if not wanted or getattr(output, "scheduled_encoder_inputs", None):
             return 0
         if len(self._timed) >= _TIMED_OPEN:

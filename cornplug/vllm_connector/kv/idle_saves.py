@@ -78,7 +78,7 @@ class IdleSaves:
         publisher: PagePublisher,
         alarm: EngineAlarm = ALARM,
     ) -> None:
-        """`publisher` reserves capacity for pages whether or not they were used before."""
+        """Create the saves. `publisher` reserves capacity for pages whether or not they were used before."""
         self._alarm = alarm
         self._run, self._page = runtime, page
         self._requests, self._saves, self._publisher = requests, saves, publisher

@@ -14,7 +14,7 @@ from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, miss
 from cornplug.kv_page import PageGeometry, pages_between
 from cornplug.metrics import Tally
 from cornplug.store.base import NO_LEASES, Leases
-from cornplug.store.payload import MOST_SOUGHT
+from cornplug.store.payload import LEASE_S, MOST_SOUGHT
 from cornplug.vllm_connector.kv.costs import LoadCosts
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
 from cornplug.vllm_connector.kv.metadata import PageLoad
@@ -88,7 +88,7 @@ class LoadOffers:
         offer = tracked.offer
         if offer is None or offer.computed != computed or time.monotonic() > offer.expires:
             self.withdraw(tracked)
-            expires = time.monotonic() + self._run.config.store.lease_s / 3
+            expires = time.monotonic() + LEASE_S / 3
             offer = tracked.offer = LeasedPages(computed, expires)
             with miss(self._tally, self._run.app, KV_PAGE):
                 self._look_up(tracked, offer)
@@ -185,7 +185,7 @@ class LoadOffers:
             self._count_misses("cheaper", len(keys))
             tracked.saved_until(end_page)
             return
-        leases = store.lease(keys, ttl_s=config.lease_s, deadline_s=config.deadline_s)
+        leases = store.lease(keys, ttl_s=LEASE_S, deadline_s=config.deadline_s)
         offer.tokens = leases.held
         there = leases.metas.index(None) if None in leases.metas else len(leases)
         whole, error = whole_pages(leases[: self._before.leading_since(leases[:there])], page)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata, PageLoad, PageSave, PageWrite
-from cornplug.vllm_connector.kv_copies.cache_blocks import Table, kernel_table
+from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, Table, kernel_table
 
 
 @dataclass(eq=False, slots=True)
@@ -33,17 +33,17 @@ class SavedPage:
     """Table of some of the request's blocks, made by `kernel_table`, and the page's position in it."""
 
 
-def pages_of(saves: Iterable[OngoingSave], rows: int, block_size: int, slots: int) -> Iterator[SavedPage]:
+def pages_of(saves: Iterable[OngoingSave], rows: int, sizes: BlockSizes) -> Iterator[SavedPage]:
     """Yield the pages of saves, each with only the blocks that hold it, because a request may have thousands
     of blocks."""
     for ongoing in saves:
         save = ongoing.save
         # A page and a block both begin at multiples of this.
-        unit = math.lcm(rows, block_size)
+        unit = math.lcm(rows, sizes.engine)
         first = min(page.index for page in save.pages) * rows // unit * unit
         last = max(page.index for page in save.pages) * rows + rows
-        blocks = save.blocks[first // block_size : -(-last // block_size)]
-        table = kernel_table(blocks, block_size, slots)
+        blocks = save.blocks[first // sizes.engine : -(-last // sizes.engine)]
+        table = kernel_table(blocks, sizes)
         for page in save.pages:
             yield SavedPage(ongoing, page, (table, page.index - first // rows))
 

@@ -121,8 +121,9 @@ class BlockSpans:
         return found
 
     def _extra_keys(self, request: Request, ends: Sequence[int], ahead: int) -> Sequence[Any]:
-        """Extra keys of each block that ends at one of `ends`. With `ahead`, its hash covers that many more
-        tokens."""
+        """Return the extra keys of each block that ends at one of `ends`. With `ahead`, its hash covers that
+        many more tokens.
+        """
         size = self._size
         keys = [generate_block_hash_extra_keys(request, end - size, end + ahead, 0)[0] for end in ends]
         return to_event_extra_keys(keys) or ()

@@ -56,8 +56,9 @@ class PageKeys:
     def __init__(
         self, secret: bytes, root: bytes, page_tokens: int, features: Sequence[Any], epoch: int = 0
     ) -> None:
-        """`features` are the request's vLLM MultiModalFeatureSpecs, in any order. `epoch` is the epoch of the
-        weights of `root`."""
+        """Create the keys of a request. `features` are the request's vLLM MultiModalFeatureSpecs, in any
+        order. `epoch` is the epoch of the weights of `root`.
+        """
         self.epoch = epoch
         self._secret, self._root = secret, root
         self._page_tokens = page_tokens

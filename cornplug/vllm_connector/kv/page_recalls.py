@@ -28,7 +28,7 @@ _WAITED_S: Final = 0.05
 
 @dataclass(slots=True)
 class PageRecall:
-    """Only recall of a request."""
+    """Recall of a request's pages. A request has at most one."""
 
     keys: Sequence[bytes]
     """Keys of pages on disk."""
@@ -46,7 +46,7 @@ class PageRecall:
 
 @dataclass(slots=True)
 class FarQuestion:
-    """Only query of a request to far stores, for its absent pages."""
+    """Query of a request to far stores for its absent pages. A request has at most one."""
 
     ticket: int
     end_s: float
@@ -59,7 +59,7 @@ class PageRecalls:
     def __init__(self, runtime: EngineRuntime, costs: LoadCosts) -> None:
         self._run, self._costs = runtime, costs
         self._waited_s = -1.0
-        """Time when a request was last told to wait."""
+        """Time when a request last had to wait."""
         self.tiered = runtime.store if isinstance(runtime.store, TieredReads) else None
         self.far = runtime.store if isinstance(runtime.store, FarReads) else None
 

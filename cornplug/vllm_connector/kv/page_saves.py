@@ -7,7 +7,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from cornplug.vllm_connector.kv.page_events import PageEvents
+
+MAX_OPEN_SAVES_BYTES: Final = 1 << 30
+"""Maximum bytes of pages that are being saved. Beyond it, pages are not saved, so that a slow store never
+delays the end of a request."""
 
 
 class AskedPage(msgspec.Struct, eq=False):
@@ -78,12 +82,12 @@ class PageSaves:
         store_ops: DeferredStoreOps,
         share: float = 1.0,
     ) -> None:
-        """`share` is the share of the maximum bytes of open saves."""
+        """Create the saves. `share` is the share of the maximum bytes of open saves."""
         self._page = page
         self._requests = requests
         self._publisher = publisher
         self.store_ops = store_ops
-        self._most_open = int(runtime.config.engine.max_open_saves_bytes * share) // page.page_bytes
+        self._most_open = int(MAX_OPEN_SAVES_BYTES * share) // page.page_bytes
         self._saves = runtime.config.engine.save != "never"
         self._open: dict[int, OpenSave] = {}
         self._posted: deque[tuple[list[AskedPage], Posted[list[RoomAnswer]]]] = deque()
@@ -104,7 +108,7 @@ class PageSaves:
         return bool(self._open or self._posted or self._last)
 
     def bind(self, manager: KVCacheManager, block_size: int, group: int = 0) -> None:
-        """Set the engine's cache manager, which knows the blocks of a request in this cache group."""
+        """Set the engine's cache manager, which returns a request's blocks in this cache group."""
         self.manager, self._block_size, self._group = manager, block_size, group
 
     @property

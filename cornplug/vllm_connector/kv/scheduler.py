@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cornplug.engine_common import engine_state, lora_digests
-from cornplug.engine_common.page_publish import PagePublisher
+from cornplug.engine_common.page_publish import EntryCost, PagePublisher
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.kv_page import PageGeometry, PageSize
 from cornplug.metrics import Tally
@@ -40,8 +40,9 @@ class SchedulerHalf:
         *,
         whole: PageSize | None = None,
     ) -> None:
-        """`page` is the page of full attention, for which requests have keys. `whole` is the size of the
-        pages of all groups together."""
+        """Create the scheduler half. `page` is the page of full attention, for which requests have keys.
+        `whole` is the size of the pages of all groups together.
+        """
         self._app, self._page_tokens = runtime.app, page.page_tokens
         self._tally = tally
         self._costs = LoadCosts(runtime.config.store, whole or page)
@@ -58,15 +59,14 @@ class SchedulerHalf:
     def _publisher(
         self, runtime: EngineRuntime, page: PageGeometry, share: float = 1.0, *, only_seen: bool = False
     ) -> PagePublisher:
-        """Create a publisher of pages with this share of the bytes of their tokens."""
+        """Create a publisher of these pages. `share` is their share of the cost of their tokens."""
         return PagePublisher(
             runtime,
             page,
             self._tally,
             deadline_s=runtime.deadline_s,
             only_seen=only_seen,
-            cost=self._costs.page,
-            cost_share=share,
+            cost=EntryCost(self._costs.page, share),
         )
 
     def forget_stored(self) -> None:
@@ -210,7 +210,7 @@ class KVScheduler(SchedulerHalf):
         self._idle = IdleSaves(runtime, geometry, self._requests, self._saves, unseen)
 
     def bind(self, manager: KVCacheManager, spec: KVCacheSpec) -> None:
-        """Set the engine's manager of blocks of `spec`, which knows the blocks of a request."""
+        """Set the engine's block manager for `spec`, which returns a request's blocks."""
         self._saves.bind(manager, spec.block_size)
         self._idle.bind(manager.block_pool, spec.block_size)
         self._announce(manager.block_pool, spec, 0, self._saves, self._idle)

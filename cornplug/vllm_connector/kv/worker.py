@@ -26,7 +26,7 @@ from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata, PageLoad, PageSave
 from cornplug.vllm_connector.kv.move_reports import MoveReports, OngoingSave, SavedPage, pages_of, take
 from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, Slab
-from cornplug.vllm_connector.kv_copies.cache_blocks import CacheBlocks, kernel_table
+from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks, kernel_table
 from cornplug.vllm_connector.kv_copies.copy_sides import CopySide, CpuSide
 from cornplug.vllm_connector.kv_copies.layout import BlockLayout, verified_layouts
 from cornplug.vllm_connector.kv_copies.mover import Job, KVMover
@@ -51,9 +51,11 @@ class KVWorker:
         share: float = 1.0,
         scales: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
-        """`background_timeout_s` is the timeout of the mover's calls to the store. `beside` is the worker of
-        another cache group, whose mover this worker uses. `share` is the share of slab memory on an
-        accelerator. `scales` maps layer names to the scales of K and V, if pages are quantised."""
+        """Create the worker half. `background_timeout_s` is the timeout of the mover's calls to the store.
+        `beside` is the worker of another cache group, whose mover this worker uses. `share` is the share of
+        slab memory on an accelerator. `scales` maps layer names to the scales of K and V, if pages are
+        quantised.
+        """
         self._scales = scales or {}
         self._page, self._mine = pages.page, pages.held
         self._pages = pages
@@ -64,7 +66,7 @@ class KVWorker:
         self._arena: ArenaMoves | None = None
         """Set if the GPU copies pages directly."""
         self._on_gpu = False
-        self._slots = block_size
+        self._sizes = BlockSizes(block_size, block_size)
         """Tokens per block of the caches. A block of the engine may be several blocks of the kernels."""
         self._share = share
         self._beside = beside
@@ -97,7 +99,8 @@ class KVWorker:
             BlockCopies(list(caches.values()), layouts, self._pages.shape, urgent=urgent, share=self._share)
             for urgent in (False, True)
         )
-        self._slots, self._side = layouts[0].block_size, self._out.side
+        self._sizes = BlockSizes(self._block_size, layouts[0].block_size)
+        self._side = self._out.side
         self._on_gpu = self._out.blocks.device.type == "cuda"
         if self._on_gpu and not self._page.state:  # Rows of states have no tokens to gather.
             self._arena = self._open_arena(self._out.blocks)
@@ -136,8 +139,7 @@ class KVWorker:
             blocks,
             beside=self._beside._arena if self._beside is not None else None,
             share=self._share,
-            block_size=self._block_size,
-            slots=self._slots,
+            sizes=self._sizes,
             discard=lambda keys: self._mover.submit(self._discard(keys), urgent=False),
         )
 
@@ -223,7 +225,7 @@ class KVWorker:
         try:
             copies = self._mapped(self._in)
             try:
-                table = kernel_table(load.blocks, self._block_size, self._slots)
+                table = kernel_table(load.blocks, self._sizes)
                 for i in range(0, len(load.pages), copies.slab_pages):
                     if time.monotonic() > asked + load.deadline_s:
                         raise StoreUnavailable("the load exceeded its deadline", reason="load_timeout")
@@ -274,7 +276,7 @@ class KVWorker:
 
     def _save(self, saves: Sequence[OngoingSave], mark: Any) -> Job:
         copies = self._out if self._mine.writes else None
-        pages = pages_of(saves, self._page.rows, self._block_size, self._slots)
+        pages = pages_of(saves, self._page.rows, self._sizes)
         pending = deque[tuple[list[SavedPage], Slab]]()
         try:
             while copies is not None:

@@ -84,7 +84,7 @@ class ArenaCopies:
         *,
         share: float = 1.0,
     ) -> None:
-        """`share` is the share of a slab's memory."""
+        """Create the copies. `share` is the share of a slab's memory."""
         self._blocks, self.side = blocks, side
         self._checksums, self._copy_batch = checksums, copy_batch
         heads, layers, planes, tokens, dim = blocks.shape

@@ -36,7 +36,7 @@ class _Staging:
     created on first use and kept, because new memory would cost a page fault per 4 KiB."""
 
     def __init__(self, side: CopySide, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """`shape` of the whole slab: (pages, heads, layers, planes, tokens, dim)."""
+        """Create a slab. `shape` is that of the whole slab: (pages, heads, layers, planes, tokens, dim)."""
         self._side, self._shape, self._dtype = side, shape, dtype
         self.end: Any = None
         """End of the last copies that use it, or None after they have completed."""
@@ -93,8 +93,9 @@ class BlockCopies:
         urgent: bool = False,
         share: float = 1.0,
     ) -> None:
-        """`side` and `direct` are derived from the caches' device. Tests set them. `share` is the share of a
-        slab's memory."""
+        """Create the copies. `side` and `direct` are derived from the caches' device. Tests set them. `share`
+        is the share of a slab's memory.
+        """
         self._share = share
         self._caches, self._layouts, self._shape = caches, layouts, shape
         self.blocks = CacheBlocks(caches, layouts, shape)

@@ -122,13 +122,21 @@ class CacheBlocks:
         return table[tokens // self._slots], tokens % self._slots
 
 
-def kernel_table(blocks: Sequence[int], block_size: int, slots: int) -> NDArray[np.int64]:
-    """Return the indices in the caches of a request's blocks, in order.
+@dataclass(frozen=True, slots=True)
+class BlockSizes:
+    """Tokens of a block.
 
-    The engine counts blocks of `block_size` tokens. If a backend's kernels need smaller blocks, its caches
-    have `slots` tokens per block, and each engine block is several adjacent blocks.
+    If a backend's kernels need smaller blocks than the engine counts, each engine block is several adjacent
+    blocks of the caches.
     """
-    parts = block_size // slots
+
+    engine: int
+    kernel: int
+
+
+def kernel_table(blocks: Sequence[int], sizes: BlockSizes) -> NDArray[np.int64]:
+    """Return the indices in the caches of a request's blocks, in order."""
+    parts = sizes.engine // sizes.kernel
     ids = np.asarray(blocks, np.int64)
     return ids if parts == 1 else (ids[:, None] * parts + np.arange(parts)).ravel()
 

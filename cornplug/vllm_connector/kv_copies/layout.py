@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -118,7 +118,8 @@ def verified_layouts(
 ) -> list[BlockLayout]:
     """Return the layouts of the caches of a rank with these heads, by layer name. Raises LayoutError.
 
-    `block_size` is the engine's. A block of the caches may be a part of it. `scales` as for `derive`.
+    `block_size` is the engine's. A block of the caches may be a part of it. `scales` are by layer name, see
+    `CacheValues`.
     """
     known: dict[tuple[Any, ...], BlockLayout] = {}
     found = []
@@ -133,7 +134,8 @@ def verified_layouts(
             write = (latent_write_op if page.planes == 1 else write_op)(layer)
             slots = cache.shape[2] if cache.ndim == 4 else 0
             size = slots if slots and block_size % slots == 0 else block_size
-            known[kind] = derive(cache, heads, size, page.dim, write, page.planes, page.quantised, scaled)
+            values = CacheValues(page.quantised, scaled)
+            known[kind] = derive(cache, heads, size, page.dim, write, page.planes, values)
         found.append(known[kind])
     if len({layout.block_size for layout in found}) > 1:
         raise LayoutError("layers have different block sizes", reason="layout")
@@ -199,6 +201,19 @@ def require_scales(name: str, layer: Any, expected: tuple[float, float]) -> None
         )
 
 
+@dataclass(frozen=True, slots=True)
+class CacheValues:
+    """Format of the values in a cache."""
+
+    quantised: str = ""
+    """Format of values in a cache of bytes, see `PageGeometry.quantised`."""
+    scales: tuple[float, float] = (1.0, 1.0)
+    """Numbers by which the cache-write operation divides K and V."""
+
+
+PLAIN: Final = CacheValues()
+
+
 def derive(
     cache: torch.Tensor,
     heads: int,
@@ -206,13 +221,9 @@ def derive(
     dim: int,
     write: WriteOp,
     planes: int = PLANES,
-    quantised: str = "",
-    scales: tuple[float, float] = (1.0, 1.0),
+    values: CacheValues = PLAIN,
 ) -> BlockLayout:
     """Determine the layout of `cache`, shape (blocks, heads, block_size, planes * dim) with any strides.
-
-    `quantised` is the format of values in a cache of bytes, see `PageGeometry.quantised`. `write` divides K
-    and V by these `scales`.
 
     Uses a scratch tensor with the same strides, and does not modify `cache`. Raises LayoutError("layout") if
     the shape is unexpected or the mapping is not a permutation of the planes (at most two).
@@ -240,10 +251,11 @@ def derive(
     # K (or the latents) is written with positive labels and V with negative labels, so the sign gives the
     # plane.
     signs = (1, -1)[:planes]
+    quantised = values.quantised
     stored, digit = (_FP8[quantised], _FP8_DIGIT) if quantised else (cache.dtype, _DIGIT)
-    values = torch.bfloat16 if quantised else cache.dtype
+    given = torch.bfloat16 if quantised else cache.dtype
     # Slightly more than the label, because vLLM's CPU operation truncates digits that a format does not have.
-    factors = [scale * (65 / 64 if quantised else 1) for scale in scales]
+    factors = [scale * (65 / 64 if quantised else 1) for scale in values.scales]
     found = []
     for coordinate, size in ((token, block_size), (head, heads), (channel, dim)):
         position = torch.zeros(cache.shape[1:], dtype=torch.int64)
@@ -252,7 +264,7 @@ def derive(
             label = (coordinate // scale % digit + 1).float()
             written = (label * sign * factor for sign, factor in zip(signs, factors, strict=False))
             raw.zero_()
-            write(*(one.to(values).to(cache.device).contiguous() for one in written), scratch, slots)
+            write(*(one.to(given).to(cache.device).contiguous() for one in written), scratch, slots)
             read = scratch[1].view(stored).float().cpu().round().to(torch.int64)
             if int(torch.count_nonzero(raw)) > int(torch.count_nonzero(read)):
                 raise LayoutError(

@@ -73,7 +73,7 @@ class KVMover:
     """
 
     def __init__(self, enter_thread: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
-        """`enter_thread` is called on the thread, before any job."""
+        """Create a mover. Its thread starts with the first job, and calls `enter_thread` before any job."""
         self._enter_thread = enter_thread
         self._thread: threading.Thread | None = None
         self._clock = clock

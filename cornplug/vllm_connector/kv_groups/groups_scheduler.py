@@ -19,6 +19,7 @@ from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.kv_page import pages_between
 from cornplug.metrics import Tally
 from cornplug.store.base import Leases
+from cornplug.store.payload import LEASE_S
 from cornplug.vllm_connector.kv.costs import LoadCosts
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
 from cornplug.vllm_connector.kv.idle_saves import IdleSaves
@@ -182,7 +183,7 @@ class GroupOffers(LoadOffers):
             tracked.saved_until(end)
             return
         wanted = self._keys_of(tracked, ranges, keys)
-        leases = self._run.store.lease(wanted, ttl_s=config.lease_s, deadline_s=config.deadline_s)
+        leases = self._run.store.lease(wanted, ttl_s=LEASE_S, deadline_s=config.deadline_s)
         if None in leases.metas or self._before.leading_since(leases) < len(leases):
             self._count_misses("absent", len(ranges[self._first]))
         elif self._whole(ranges, leases):
@@ -288,7 +289,7 @@ class GroupsScheduler(SchedulerHalf):
         return _Group(kind, requests, saves, IdleSaves(runtime, kind.geometry, requests, saves, unseen))
 
     def bind(self, manager: KVCacheManager, specs: Sequence[KVCacheSpec]) -> None:
-        """Set the engine's manager of blocks of these specs, which knows the blocks of a request."""
+        """Set the engine's block manager for these specs, which returns a request's blocks."""
         self._group_offers.bind(manager.block_pool.null_block.block_id)
         # Like vLLM's own offloading, events cover only full attention.
         first = next(i for i, group in enumerate(self._groups) if group.kind.whole)

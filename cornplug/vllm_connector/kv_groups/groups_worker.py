@@ -67,7 +67,7 @@ class GroupsWorker:
     damaged block."""
 
     def __init__(self, workers: Sequence[KVWorker], layer_names: Sequence[Sequence[str]]) -> None:
-        """`layer_names` has the layers of each group, in the order of its page."""
+        """Create the worker half. `layer_names` has the layers of each group, in the order of its page."""
         self._workers, self._layer_names = workers, layer_names
         self._acks = CornplugKVWorkerMetadata()
         self._loading: dict[str, int] = {}

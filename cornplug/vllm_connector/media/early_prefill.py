@@ -1,6 +1,6 @@
 """Prefill of the tokens before the first medium whose embedding is in flight.
 
-    ECScheduler.available     True where the tokens before that medium are worth a step
+    ECScheduler.available     True if the tokens before that medium are worth a step
     EncoderCacheManager       `can_allocate` is False for a medium in flight: vLLM ends the chunk before it
 
 vLLM's scheduler (`_try_schedule_encoder_inputs` of 0.32 and 0.33) ends a chunk before a medium for which its
@@ -29,8 +29,9 @@ _MAX_SEQS_PART: Final = 0.25
 
 
 class EarlyPrefill:
-    """Decides which requests vLLM prefills up to their first medium in flight. Admits none before
-    `attach`."""
+    """Selection of the requests that vLLM prefills up to their first medium in flight. Selects none before
+    `attach`.
+    """
 
     def __init__(self, *, max_tokens: int = 0, max_requests: int = 0) -> None:
         self._max_tokens = max_tokens
@@ -46,8 +47,9 @@ class EarlyPrefill:
         self._attached = True
 
     def follow(self, in_flight: Callable[[str], bool], began: Callable[[], None]) -> None:
-        """Set `in_flight`, which tells whether an identifier is in flight, and `began`, which is called once
-        for each identifier that a request does not wait for."""
+        """Set `in_flight`, which returns whether an identifier is in flight, and `began`, which is called
+        once for each identifier that a request does not wait for.
+        """
         self._in_flight, self._began = in_flight, began
 
     def holds_back(self, identifier: str) -> bool:
@@ -103,10 +105,10 @@ _offered: Final[weakref.WeakValueDictionary[int, EarlyPrefill]] = weakref.WeakVa
 cache manager with the same configuration."""
 
 
-def early_prefill(config: VllmConfig, *, wanted: bool) -> EarlyPrefill:
+def early_prefill(config: VllmConfig) -> EarlyPrefill:
     """Return the EarlyPrefill of the scheduler that is being created. It admits nothing if `why_not` returns
     a reason."""
-    if not wanted or why_not(config):
+    if why_not(config):
         return EarlyPrefill()
     cache, seqs = config.cache_config, config.scheduler_config.max_num_seqs
     early = EarlyPrefill(
@@ -119,7 +121,7 @@ def early_prefill(config: VllmConfig, *, wanted: bool) -> EarlyPrefill:
 
 
 def why_not(config: Any) -> str:
-    """Reason why vLLM does not prefill requests while their media are encoded, or "" if it does."""
+    """Return why vLLM does not prefill requests while their media are encoded, or "" if it does."""
     model = config.model_config
     if config.ec_manager_config.encoder_cache_manager_cls not in (None, _MANAGER):
         return "--ec-manager-config sets an encoder cache manager"

@@ -1,8 +1,8 @@
 """Embeddings that an app sends instead of images: by handle, or by value if the operator allows it.
 
     part ──vLLM loads its tensors──> `load_embedding`: a handle becomes the store's rows
-         ──vLLM names its items───> `name`: rows that a handle brought get the image's name
-         ──the request's salt────> `identifier`: the key is made here, and must be the handle's
+         ──vLLM names its items───> `name`: rows from a handle get the image's name
+         ──the request's salt────> `identifier`: the key is computed, and must equal the handle's
 
 A handle is valid if it is signed with the store's secret, for this engine's own model. Its key only locates
 the rows. An invalid handle, and a handle of evicted rows, end the request with status 400, because there are
@@ -58,15 +58,18 @@ class ReceivedHandles:
         *,
         dtype: str,
         alone: bool = True,
+        by_value: bool = False,
     ) -> None:
-        """`identity` returns the identity of this engine's tower, or None while it is being read or if it is
-        unknown. If not `alone`, another connector's encoder cache may have an embedding that a request leaves
-        out."""
+        """Create an empty memory of handles. `identity` returns the identity of this engine's tower, or None
+        while it is being read or if it is unknown. If not `alone`, another connector's encoder cache may have
+        an embedding that a request leaves out. `by_value` is whether requests may contain other embeddings.
+        """
         self._config = config
         self._secret = secret
         self._identity = identity
         self._dtype = dtype
         self._alone = alone
+        self._by_value = by_value
         self._store: Store | None = None
         self._lock = threading.Lock()
         self._brought: OrderedDict[bytes, EmbeddingHandle] = OrderedDict()
@@ -124,7 +127,7 @@ class ReceivedHandles:
         grid = item.get(f"{modality}_grid_thw") if isinstance(item, Mapping) else None
         claims = self._known(rows, tuple(grid.flatten().tolist()) if isinstance(grid, torch.Tensor) else ())
         if claims is None or claims.modality != modality:
-            if self._config.engine.embeddings_by_value or not self._alone:
+            if self._by_value or not self._alone:
                 return None
             raise _refused(
                 f"{modality}_embeds: this server accepts embeddings only by handle, with the grid of the "

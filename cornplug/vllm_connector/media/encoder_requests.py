@@ -47,7 +47,7 @@ def in_workers_only(config: VllmConfig) -> bool:
 
 
 class MediaInputs:
-    """Selects the tensors in vLLM's feature specs that the model's family names.
+    """Selection of the tensors in vLLM's feature specs that the model's family names.
 
     For some families, vLLM 0.32 leaves rescaling and normalising to the device (`mm_device_do_normalize`),
     and processed pixels are raw uint8. vLLM's own module then normalises them here, so that the service gets
@@ -67,7 +67,7 @@ class MediaInputs:
         self._wanted: Mapping[Modality, tuple[str, ...]] = family.inputs if family is not None else {}
 
     def of(self, feature: Any) -> dict[str, WireTensor]:
-        """Name -> tensor of one item.
+        """Return the tensors of one item by name.
 
         Raises EncoderRefused: "no_inputs" if vLLM kept no inputs, "shm_cache" if only its workers have them.
         """

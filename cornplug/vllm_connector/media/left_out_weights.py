@@ -41,7 +41,7 @@ def report(worker: Any, specs: Mapping[str, Any]) -> None:
 
 
 def left_out(model: Any) -> dict[str, int]:
-    """Modules of a model that vLLM did not load -> bytes of this rank's part of their weights."""
+    """Return this rank's bytes of weights that vLLM did not load, by module of the model."""
     from vllm.model_executor.models.utils import StageMissingLayer
 
     found = {}
@@ -54,7 +54,7 @@ def left_out(model: Any) -> dict[str, int]:
 
 
 def kv_token_bytes(specs: Mapping[str, Any]) -> int:
-    """Bytes per token in the KV cache of this rank, over all layers that keep KV of every token."""
+    """Return the bytes per token in the KV cache of this rank, over all layers with KV of every token."""
     from vllm.v1.kv_cache_interface import AttentionSpec
 
     return sum(
@@ -71,4 +71,4 @@ def _get_kv_cache_spec(original: Callable[..., Any], worker: Any) -> Any:
 WRAPS: Final[tuple[tuple[str, str, Callable[..., Any]], ...]] = (
     ("vllm.v1.worker.gpu_worker", "Worker.get_kv_cache_spec", _get_kv_cache_spec),
 )
-"""vLLM calls this once, after the weights are loaded and before it sizes the cache."""
+"""Wrapper of a function that vLLM calls once, after the weights are loaded and before it sizes the cache."""

@@ -79,7 +79,7 @@ class RowMemory:
         return None if offset is None else RowPlace(offset, size_bytes)
 
     def view(self, place: RowPlace) -> memoryview:
-        """The bytes of a place, writable."""
+        """Return the bytes of a place, writable."""
         return self._bytes[place.offset : place.offset + place.size_bytes]
 
     def free(self, place: RowPlace) -> None:

@@ -41,6 +41,7 @@ from cornplug.errors import ConfigError
 from cornplug.identity import array_digest, digest, embedding_key, medium_with_options
 from cornplug.private_paths import read_secret
 from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.carried_flags import EMBEDDINGS_BY_VALUE
 from cornplug.vllm_connector.compat import EC_CONNECTOR
 from cornplug.vllm_connector.media.embedding_handles import PREFIX as HANDLE
 from cornplug.vllm_connector.media.embedding_handles import ReceivedHandles, is_handle
@@ -92,7 +93,7 @@ def _identifier(key: bytes, epoch: int) -> str:
 
 
 def _extra_config(config: VllmConfig) -> Mapping[str, Any] | None:
-    """Settings of cornplug's connectors, or None if the engine has none of them."""
+    """Return the settings of cornplug's connectors, or None if the engine has none of them."""
     kv, ec = config.kv_transfer_config, config.ec_transfer_config
     if ec is not None and ec.ec_connector == EC_CONNECTOR:
         return dict(ec.ec_connector_extra_config)
@@ -113,6 +114,7 @@ class MmIdentifiers:
             self._known_identity,
             dtype=dtype_name(config.model_config.dtype),
             alone=ec is None or ec.ec_connector == EC_CONNECTOR,
+            by_value=bool(extra.get(EMBEDDINGS_BY_VALUE)),
         )
         self._processor_kwargs = dict(config.model_config.get_multimodal_config().mm_processor_kwargs or {})
         self._own_options = processor_arguments(config)
@@ -133,7 +135,9 @@ class MmIdentifiers:
         return tower.identity if tower is not None else None
 
     def tower(self) -> TowerIdentity | None:
-        """Identity of the current tower, or None while it is being read or if it cannot be identified."""
+        """Return the identity of the current tower, or None while it is being read or if it cannot be
+        identified.
+        """
         return self._known_tower()[1]
 
     def _known_tower(self) -> tuple[int, TowerIdentity | None]:

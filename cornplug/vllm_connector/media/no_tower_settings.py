@@ -2,7 +2,7 @@
 
 vLLM does not load a tower's weights if media of its modalities are not allowed (`--limit-mm-per-prompt`), and
 accepts embeddings of these modalities instead (`--enable-mm-embeds`). Its own limit of images is then 0. The
-user's limit is kept in the settings, which every API process receives.
+user's limit is kept beside the settings, which every API process receives.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Final
 from cornplug.config import Config
 from cornplug.engine_common.shared_flags import settings
 from cornplug.errors import ConfigError
+from cornplug.vllm_connector.carried_flags import IMAGES_PER_PROMPT
 from cornplug.vllm_connector.compat import EC_CONNECTOR
 from cornplug.vllm_connector.several_connectors import our_settings
 
@@ -29,7 +30,6 @@ TAKES_EMBEDDINGS: Final[Mapping[str, bool]] = {
 """Families whose model accepts `image_embeds` in vLLM 0.32 and 0.33 -> whether it needs their grid too."""
 
 _FLAG: Final = "--cornplug-tower service"
-_LIMIT: Final = "engine.images_per_prompt"
 _NONE: Final = {"image": 0, "video": 0, "audio": 0}
 
 
@@ -40,7 +40,7 @@ def is_asked_for(config: Any) -> bool:
 
 
 def settings_in(config: Any) -> list[dict[str, Any]]:
-    """cornplug's settings of each connector in engine arguments or a VllmConfig."""
+    """Return cornplug's settings of each connector in engine arguments or a VllmConfig."""
     kv, ec = getattr(config, "kv_transfer_config", None), getattr(config, "ec_transfer_config", None)
     found = [our_settings(kv)]
     if ec is not None and ec.ec_connector == EC_CONNECTOR:
@@ -49,7 +49,7 @@ def settings_in(config: Any) -> list[dict[str, Any]]:
 
 
 def ours(said: list[dict[str, Any]]) -> Config:
-    """The Config of `settings_in`. The encoder connector's settings take precedence."""
+    """Return the Config of `settings_in`. The encoder connector's settings take precedence."""
     return settings(dict(said[-1]))
 
 
@@ -83,8 +83,8 @@ def leave_out(args: Any) -> bool:
     limit = _count((args.limit_mm_per_prompt or {}).get("image"))
     for one in said:
         # A second call sees the limits that the first call set.
-        if limit is not None and _LIMIT not in one and args.limit_mm_per_prompt != _NONE:
-            one[_LIMIT] = limit
+        if limit is not None and IMAGES_PER_PROMPT not in one and args.limit_mm_per_prompt != _NONE:
+            one[IMAGES_PER_PROMPT] = limit
     args.limit_mm_per_prompt = dict(_NONE)
     args.enable_mm_embeds = True
     return True
@@ -109,7 +109,7 @@ def check_model(config: Any) -> None:
 
 
 def _count(limit: Any) -> int | None:
-    """Maximum count in one modality's limit, in any of vLLM's forms, or None if there is no limit."""
+    """Return the maximum count in one modality's limit, in any of vLLM's forms, or None without a limit."""
     if isinstance(limit, Mapping):
         limit = limit.get("count")
     count = getattr(limit, "count", limit)

@@ -1,7 +1,7 @@
 """Scheduler half of the encoder-cache connector, which fetches embeddings with a deadline.
 
     unknown ──in the store──────────────────────────────> arrived ──> engine's own cache
-       └──ask the service──> asked ──verified, in hand──────┘
+       └──send a request──> requested ──verified, in hand───┘
                                └──absent, refused, late──> failed ──> the engine encodes
 
 An item counts as available only when its verified bytes are in this process, so a later failure of the store
@@ -167,7 +167,7 @@ class ECScheduler:
         self._early = early or EarlyPrefill()
         self._early.follow(self._in_flight, lambda: tally.count("cornplug_early_prefills_total", runtime.app))
 
-    # -- the engine's questions -------------------------------------------------------------
+    # -- the engine's calls ------------------------------------------------------------------
 
     def available(self, request: Request, computed: int) -> bool:
         """Return False while `request` has nothing to compute before an embedding in flight.
@@ -343,10 +343,7 @@ class ECScheduler:
         key = key_of(feature.identifier, weights_guard.epoch())
         if key is None:
             return self._unshared(feature.identifier, rows, now)
-        ours = self._run.config.encoder
-        deadline = now + self._rule.encode_deadline_s(
-            rows, floor_s=ours.deadline_floor_s, ceiling_s=ours.deadline_s
-        )
+        deadline = now + self._rule.encode_deadline_s(rows, ceiling_s=self._run.config.encoder.deadline_s)
         expected = ExpectedEmbedding(key, rows, self._width, self._dtype)
         size = rows * self._width * ITEM_BYTES[self._dtype]
         item = PendingEmbedding(feature.identifier, expected, size, deadline, now)

@@ -1,7 +1,7 @@
 """Converts images of a chat request to embeddings, in the API process of an engine without a tower.
 
     image_url ──parser──> medium: its bytes, or an http(s) URL ──> service: fetch, decode, encode
-    image_embeds <──rows, whose signed claims are this engine's tower, this salt and no other──┘
+    image_embeds <──rows, whose signed claims match this engine's tower and this salt──┘
 
 The items are then handled like embeddings by handle (`media/embedding_handles.py`), so that an image has the
 same identifier in engines with and without a tower. If the service fails, the request ends with status 503
@@ -44,6 +44,7 @@ from cornplug.errors import CodecError, ConfigError, CornplugError, EncoderError
 from cornplug.identity import embedding_key
 from cornplug.private_paths import read_secret
 from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.carried_flags import IMAGES_PER_PROMPT
 from cornplug.vllm_connector.media.embedding_handles import ReceivedHandles
 from cornplug.vllm_connector.media.mm_identifiers import MmIdentifiers
 from cornplug.vllm_connector.media.no_tower_settings import (
@@ -102,14 +103,18 @@ class ServedImages:
         *,
         family: str,
         dtype: str,
+        max_images: int | None = None,
     ) -> None:
-        """`tower` returns the identity of the checkpoint's tower, or None while it is unknown."""
+        """Create a client. `tower` returns the identity of the checkpoint's tower, or None while it is
+        unknown. `max_images` is the maximum number of images in a prompt, or None for no limit.
+        """
         self._config = config
         self._secret = secret
         self._tower = tower
         self._handles = handles
         self._wants_grid = TAKES_EMBEDDINGS[family]
         self._dtype = dtype
+        self._max_images = max_images
         self._client = RemoteEncoder(config.encoder.engine_weights(), secret)
 
     def check(self, tower: TowerIdentity, model: str) -> None:
@@ -147,7 +152,7 @@ class ServedImages:
 
     def limit(self, count: int) -> None:
         """Raise VLLMValidationError if a prompt has more images than the operator allows."""
-        most = self._config.engine.images_per_prompt
+        most = self._max_images
         if most is not None and count > most:
             raise VLLMValidationError(
                 f"At most {most} image(s) may be provided in one prompt.", parameter="image", value=count
@@ -166,7 +171,7 @@ class ServedImages:
         return self._taken(reply, salt)
 
     def item_now(self, url: str, connector: Any, salt: str | None) -> Any:
-        """Like `item`, for an engine without an event loop."""
+        """Return the same as `item`, for an engine without an event loop."""
         if _is_remote(url, connector):
             request = self._request(salt, url=url)
         else:
@@ -196,7 +201,7 @@ class ServedImages:
         )
 
     def _served(self) -> bytes:
-        """Identity for requests to the service. Raises ServiceUnavailable while it is unknown."""
+        """Return the identity for requests to the service. Raises ServiceUnavailable while it is unknown."""
         if weights_guard.replaced():
             raise ServiceUnavailable("this server's weights were replaced", _DOWN_S)
         tower = self._tower()
@@ -244,7 +249,8 @@ def started(config: Any, names: MmIdentifiers | None) -> None:
     deactivate()
     if names is None or not is_asked_for(config):
         return
-    said = ours(settings_in(config))
+    carried = settings_in(config)
+    said = ours(carried)
     model = config.model_config
     try:
         known = tower_identity(config)
@@ -261,6 +267,7 @@ def started(config: Any, names: MmIdentifiers | None) -> None:
         names.handles,
         family=str(model.hf_config.model_type),
         dtype=dtype_name(model.dtype),
+        max_images=carried[-1].get(IMAGES_PER_PROMPT),
     )
     try:
         served.check(known, str(model.model))

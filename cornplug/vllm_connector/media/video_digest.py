@@ -73,7 +73,10 @@ class VideoUnshared(CornplugError):
 
 
 def video_digest(frames: object, metadata: object) -> bytes:
-    """Media digest (32 bytes) of a video. Raises VideoUnshared: "video_frames", "video_metadata"."""
+    """Return the media digest (32 bytes) of a video.
+
+    Raises VideoUnshared: "video_frames", "video_metadata".
+    """
     if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8 or frames.ndim != 4 or not frames.size:
         raise VideoUnshared("video frames must be a uint8 array with four axes", reason="video_frames")
     fields = {} if metadata is None else metadata

@@ -120,7 +120,7 @@ class MappedRows:
         return self._bytes is not None
 
     def mapped(self, arena_id: bytes) -> memoryview | None:
-        """The whole memory, for `RegisteredMemory`."""
+        """Return the whole memory, for `RegisteredMemory`."""
         return self._memory
 
     def rows(self, place: RowPlace) -> torch.Tensor:
@@ -131,7 +131,7 @@ class MappedRows:
         return there
 
     def copied(self) -> list[int]:
-        """Offsets of places that are no longer read, each once."""
+        """Return the offsets of places that are no longer read, each once."""
         found = []
         while self._ongoing and self._copies.done(self._ongoing[0][1]):
             found.append(self._ongoing.popleft()[0])
@@ -257,7 +257,7 @@ class ECWorker:
         self._publishes = False
 
     def acks(self) -> CornplugECWorkerMetadata | None:
-        """Outcomes of earlier saves and new measurements, or None if there are none."""
+        """Return the outcomes of earlier saves and new measurements, or None if there are none."""
         if self._offered and self._patience_s:
             self._publisher.flush(self._patience_s)
         self._offered = False

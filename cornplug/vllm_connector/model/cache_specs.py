@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 OF_LATENTS: Final[Mapping[str, str]] = {
     "head_size": "in the page",
-    "dtype": "in the page, which refuses what it has no name for",
+    "dtype": "in the page, which refuses unknown dtypes",
     "cache_dtype_str": "compared with dtype",
     "num_kv_heads": "compared with 1",
     "max_tp_shards": "compared with 1: the first rank writes the whole latent, and every rank reads it",
@@ -47,7 +47,7 @@ OF_ATTENTION: Final[Mapping[str, str]] = {
     "num_kv_heads": "compared with the model's when a rank's slice is computed",
     "head_size": "in the page",
     "head_size_v": "compared with head_size",
-    "dtype": "in the page, which refuses what it has no name for",
+    "dtype": "in the page, which refuses unknown dtypes",
     "kv_quant_mode": "in the page, or refused",
     "block_size": "a page holds tokens, not blocks",
     "sliding_window": "in the page, if vLLM frees the blocks before it",
@@ -117,7 +117,9 @@ def require_plain(spec: Any) -> None:
 
 
 def unlisted_field(spec: Any, listed: Mapping[str, str]) -> str:
-    """First field, with its value, that is neither listed nor at its default, or "" if there is none."""
+    """Return the first field, with its value, that is neither listed nor at its default, or "" if there is
+    none.
+    """
     for field in fields(spec):
         value = getattr(spec, field.name)
         if field.name not in listed and value != field.default:
@@ -157,7 +159,7 @@ def layer_number(name: str) -> int:
 
 
 def checkpoint_scales(config: VllmConfig) -> Scales:
-    """Scales in this engine's checkpoint, in the dtype in which vLLM keeps them.
+    """Return the scales in this engine's checkpoint, in the dtype in which vLLM keeps them.
 
     Raises LayoutError for scales with other names or shapes, or of only keys or only values.
     """
@@ -187,7 +189,9 @@ def checkpoint_scales(config: VllmConfig) -> Scales:
 
 
 def scales_of_layers(scales: Scales, names: Iterable[str]) -> dict[str, tuple[float, float]]:
-    """Layer name -> the scales that it must have. Raises LayoutError for names without a number."""
+    """Return the scales that each layer must have, by layer name. Raises LayoutError for names without a
+    number.
+    """
     if not scales:  # Layers of a draft model may have no number.
         return dict.fromkeys(names, (1.0, 1.0))
     return {name: scales.get(layer_number(name), (1.0, 1.0)) for name in names}

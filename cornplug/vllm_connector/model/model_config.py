@@ -30,7 +30,7 @@ _started_tower: Final = StartedModel()
 
 
 def tower_identity(config: VllmConfig) -> TowerIdentity:
-    """Identity of this engine's tower and projector under its dtype and processor settings.
+    """Return the identity of this engine's tower and projector under its dtype and processor settings.
 
     Reads weights (cached on disk). Raises CheckpointError.
     """
@@ -47,14 +47,14 @@ def tower_identity(config: VllmConfig) -> TowerIdentity:
 
 
 def processor_arguments(config: VllmConfig) -> dict[str, Any]:
-    """The deployment's processor arguments that change its outputs."""
+    """Return the deployment's processor arguments that change its outputs."""
     given = dict(config.model_config.get_multimodal_config().mm_processor_kwargs or {})
     # The processor runs on the CPU anyway.
     return {name: value for name, value in given.items() if (name, value) != ("device", "cpu")}
 
 
 def why_no_videos(config: VllmConfig) -> str:
-    """Reason why videos of this model are not shared, or "" if they are."""
+    """Return the reason why videos of this model are not shared, or "" if they are."""
     model = config.model_config
     compared = validated_families(dtype_name(model.dtype), "video")
     if getattr(model.hf_config, "model_type", None) not in compared:
@@ -65,8 +65,10 @@ def why_no_videos(config: VllmConfig) -> str:
 
 
 def _video_settings(config: VllmConfig) -> dict[str, Any]:
-    """Settings on which Qwen-VL's positions of a video depend in addition to its metadata: the config's rate,
-    and the release of transformers, whose processors compute `second_per_grid_ts` and sample frames."""
+    """Return the settings on which Qwen-VL's positions of a video depend in addition to its metadata: the
+    config's rate, and the release of transformers, whose processors compute `second_per_grid_ts` and sample
+    frames.
+    """
     vision = getattr(config.model_config.hf_config, "vision_config", None)
     return {
         "tokens_per_second": getattr(vision, "tokens_per_second", None),
@@ -90,13 +92,13 @@ def kv_identity(config: VllmConfig) -> tuple[bytes, dict[str, Any]]:
 
 
 def drafts_with_kv(config: VllmConfig) -> SpeculativeConfig | None:
-    """Speculation config if the draft has its own KV (EAGLE, MTP, a draft model), else None."""
+    """Return the speculation config if the draft has its own KV (EAGLE, MTP, a draft model), else None."""
     speculative = getattr(config, "speculative_config", None)
     return speculative if speculative is not None and speculative.uses_draft_kv_cache() else None
 
 
 def _draft_identity(config: VllmConfig) -> dict[str, Any] | None:
-    """Inputs of a draft model's KV, which is part of pages, or None without a draft.
+    """Return the inputs of a draft model's KV, which is part of pages, or None without a draft.
 
     A draft's KV affects how many of its proposals are accepted, but never which tokens. Therefore its
     settings are not judged like the model's. Reads weights once. Raises CheckpointError.
@@ -141,7 +143,7 @@ def _plain(model: EngineModel) -> EngineModel:
 
 
 def embedding_width(config: VllmConfig) -> int:
-    """Number of columns of an embedding in vLLM's encoder cache.
+    """Return the number of columns of an embedding in vLLM's encoder cache.
 
     This is the LLM's width, times the number of layers if the tower also returns inner layers (deepstack).
     """
@@ -210,7 +212,7 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _length_settings(model: Any) -> dict[str, Any]:
-    """Additional settings of models that read the maximum sequence length (Llama 4)."""
+    """Return the additional settings of models that read the maximum sequence length (Llama 4)."""
     return {
         "generation_config": str(getattr(model, "generation_config", "auto")),
         "override": dict(getattr(model, "override_generation_config", None) or {}),

@@ -31,7 +31,7 @@ MAMBA: Final = FieldTables(
     harmless={},
     refused={},
 )
-_PROPOSES: Final = "proposals only: KV is saved of tokens that the model itself accepted"
+_PROPOSES: Final = "affects only proposals: KV is saved only for tokens that the model has accepted"
 HUB_VARIABLE: Final = "VLLM_USE_MODELSCOPE"
 """Variable that selects the model hub. It has no effect on a model in a local folder."""
 REFUSED_VARIABLES: Final[Mapping[str, str]] = {
@@ -73,40 +73,41 @@ MODEL: Final = FieldTables(
     in_key={
         "quantization_config": AS_OVERRIDE,
         "model_impl": AS_OVERRIDE,
-        **listed("the checkpoint's bytes", "model revision"),
+        **listed("through the fingerprint of the checkpoint", "model revision"),
         **listed(
-            "what vLLM made of config.json, against what transformers reads", "hf_config hf_text_config"
+            "differences between the config that vLLM runs and the config that transformers reads",
+            "hf_config hf_text_config",
         ),
-        **listed("as `hf_config`; a function is refused", "hf_overrides"),
-        **listed("as `hf_config`, which loses its window", "disable_sliding_window"),
-        **listed("named in the spec", "dtype"),
-        **listed("in the spec, where the model reads it", "max_model_len override_generation_config"),
-        **listed("as max_model_len; generation_config.json with it", "generation_config"),
-        **listed("where the checkpoint does not say it: the method's name", "quantization"),
-        **listed("digest of the code that the checkpoint brings", "trust_remote_code"),
-        **listed("in tables of its own", "multimodal_config"),
+        **listed("like `hf_config`; a function is refused", "hf_overrides"),
+        **listed("like `hf_config`, from which vLLM removes the window", "disable_sliding_window"),
+        **listed("in the spec", "dtype"),
+        **listed("in the spec, if the model depends on it", "max_model_len override_generation_config"),
+        **listed("like max_model_len, with generation_config.json", "generation_config"),
+        **listed("the method's name, if the checkpoint does not declare it", "quantization"),
+        **listed("digest of the checkpoint's own code", "trust_remote_code"),
+        **listed("through its own tables", "multimodal_config"),
     },
     harmless={
         **listed(
-            "tokens are in the key, whoever made them",
+            "affects only the tokens, which are in the key",
             "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init io_processor_plugin",
         ),
         **listed(
-            "what is sampled becomes tokens, and those are in the key",
+            "affects sampled tokens, which are in the key",
             "seed use_fp64_gumbel logits_processors",
         ),
         **listed(
-            "of outputs only",
+            "affects outputs only",
             "max_logprobs logprobs_mode return_sampling_mask enable_trace_replay served_model_name",
         ),
         **listed(
-            "who may read what; decoded media are in the key",
+            "restricts access; decoded media are in the key",
             "allowed_local_media_path allowed_media_domains hf_token",
         ),
-        **listed("the same operations, otherwise dispatched", "enforce_eager disable_cascade_attn"),
+        **listed("the same operations, dispatched differently", "enforce_eager disable_cascade_attn"),
         **listed("requests with prompt embeddings are not shared", "enable_prompt_embeds"),
         **listed(
-            "memory; what sleep takes away ends sharing (weights.py)",
+            "memory; a sleep that discards weights ends sharing (weight_updates.py)",
             """
             enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend
             sleep_mode_offload_cudagraph
@@ -114,11 +115,11 @@ MODEL: Final = FieldTables(
         ),
         **listed("memory", "enable_nccl_comm_suspend enable_cumem_allocator"),
         **listed("threads", "renderer_num_workers"),
-        **listed("computed from what is in the key", "is_submodel_config"),
-        **listed("of the output layer, which makes no KV", "word_embeddings_untied_by_checkpoint"),
-        **listed("of the drafts, which are proposals", "spec_target_max_model_len"),
-        **listed("of outputs only; pooling models are refused", "pooler_config"),
-        **listed("whether vLLM warns", "allow_deprecated_quantization"),
+        **listed("computed from values that are in the key", "is_submodel_config"),
+        **listed("affects the output layer, which computes no KV", "word_embeddings_untied_by_checkpoint"),
+        **listed("affects drafts, which are only proposals", "spec_target_max_model_len"),
+        **listed("affects outputs only; pooling models are refused", "pooler_config"),
+        **listed("only whether vLLM warns", "allow_deprecated_quantization"),
     },
     refused={
         "hf_config_path": "the config comes from another checkpoint",
@@ -140,31 +141,33 @@ MODEL: Final = FieldTables(
 MULTIMODAL: Final = FieldTables(
     of="MultiModalConfig",
     in_key={
-        "mm_processor_kwargs": "over the preprocessor's JSON, in the spec",
+        "mm_processor_kwargs": "in the spec, in place of the preprocessor's values",
         "video_pruning_rate": AS_OVERRIDE,
         "video_pruning_method": AS_OVERRIDE,
     },
     harmless={
-        **listed("how many media, not what they are", "language_model_only limit_per_prompt"),
+        **listed("the number of media, not their content", "language_model_only limit_per_prompt"),
         **listed(
-            "embeddings from outside have no name of ours",
+            "embeddings from clients have no embedding key",
             "enable_mm_embeds allow_missing_mm_embeddings",
         ),
         **listed("decoded media are in the key", "media_io_kwargs"),
-        **listed("the same normalisation, on the device or before", "mm_device_do_normalize"),
+        **listed("the same normalisation, on the device or before the copy to it", "mm_device_do_normalize"),
         **listed(
-            "where inputs wait",
+            "where processed inputs are buffered",
             """
             mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb
             mm_tensor_ipc mm_ipc_gpu_memory_gb
             """,
         ),
-        **listed("vLLM's own names, which are replaced", "mm_hasher_algorithm"),
+        **listed("vLLM's own names of media, which cornplug replaces", "mm_hasher_algorithm"),
         **listed("whether there is a language model", "mm_encoder_only"),
-        **listed("who computes which rows", "mm_encoder_tp_mode"),
+        **listed("which rank computes which rows", "mm_encoder_tp_mode"),
         **listed("the same attention by another kernel", "mm_encoder_attn_backend"),
-        **listed("written, not read", "mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin"),
-        **listed("tokens are in the key", "interleave_mm_strings"),
+        **listed(
+            "only written, never read", "mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin"
+        ),
+        **listed("affects only the tokens, which are in the key", "interleave_mm_strings"),
         **listed("memory", "skip_mm_profiling"),
     },
     refused={
@@ -176,7 +179,7 @@ MULTIMODAL: Final = FieldTables(
 
 LOAD: Final = FieldTables(
     of="LoadConfig",
-    in_key={"model_loader_extra_config": "refused but for what is known to change speed alone"},
+    in_key={"model_loader_extra_config": "refused, except for options that only affect speed"},
     harmless={
         **listed(
             "how files are read",
@@ -203,46 +206,45 @@ LOAD: Final = FieldTables(
 CACHE: Final = FieldTables(
     of="CacheConfig",
     in_key={
-        **listed("in the page's geometry, which refuses what it has no name for", "cache_dtype"),
-        **listed("as `ModelConfig.hf_config`", "sliding_window"),
+        **listed("in the page's geometry, which refuses unknown dtypes", "cache_dtype"),
+        **listed("like `ModelConfig.hf_config`", "sliding_window"),
     },
     harmless={
         **listed(
-            "where KV lies; pages are laid out anew",
+            "layout of the engine's cache; pages have their own layout",
             """
             block_size user_specified_block_size kv_cache_layout effective_attention_block_size
             _block_size_resolved hash_block_size
             """,
         ),
-        **listed("what the engine's own cache finds", "prefix_match_unit enable_prefix_caching"),
+        **listed("hits of the engine's own cache", "prefix_match_unit enable_prefix_caching"),
         **listed(
-            "what the engine's own cache finds", "prefix_cache_retention_interval cache_hit_alignment_tokens"
+            "hits of the engine's own cache", "prefix_cache_retention_interval cache_hit_alignment_tokens"
         ),
+        **listed("hits by a hash with collisions are not saved (provenance.py)", "prefix_caching_hash_algo"),
         **listed(
-            "what a hash with collisions finds is not saved (provenance.py)", "prefix_caching_hash_algo"
-        ),
-        **listed(
-            "how much there is",
+            "amount of memory",
             """
             gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks num_cpu_blocks
             kv_cache_size_tokens kv_cache_max_concurrency kv_cache_memory_bytes
             """,
         ),
         **listed(
-            "another connector's; what it loads is not saved here",
+            "for another connector, whose loads are not saved (provenance.py)",
             "kv_offloading_size kv_offloading_backend simple_cpu_offload_num_blocks",
         ),
         **listed(
-            "in the pages of states, by their shapes, dtypes and tokens",
+            "the geometry of pages contains shapes, dtypes and tokens",
             "mamba_page_size_padded mamba_block_size mamba_cache_dtype mamba_ssm_cache_dtype",
         ),
-        **listed("states are shared in one mode, and refused in the others", "mamba_cache_mode"),
+        **listed("states are shared in one mode and refused in all others", "mamba_cache_mode"),
         **listed(
-            "which states vLLM caches, each by the hash of its tokens",
+            "selects the states that vLLM caches, each by the hash of its tokens",
             "enable_mamba_shared_prefix_checkpoint",
         ),
         **listed(
-            "vLLM takes no KV connector beside it", "use_replayssm use_kda_recoverssm replayssm_buffer_len"
+            "vLLM does not allow a KV connector with it",
+            "use_replayssm use_kda_recoverssm replayssm_buffer_len",
         ),
         **listed(
             "KV of models with such layers is refused",
@@ -265,25 +267,25 @@ PARALLEL: Final = FieldTables(
     },
     harmless={
         **listed(
-            "a page is of the whole model",
+            "a page contains the whole model",
             """
             pipeline_parallel_size tensor_parallel_size world_size enable_expert_parallel
             enable_ep_weight_filter expert_placement_strategy enable_eplb eplb_config
             """,
         ),
-        **listed("KV is refused where ranks share a sequence", "prefill_context_parallel_size"),
+        **listed("KV is not shared if ranks split a sequence", "prefill_context_parallel_size"),
         **listed(
-            "KV is refused where ranks share a sequence", "decode_context_parallel_size dcp_comm_backend"
+            "KV is not shared if ranks split a sequence", "decode_context_parallel_size dcp_comm_backend"
         ),
         **listed(
-            "KV is refused where ranks share a sequence", "dcp_kv_cache_interleave_size dcp_q_replicate"
+            "KV is not shared if ranks split a sequence", "dcp_kv_cache_interleave_size dcp_q_replicate"
         ),
         **listed(
-            "KV is refused where ranks share a sequence",
+            "KV is not shared if ranks split a sequence",
             "cp_kv_cache_interleave_size _allow_auto_resolve_cp_interleave_size",
         ),
         **listed(
-            "which replica",
+            "number and index of replicas",
             """
             data_parallel_size data_parallel_size_local data_parallel_rank data_parallel_rank_local
             data_parallel_index data_parallel_external_lb data_parallel_hybrid_lb
@@ -298,7 +300,7 @@ PARALLEL: Final = FieldTables(
             """,
         ),
         **listed(
-            "transport and time",
+            "transport and timing",
             """
             dp_sync_interval disable_custom_all_reduce enable_shm_tensor_arena enable_dbo ubatch_size
             dbo_decode_token_threshold dbo_prefill_token_threshold distributed_timeout_seconds
@@ -306,8 +308,8 @@ PARALLEL: Final = FieldTables(
             fault_tolerance_config
             """,
         ),
-        **listed("what is sampled becomes tokens", "enable_batch_sharded_sampling"),
-        **listed("of the checkpoint", "is_moe_model"),
+        **listed("affects sampled tokens, which are in the key", "enable_batch_sharded_sampling"),
+        **listed("derived from the checkpoint", "is_moe_model"),
         **listed(
             "processes and cores", "max_parallel_loading_workers ray_workers_use_nsight ray_runtime_env"
         ),
@@ -319,7 +321,8 @@ PARALLEL: Final = FieldTables(
             """,
         ),
         **listed(
-            "adds methods, may replace none; calls of them end sharing (weights.py)", "worker_extension_cls"
+            "adds methods and replaces none; their calls end sharing (weight_updates.py)",
+            "worker_extension_cls",
         ),
     },
     refused={
@@ -340,14 +343,16 @@ LORA: Final = FieldTables(
         "enable_moe_shared_loras": AS_OVERRIDE,
     },
     harmless={
-        **listed("how many adapters fit; larger ones are errors", "max_lora_rank max_loras max_cpu_loras"),
         **listed(
-            "the same product, otherwise spread or dispatched",
+            "capacity for adapters; larger adapters are errors", "max_lora_rank max_loras max_cpu_loras"
+        ),
+        **listed(
+            "the same product, distributed or dispatched differently",
             "fully_sharded_loras specialize_active_lora",
         ),
-        **listed("the request's own adapter, in the key as such", "default_mm_loras"),
-        **listed("such embeddings get no embedding key", "enable_tower_connector_lora"),
-        **listed("of outputs only", "max_lora_cls_labels"),
+        **listed("applied as the request's own adapter, which is in the key", "default_mm_loras"),
+        **listed("embeddings of such requests get no embedding key", "enable_tower_connector_lora"),
+        **listed("affects outputs only", "max_lora_cls_labels"),
     },
     refused={},
 )

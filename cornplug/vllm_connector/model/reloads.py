@@ -2,8 +2,8 @@
 
     engine core   the epoch is odd: no process shares
     each rank     loads, compares its memory with the files, votes
-    engine core   all votes are yes and name one folder, and no block holds KV of the weights before: names
-                  the folder, and the epoch is even
+    engine core   all votes are yes and name one folder, and no block holds KV of the previous weights:
+                  records the folder, and the epoch is even
 
 vLLM keeps its prefix cache during a reload. If the cache is not empty at the end (a pause or sleep before the
 reload empties it), the epoch stays odd until `reset_prefix_cache`. If a rank votes no, sharing ends until
@@ -166,14 +166,14 @@ def hold(core: Any, loaded: Loaded) -> None:
 
 
 def _excluded(core: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Reason why cornplug cannot identify the weights that the call loads, or ""."""
+    """Return the reason why cornplug cannot identify the weights that the call loads, or ""."""
     if not _from_files(args, kwargs):
         return "the tensors do not come from a checkpoint"
     return excluded_engine(core)
 
 
 def excluded_engine(core: Any) -> str:
-    """Reason why cornplug cannot identify new weights of this engine, or ""."""
+    """Return the reason why cornplug cannot identify new weights of this engine, or ""."""
     config, state = core.vllm_config, engine_state.current()
     model, parallel = config.model_config, config.parallel_config
     found = {

@@ -11,9 +11,9 @@ from typing import Final
 from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables
 from cornplug.vllm_connector.model.model_fields import listed
 
-_OWN_TABLE: Final = "in tables of its own"
-_DISPATCH: Final = "the same operations, otherwise dispatched"
-_WHEN: Final = "which tokens are computed when, and beside which"
+_OWN_TABLE: Final = "through its own tables"
+_DISPATCH: Final = "the same operations, dispatched differently"
+_WHEN: Final = "the order of tokens, and the composition of batches"
 
 VLLM: Final = FieldTables(
     of="VllmConfig",
@@ -27,19 +27,23 @@ VLLM: Final = FieldTables(
             diffusion_config compilation_config ec_manager_config
             """,
         ),
-        "quant_config": "made of the checkpoint and of ModelConfig.quantization",
+        "quant_config": "derived from the checkpoint and ModelConfig.quantization",
     },
     harmless={
         **listed("the same operations on another device", "device_config"),
-        **listed("what is sampled becomes tokens, and those are in the key", "watermark_config"),
-        **listed("what is sampled becomes tokens", "structured_outputs_config reasoning_config"),
-        **listed("of outputs only", "aux_output_config"),
+        **listed("affects sampled tokens, which are in the key", "watermark_config"),
+        **listed(
+            "affects sampled tokens, which are in the key", "structured_outputs_config reasoning_config"
+        ),
+        **listed("affects outputs only", "aux_output_config"),
         **listed("logs and measurements", "observability_config logging_config profiler_config"),
-        **listed("what other connectors load is not saved (provenance.py)", "kv_transfer_config"),
-        **listed("embeddings are named by their content", "ec_transfer_config"),
-        **listed("written, not read", "kv_events_config"),
-        **listed("new weights end sharing (weights.py)", "weight_transfer_config"),
-        **listed("chooses fields of other classes, which are judged", "optimization_level performance_mode"),
+        **listed("loads of other connectors are not saved (provenance.py)", "kv_transfer_config"),
+        **listed("embeddings are identified by their content", "ec_transfer_config"),
+        **listed("only written, never read", "kv_events_config"),
+        **listed("updates of weights end sharing (weight_updates.py)", "weight_transfer_config"),
+        **listed(
+            "sets fields of other classes, which have their own tables", "optimization_level performance_mode"
+        ),
         **listed("names and times", "instance_id shutdown_timeout watchdog_config"),
     },
     refused={},
@@ -58,7 +62,7 @@ KERNEL: Final = FieldTables(
         "ir_op_priority": _OWN_TABLE,
     },
     harmless=listed(
-        "which of equal kernels is the fastest, and when it is compiled",
+        "selects the fastest of equal kernels, and when it is compiled",
         """
         enable_flashinfer_autotune enable_rocm_segmented_attn_autotune enable_cutedsl_warmup
         enable_jit_warmup
@@ -72,7 +76,7 @@ IR_OPS: Final = FieldTables(
     of="IrOpPriorityConfig",
     in_key={},
     harmless=listed(
-        "the same norm or activation by another kernel, without quantisation; the platform adds its own",
+        "the same norm or activation by another kernel, unquantised; defaults depend on the platform",
         "rms_norm fused_add_rms_norm gelu_and_mul_sparse",
     ),
     refused={},
@@ -97,7 +101,7 @@ ATTENTION: Final = FieldTables(
     },
     harmless={
         **listed(
-            "the order of sums",
+            "only the order of additions",
             """
             flash_attn_version flash_attn_max_num_splits_for_cuda_graph tokenspeed_mla_min_split_kv
             tq_max_kv_splits_for_cuda_graph flex_attn_block_m flex_attn_block_n flex_attn_q_block_size
@@ -123,7 +127,7 @@ ATTENTION: Final = FieldTables(
 COMPILATION: Final = FieldTables(
     of="CompilationConfig",
     in_key={
-        "inductor_compile_config": "its options that are not known to change speed alone",
+        "inductor_compile_config": "all options except those that only affect speed",
         **listed(_OWN_TABLE, "pass_config dynamic_shapes_config"),
     },
     harmless={
@@ -135,7 +139,7 @@ COMPILATION: Final = FieldTables(
             """,
         ),
         **listed(
-            "the same kernels, replayed",
+            "the same kernels, replayed from a graph",
             """
             cudagraph_mm_encoder encoder_cudagraph_token_budgets
             encoder_cudagraph_max_vision_items_per_batch encoder_cudagraph_max_frames_per_batch
@@ -173,7 +177,7 @@ PASSES: Final = FieldTables(
     of="PassConfig",
     in_key={},
     harmless=listed(
-        "the same operations in fewer kernels; vLLM chooses by platform and optimisation level",
+        "the same operations in fewer kernels; vLLM selects them by platform and optimisation level",
         """
         fuse_norm_quant fuse_act_quant fuse_attn_quant eliminate_noops fuse_allreduce_rms
         enable_qk_norm_rope_fusion fuse_rope_kvcache_cat_mla fuse_act_padding fuse_mla_dual_rms_norm
@@ -196,7 +200,7 @@ SCHEDULER: Final = FieldTables(
     in_key={},
     harmless={
         **listed("pooling models are refused by ModelConfig.runner", "runner_type"),
-        **listed("of the checkpoint", "is_multimodal_model"),
+        **listed("derived from the checkpoint", "is_multimodal_model"),
         **listed(
             _WHEN,
             """
@@ -212,7 +216,7 @@ SCHEDULER: Final = FieldTables(
     refused={},
 )
 
-_WHERE: Final = "where weights lie"
+_WHERE: Final = "location of the weights in memory"
 
 OFFLOAD: Final = FieldTables(
     of="OffloadConfig", in_key={}, harmless=listed(_WHERE, "offload_backend uva prefetch"), refused={}

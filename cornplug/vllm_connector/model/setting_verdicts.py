@@ -91,7 +91,8 @@ def of_kv(config: VllmConfig) -> SettingsVerdict:
 
 
 def judge_code(model: Any) -> SettingsVerdict:
-    """Refusals for model classes and processors that are not vLLM's own. `model` is its ModelConfig.
+    """Return the refusals for model classes and processors that are not vLLM's own. `model` is its
+    ModelConfig.
 
     A class that replaces one of vLLM's classes counts for every model, because nested towers and language
     models are looked up in the same registry.
@@ -128,7 +129,7 @@ def _module_of(registered: Any) -> str:
 
 
 def _foreign_processor(registered: Any) -> str | None:
-    """Module of a part of the model's multimodal processor that is not vLLM's, or None.
+    """Return the module of a part of the model's multimodal processor that is not vLLM's, or None.
 
     A plugin that registers a processor imports the model's class first, so the class is found in
     `sys.modules`.

@@ -7,7 +7,7 @@ a transfer with a version:
     API process, engine core   the epoch is odd: no process shares
     each rank                  start_weight_update, any number of update_weights, finish_weight_update
     engine core                gets the version, by `/finish_weight_update` or `/update_weight_version` after
-                               it; asks the ranks, and holds the weights under that name (`reloads.hold`)
+                               it; queries the ranks, and records the name (`reloads.hold`)
 
 A transfer is one state of the weights, regardless of its number of calls, and has a name only at its end. A
 failed call ends sharing until restart. So do a trainer's own methods (`--worker-extension-cls`), which could
@@ -146,7 +146,7 @@ def _excluded(core: Any) -> str:
 
 
 def _unfinished(core: Any) -> str:
-    """Reason why a rank does not hold the weights, or "" if all do."""
+    """Return the reason why a rank does not hold the weights, or "" if all do."""
     try:
         votes = core.model_executor.collective_rpc(rank_is_done, _VOTE_S)
     except (RuntimeError, TimeoutError) as e:

@@ -11,7 +11,7 @@ import torch
 from cornplug.codec import PayloadKind
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef, from_store
 from cornplug.store.memory import MemoryStore
-from cornplug.store.payload import put_payload
+from cornplug.store.payload import NewPayload, put_payload
 from cornplug.testing.store import fill, key, present
 
 ROWS = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
@@ -25,9 +25,13 @@ class _Host:
         store = MemoryStore(capacity_bytes=1 << 16, clock=lambda: self.now_s)
         self.mine, self.other = store.connect(), store.connect()
         outcome = put_payload(
-            self.other, memoryview(ROWS), kind=PayloadKind.EMBEDDING, key=key("e"), dtype="float32",
-            shape=ROWS.shape, app="test", deadline_s=1,
-        )  # fmt: skip
+            self.other,
+            NewPayload(
+                memoryview(ROWS), PayloadKind.EMBEDDING, key=key("e"), dtype="float32", shape=ROWS.shape
+            ),
+            app="test",
+            deadline_s=1,
+        )
         assert outcome == "stored"
 
     def ref(self) -> EmbeddingRef:
@@ -71,9 +75,11 @@ def test_embedding_ref_bfloat16_tensor_is_exact(host: _Host) -> None:
     narrow = torch.from_numpy(ROWS).to(torch.bfloat16)
     raw = narrow.view(torch.uint16).numpy()
     put_payload(
-        host.other, memoryview(raw), kind=PayloadKind.EMBEDDING, key=key("b"), dtype="bfloat16",
-        shape=raw.shape, app="test", deadline_s=1,
-    )  # fmt: skip
+        host.other,
+        NewPayload(memoryview(raw), PayloadKind.EMBEDDING, key=key("b"), dtype="bfloat16", shape=raw.shape),
+        app="test",
+        deadline_s=1,
+    )
     ref = from_store(host.mine, key("b"), origin="cached", service_time_s=0.0)
     assert ref is not None
     host.others_write()
@@ -101,9 +107,11 @@ def test_from_store_damaged_entry_is_none(host: _Host) -> None:
 
 def test_from_store_entry_of_other_kind_is_none(host: _Host) -> None:
     put_payload(
-        host.other, b"12345678", kind=PayloadKind.FEATURE, key=key("f"), dtype="float32", shape=(1, 2),
-        app="test", deadline_s=1,
-    )  # fmt: skip
+        host.other,
+        NewPayload(b"12345678", PayloadKind.FEATURE, key=key("f"), dtype="float32", shape=(1, 2)),
+        app="test",
+        deadline_s=1,
+    )
     assert from_store(host.mine, key("f"), origin="cached", service_time_s=0.0) is None
 
 

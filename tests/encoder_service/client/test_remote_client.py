@@ -27,7 +27,7 @@ from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 from cornplug.errors import ConfigError, EncoderError, EncoderRefused
 from cornplug.store.memory import MemoryStore
 
-from ..conftest import SECRET, MakeEncoder, Requests, eventually
+from ..conftest import SECRET, MakeEncoder, Requests, eventually, waiting_for_batch
 from ..execution.test_encoder import Gate, passes
 from ..services import Behaviour, Misbehaving, Served, drips, half, raves, resets, says, says_nothing
 
@@ -240,7 +240,7 @@ def test_engine_route_replay_stolen_proof_and_unsealed_body_are_refused(
 def test_engine_route_body_limits_and_drain_are_those_of_other_routes(
     stage: Stage, request_for: Requests, qwen: Path
 ) -> None:
-    client = stage.ask(stage.serve(max_body_bytes=1, max_held_bytes=1).url)
+    client = stage.ask(stage.serve(max_body_bytes=1).url)
     large = {
         "pixel_values": msgspec.structs.replace(
             request_for(qwen, 1).inputs["pixel_values"], data=bytes(1 << 17)
@@ -260,7 +260,7 @@ def test_engine_that_hangs_up_is_not_computed_for(
     held = stays.submit(request_for(llava_pair[0], 1))
     assert gate.entered.wait(60)
     gone = leaves.submit(request_for(llava_pair[0], 2))
-    eventually(lambda: encoder._batcher.queued() == 1)
+    eventually(lambda: waiting_for_batch(encoder) == 1)
     leaves.close()
     assert reason(gone) == "encoder_down"
     eventually(lambda: encoder.waiting() == 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
 import threading
 import time
@@ -15,13 +16,15 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 from time_limits import TimeLimits
 
 from cornplug.config import Config, load
 from cornplug.encoder_service.client import endpoints
-from cornplug.encoder_service.client.encode_many import MediaPayload
+from cornplug.encoder_service.client.media_payload import MediaPayload
 from cornplug.encoder_service.client.sync_client import AsyncEncoderClient, EmbeddingRef, EncoderClient
 from cornplug.encoder_service.http.app import create_app
+from cornplug.encoder_service.wire.messages import SAFETENSORS
 from cornplug.errors import EncoderRefused, EncoderUnavailable, MediaError
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import get_payload
@@ -168,27 +171,36 @@ def test_encoder_client_sends_key_app_class_and_trace(llava: str) -> None:
 
 # -- faults --------------------------------------------------------------------------------------
 
+
+def file_of(*, shape: list[int]) -> bytes:
+    """A reply with 16 x 64 numbers that says another `shape`."""
+    fields = {"key": "00" * 32, "shape": shape, "dtype": "float32", "origin": "computed", "service_time_s": 1}
+    return bytes(
+        save({"embedding": torch.ones(16, 64)}, {"cornplug": json.dumps({**fields, "handle": None})})
+    )
+
+
 FAULTS = {
     "text": (says(200, b"hello"), "encoder_bad_response"),
     "another json": (says(200, b'{"x": 1}'), "encoder_bad_response"),
     "a list": (says(200, b"[1]"), "encoder_bad_response"),
     "a redirect": (says(302, b"", location="http://127.0.0.1:1/"), "encoder_bad_response"),
     "a proxy's error": (says(502, b"<html>bad gateway"), "encoder_bad_response"),
-    "bytes without headers": (
-        says(200, b"abc", content_type="application/octet-stream"),
+    "no safetensors file": (says(200, b"abc", content_type=SAFETENSORS), "encoder_bad_response"),
+    "an endless header": (
+        says(200, b"\xff" * 8 + b"{}", content_type=SAFETENSORS),
+        "encoder_bad_response",
+    ),
+    "a file without fields": (
+        says(200, save({"embedding": torch.ones(16, 64)}), content_type=SAFETENSORS),
         "encoder_bad_response",
     ),
     "too few bytes": (
-        says(
-            200,
-            b"abc",
-            content_type="application/octet-stream",
-            x_cornplug_key="00",
-            x_cornplug_shape="16,64",
-            x_cornplug_dtype="float32",
-            x_cornplug_origin="computed",
-            x_cornplug_service_time_s="1",
-        ),
+        says(200, file_of(shape=[16, 64])[:-4], content_type=SAFETENSORS),
+        "encoder_bad_response",
+    ),
+    "another shape": (
+        says(200, file_of(shape=[16, 65]), content_type=SAFETENSORS),
         "encoder_bad_response",
     ),
     "no http": (raves, "encoder_down"),

@@ -30,10 +30,10 @@ from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, W
 from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store.memory import MemoryStore
-from cornplug.store.payload import get_payload, put_payload
+from cornplug.store.payload import NewPayload, get_payload, put_payload
 from devkit import checkpoints
 
-from ..conftest import MakeEncoder, Requests, eventually
+from ..conftest import MakeEncoder, Requests, eventually, joined, waiting_for_batch
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float:
@@ -90,7 +90,7 @@ def hold(encoder: EncoderCore, gate: Gate, request: Any) -> Future[Answer]:
 
 
 def queued(encoder: EncoderCore, count: int) -> None:
-    eventually(lambda: encoder._batcher.queued() == count)
+    eventually(lambda: waiting_for_batch(encoder) == count)
 
 
 def test_registry_models_of_equal_tower_share_it(
@@ -203,8 +203,7 @@ def test_encoder_duplicate_joins_running_job(
     request = request_for(llava_pair[0], 1)
     first = hold(encoder, gate, request)
     others = [encoder.submit(request) for _ in range(3)]
-    encoder._admission_threads.submit(int).result(60)
-    eventually(lambda: sum(len(f.requests) for f in encoder._batcher._in_flight.values()) == 4)
+    eventually(lambda: joined(encoder, 4))
     gate.open.set()
     origins = [ok(f).origin for f in (first, *others)]
     assert origins == ["computed", "coalesced", "coalesced", "coalesced"]
@@ -365,7 +364,7 @@ def test_encoder_cancelled_request_is_not_computed(
     gone = encoder.submit(request_for(llava_pair[0], 2))
     stays = encoder.submit(request_for(llava_pair[0], 3))
     leaves = encoder.submit(request_for(llava_pair[0], 3))
-    queued(encoder, 2)
+    queued(encoder, 3)
     assert gone.cancel()
     assert leaves.cancel()
     gate.open.set()
@@ -394,8 +393,14 @@ def test_encoder_failing_batch_is_retried_one_by_one(
     held = hold(encoder, gate, request_for(llava_pair[0], 1))
     two, three = (encoder.submit(request_for(llava_pair[0], seed)) for seed in (2, 3))
     queued(encoder, 2)
-    poison = encoder._batcher._queue[0].payload.item.digests
-    gate.fails = lambda items: any(item.digests == poison for item in items)
+    poison = list[Any]()
+
+    def fails(items: list[TowerItem]) -> bool:
+        if len(items) == 2 and not poison:
+            poison.append(items[0].digests)
+        return any(item.digests in poison for item in items)
+
+    gate.fails = fails
     gate.open.set()
     ok(held)
     answers = sorted((two.result(60), three.result(60)), key=lambda a: isinstance(a, EncodeReply))
@@ -455,11 +460,7 @@ def test_encoder_stored_features_of_other_dtype_are_recomputed(
     )
     put_payload(
         writer,
-        b"x" * 64,
-        kind=PayloadKind.FEATURE,
-        key=key,
-        dtype="bfloat16",
-        shape=(4, 8),
+        NewPayload(b"x" * 64, PayloadKind.FEATURE, key=key, dtype="bfloat16", shape=(4, 8)),
         app="t",
         deadline_s=1,
     )

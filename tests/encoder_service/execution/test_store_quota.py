@@ -96,12 +96,21 @@ def test_store_quota_bound_follows_capacity_and_counts_once() -> None:
 
 
 def test_encoder_http_requests_have_account_engines_none(
-    make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], store: Store
+    make_encoder: MakeEncoder,
+    request_for: Requests,
+    llava_pair: tuple[Path, Path],
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encoder = make_encoder(store)
     seen: list[str | None] = []
-    real = encoder._cache.publish
-    encoder._cache.publish = lambda *a, **kw: seen.append(kw["account"]) or real(*a, **kw)  # type: ignore[method-assign]
+    real = ResultCache.publish
+
+    def publish(cache: ResultCache, *args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs["account"])
+        return real(cache, *args, **kwargs)
+
+    monkeypatch.setattr(ResultCache, "publish", publish)
     for n, caller in enumerate((None, QosCaller(qos=ONE_CLASS), QosCaller(qos=ONE_CLASS, tenant="acme"))):
         encoder.submit(request_for(llava_pair[0], n), caller=caller).result(60)
     assert list(dict.fromkeys(seen)) == [None, "class default", "tenant acme"]

@@ -17,7 +17,7 @@ from cornplug.encoder_service.models.torch_compile import layers_of
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply
 from cornplug.qos import QosClasses
 
-from ..conftest import MakeEncoder, Requests, eventually
+from ..conftest import MakeEncoder, Requests, eventually, joined
 
 CLASSES = {
     "premium": {"share": 0.5, "priority": 10, "apps": ["checkout"]},
@@ -152,8 +152,7 @@ def test_encoder_pass_goes_on_for_a_joined_caller(
     gone = encoder.submit(request_for(llava_pair[0], 1))
     assert long_pass.entered.wait(30)
     stays = encoder.submit(request_for(llava_pair[0], 1))
-    eventually(lambda: len(encoder._batcher._in_flight) == 1 and encoder.waiting() == 2)
-    eventually(lambda: any(len(job.requests) == 2 for job in encoder._batcher._in_flight.values()))
+    eventually(lambda: joined(encoder, 2))
     gone.cancel()
     long_pass.until = lambda: True
     assert isinstance(stays.result(60), EncodeReply)

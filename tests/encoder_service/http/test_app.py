@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 
 from cornplug import identity
 from cornplug.config import Config, QosConfig
 from cornplug.encoder_service.media.image import digest_image
 from cornplug.encoder_service.towers.tiles import TileTower
 from cornplug.encoder_service.wire.decodings import DECODINGS
+from cornplug.encoder_service.wire.messages import SAFETENSORS
 from cornplug.qos import QosClasses
 
 from ..conftest import SECRET, MakeEncoder, inputs_of, png, sample_image
@@ -55,12 +57,13 @@ def test_encode_form_json_and_raw_agree(service: Service, llava: str) -> None:
         again = service.post(json={"model": llava, "image": image}).json()
         assert again["data"] == answer["data"]
         assert again["origin"] == "cached"
-    raw = service.post(
-        data={"model": llava}, files={"image": data}, headers={"accept": "application/octet-stream"}
-    )
-    assert raw.content == base64.b64decode(answer["data"])
-    assert raw.headers["x-cornplug-shape"] == "16,64"
-    assert raw.headers["x-cornplug-key"] == answer["key"]
+    file = service.post(data={"model": llava}, files={"image": data}, headers={"accept": SAFETENSORS})
+    assert file.headers["content-type"] == SAFETENSORS
+    tensor = safetensors.torch.load(file.content)["embedding"]
+    assert tensor.numpy().tobytes() == base64.b64decode(answer["data"])
+    assert list(tensor.shape) == answer["shape"]
+    header = json.loads(file.content[8 : 8 + int.from_bytes(file.content[:8], "little")])
+    assert json.loads(header["__metadata__"]["cornplug"])["key"] == answer["key"]
 
 
 def test_encode_by_http_equals_engine_inputs(service: Service, qwen: Path) -> None:

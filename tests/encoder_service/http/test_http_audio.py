@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,7 @@ def hearing(heard: Path) -> ModelRegistry:
 
 @pytest.fixture
 def service(make_encoder: MakeEncoder, config: Config, hearing: ModelRegistry) -> Service:
-    small = config.encoder.model_copy(update={"max_audio_s": 10.0})
+    small = config.encoder.model_copy(update={"max_media_s": 10.0})
     return Service(make_encoder(registry=hearing), config.model_copy(update={"encoder": small}))
 
 
@@ -41,11 +40,9 @@ def test_http_audio_by_form_json_and_containers_agree(service: Service, heard: P
     flac = base64.b64encode(encoded(SPOKEN, "flac", "flac")).decode()
     by_json = service.post(json={"model": str(heard), "audio": flac}).json()
     assert (by_json["key"], by_json["data"]) == (form.json()["key"], form.json()["data"])
-    items = [{"audio": flac}, {"image": base64.b64encode(png(sample_image(1))).decode()}]
-    many = service.post(json={"model": str(heard), "items": items})
-    rows = {row["index"]: row for row in map(json.loads, many.text.splitlines())}
-    assert rows[0]["data"] == by_json["data"]
-    assert rows[1]["error"]["reason"] == "modality"
+    image = base64.b64encode(png(sample_image(1))).decode()
+    answer = service.post(json={"model": str(heard), "image": image})
+    assert answer.json()["error"]["reason"] == "modality"
 
 
 HOSTILE = {

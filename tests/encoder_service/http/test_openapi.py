@@ -83,7 +83,6 @@ def _give_examples(service: Service, model: str) -> None:
     content = document["paths"]["/v1/encode"]["post"]["requestBody"]["content"]
     content["application/json"]["examples"] = {
         "one": {"value": {"model": model, "image": image}},
-        "two": {"value": {"model": model, "items": [{"image": image}, {"image": "x"}]}},
     }
     service.app.openapi_schema = document
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from cornplug.config import Config, EncoderConfig
+from cornplug.config import Config
 from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.http import app
+from cornplug.encoder_service.preprocess.preparer import MediaPreparer
 from cornplug.encoder_service.preprocess.sandbox.decoder_process import DecoderProcess
 from cornplug.encoder_service.preprocess.video import VideoPreprocessor
 from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
 from cornplug.store.memory import MemoryStore
 
-from ..conftest import SECRET, MakeEncoder, png, sample_image
+from ..conftest import MakeEncoder, png, sample_image
 from ..http_service import Service
 from ..recordings import moving, video
 
@@ -151,9 +154,10 @@ def test_repeated_file_whose_entry_was_evicted_is_computed_again(
 
 
 def test_repeated_file_with_memo_off_is_decoded_and_not_processed(
-    encoder: EncoderCore, config: Config, qwen: Path, counts: Counts
+    encoder: EncoderCore, config: Config, qwen: Path, counts: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = Service(encoder, changed(config, remembered_files=0))
+    monkeypatch.setattr(app, "MediaPreparer", partial(MediaPreparer, remembered_files=0))
+    service = Service(encoder, config)
     assert ask(service, qwen, png(sample_image(9)))["origin"] == "computed"
     processed = counts.processed
     assert ask(service, qwen, png(sample_image(9)))["origin"] == "cached"
@@ -185,9 +189,3 @@ def test_repeated_file_counts_as_cached_request(service: Service, qwen: Path) ->
     text = service.call("GET", "/metrics").text
     found = [line for line in text.splitlines() if 'origin="cached"' in line and "_total" in line]
     assert [line.rpartition(" ")[2] for line in found] == ["2.0"], found
-
-
-def test_config_number_of_remembered_files_is_not_negative() -> None:
-    with pytest.raises(ValueError, match="remembered_files"):
-        EncoderConfig(remembered_files=-1)
-    assert len(SECRET) == 32

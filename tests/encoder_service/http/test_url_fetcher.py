@@ -9,7 +9,7 @@ import socket
 import ssl
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from time_limits import TimeLimits
 
 from cornplug.config import Config, load
+from cornplug.encoder_service.http import url_fetcher
+from cornplug.encoder_service.http.fetch_slots import FetchSlots
 from cornplug.encoder_service.http.url_fetcher import UrlFetcher, UrlRules
 from cornplug.encoder_service.preprocess.byte_budget import ByteBudget
 from cornplug.errors import ConfigError, EncoderRefused
@@ -131,18 +133,25 @@ class Site:
         self.server.shutdown()
         self.server.server_close()
 
-    def fetcher(self, **changes: Any) -> UrlFetcher:
+    def fetcher(
+        self,
+        *,
+        classes: Sequence[ServiceClass] = (ONE_CLASS,),
+        max_fetches: int = 64,
+        max_waiting: int = 256,
+        fetch_deadline_s: float = 30.0,
+        **changes: Any,
+    ) -> UrlFetcher:
         settings: dict[str, Any] = {
-            "allow_hosts": "images.test, *.cdn.test",
+            "allow_hosts": f"images.test:{self.port}, *.cdn.test:{self.port}",
             "allow_networks": "127.0.0.1/32",
-            "allow_ports": f"80, 443, {self.port}",
-            "fetch_deadline_s": 30.0,
             "max_body_bytes": 100_000,
             **changes,
         }
-        classes = settings.pop("classes", [ONE_CLASS])
         config = load({f"encoder.{k}": v for k, v in settings.items()}, environ={}).encoder
-        self._fetchers.append(UrlFetcher.of(config, classes))
+        slots = FetchSlots(classes, max_fetches, max_waiting=max_waiting)
+        limits = {"max_bytes": config.max_body_bytes, "deadline_s": fetch_deadline_s}
+        self._fetchers.append(UrlFetcher(UrlRules.of(config), slots, **limits))
         return self._fetchers[-1]
 
     def url(self, path: str = "image", host: str = "images.test", scheme: str = "http") -> str:
@@ -429,9 +438,8 @@ def test_url_fetcher_url_and_bytes_give_same_key(
     site: Site, names: Names, make_encoder: MakeEncoder, config: Config, llava_pair: tuple[Path, Path]
 ) -> None:
     changes = {
-        "allow_hosts": ("images.test",),
+        "allow_hosts": (f"images.test:{site.port}",),
         "allow_networks": "127.0.0.1",
-        "allow_ports": str(site.port),
     }
     encoder = config.encoder.model_copy(update=changes)
     service = Service(make_encoder(), config.model_copy(update={"encoder": encoder}))
@@ -450,10 +458,14 @@ def test_url_fetcher_url_and_bytes_give_same_key(
         ("allow_hosts", "http://x.org"),
         ("allow_hosts", "*.*"),
         ("allow_hosts", "images.*"),
-        ("allow_hosts", "x.org:80"),
+        ("allow_hosts", "x.org:http"),
+        ("allow_hosts", "x.org:0"),
+        ("allow_hosts", "x.org:65536"),
+        ("allow_hosts", "x.org:80:80"),
+        ("allow_hosts", "x.org:"),
+        ("allow_hosts", "[x.org]:80"),
+        ("allow_hosts", "http://x.org:80"),
         ("allow_networks", "10.0.0.1/8"),
-        ("allow_ports", "http"),
-        ("allow_ports", "0"),
     ],
 )
 def test_url_rules_invalid_settings_are_refused(field: str, value: str) -> None:
@@ -461,7 +473,32 @@ def test_url_rules_invalid_settings_are_refused(field: str, value: str) -> None:
         UrlRules.of(load({f"encoder.{field}": value}, environ={}).encoder)
 
 
-NO_RULES = UrlRules(hosts=(), networks=(), ports=frozenset())
+def test_url_rules_port_belongs_to_the_entry_that_matches() -> None:
+    entries = "a.test, b.test:8080, *.cdn.test, *.cdn.test:8443, [fd00::1]:8080, fd00::2, fd00::3:80"
+    rules = UrlRules.of(load({"encoder.allow_hosts": entries}, environ={}).encoder)
+    ports = (22, 80, 443, 8080, 8443)
+    expected = {
+        "a.test": [80, 443],
+        "b.test": [8080],
+        "x.cdn.test": [80, 443, 8443],
+        "fd00::1": [8080],
+        "fd00::2": [80, 443],
+        "fd00::3:80": [80, 443],
+        "fd00::3": [],
+        "c.test": [],
+    }
+    assert {host: [port for port in ports if rules.allows_port(host, port)] for host in expected} == expected
+
+
+def test_url_rules_any_host_allows_default_ports_only() -> None:
+    rules = UrlRules.of(load({"encoder.allow_hosts": "*, b.test:8080"}, environ={}).encoder)
+    assert [port for port in (22, 80, 443, 8080) if rules.allows_port("a.test", port)] == [80, 443]
+    assert [port for port in (22, 80, 443, 8080) if rules.allows_port("b.test", port)] == [80, 443, 8080]
+    rules = UrlRules.of(load({"encoder.allow_hosts": "*:8080"}, environ={}).encoder)
+    assert [port for port in (22, 80, 443, 8080) if rules.allows_port("a.test", port)] == [8080]
+
+
+NO_RULES = UrlRules(hosts=(), networks=())
 
 
 @given(st.ip_addresses(v=4))
@@ -510,7 +547,7 @@ def test_url_fetcher_any_host_is_held_to_the_rules_about_addresses(site: Site, n
     fetcher = UrlFetcher.of(load({}, environ={}).encoder, [ONE_CLASS])
     names.answers["inside.test"] = [["8.8.8.8", "10.0.0.1"]]
     assert refusal(fetcher, "http://inside.test/") == refusal(fetcher, "http://127.0.0.1/") == "remote_url"
-    fetcher = site.fetcher(allow_hosts="*")
+    fetcher = site.fetcher(allow_hosts=f"*, *:{site.port}")
     assert fetch(fetcher, site.url(host="somewhere.test")) == BODY
     names.answers["inside.test"] = [["10.0.0.1"]]
     names.answers["metadata.test"] = [["169.254.169.254"]]
@@ -524,7 +561,7 @@ def test_url_fetcher_any_host_is_held_to_the_rules_about_addresses(site: Site, n
     ):
         assert refusal(fetcher, url) == "remote_url"
     names.answers["127.0.0.1"] = names.answers["localhost"] = [["127.0.0.1"]]
-    public_only = site.fetcher(allow_hosts="*", allow_networks="")
+    public_only = site.fetcher(allow_hosts=f"*:{site.port}", allow_networks="")
     for host in ("somewhere.test", "127.0.0.1", "localhost", "0x7f000001"):
         assert refusal(public_only, site.url(host=host)) == "remote_url"
 
@@ -639,12 +676,16 @@ def test_url_fetcher_moved_host_is_asked_at_its_new_address(site: Site, names: N
 
 
 def test_url_fetcher_full_service_answers_503_with_retry_after(
-    site: Site, names: Names, make_encoder: MakeEncoder, config: Config, llava_pair: tuple[Path, Path]
+    site: Site,
+    names: Names,
+    make_encoder: MakeEncoder,
+    config: Config,
+    llava_pair: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    changes = {
-        "allow_hosts": ("*",), "allow_networks": "127.0.0.1", "allow_ports": str(site.port),
-        "max_fetches": 1, "max_waiting": 1,
-    }  # fmt: skip
+    monkeypatch.setattr(url_fetcher, "MAX_FETCHES", 1)
+    monkeypatch.setattr(url_fetcher, "MAX_WAITING", 1)
+    changes = {"allow_hosts": (f"*:{site.port}",), "allow_networks": "127.0.0.1"}
     encoder = config.encoder.model_copy(update=changes)
     service = Service(make_encoder(), config.model_copy(update={"encoder": encoder}))
 

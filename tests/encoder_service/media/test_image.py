@@ -10,11 +10,12 @@ import zlib
 import pytest
 from PIL import Image
 
-from cornplug.encoder_service.media.image import FORMATS, as_received, decode, digest_image
+from cornplug.encoder_service.media.image import as_received, decode, digest_image
 from cornplug.errors import MediaError
 from cornplug.identity import pixels_digest
 
 from ..conftest import png, sample_image
+from ..hostile_images import FORMATS
 
 MAX = 1_000_000
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,13 @@ from transformers import AutoTokenizer, AutoVideoProcessor, Qwen2AudioProcessor,
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service.media import audio
 from cornplug.encoder_service.models.registry import ModelRegistry
-from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediumSource, PreprocessedMedium
+from cornplug.encoder_service.preprocess import preparer as preparer_module
+from cornplug.encoder_service.preprocess.preparer import (
+    FileMemo,
+    MediaPreparer,
+    MediumSource,
+    PreprocessedMedium,
+)
 from cornplug.encoder_service.preprocess.preprocessor import FrameSampling, MediumLimits, PreprocessContext
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 from cornplug.errors import EncoderRefused, MediaError
@@ -35,7 +42,7 @@ def on_header(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def preparer(on_header: Path) -> MediaPreparer:
     registry = ModelRegistry.open([str(on_header)], dtype="float32", device="cpu")
-    return MediaPreparer(registry, secret=SECRET, limits=MediumLimits(max_audio_s=10))
+    return MediaPreparer(registry, secret=SECRET, limits=MediumLimits(max_media_s=10))
 
 
 def source(path: Path, modality: Modality, *parts: bytes, **fields: Any) -> MediumSource:
@@ -157,10 +164,10 @@ class Broken:
 def test_preparer_remembered_file_under_other_limits_is_decoded_anew(
     qwen_registry: ModelRegistry, qwen: Path, limits: MediumLimits
 ) -> None:
-    wide, other = (
-        MediaPreparer(qwen_registry, secret=SECRET, limits=each) for each in (MediumLimits(), limits)
-    )
-    other._files = wide._files
+    with mock.patch.object(preparer_module, "FileMemo", return_value=FileMemo(8)):
+        wide, other = (
+            MediaPreparer(qwen_registry, secret=SECRET, limits=each) for each in (MediumLimits(), limits)
+        )
     medium = source(qwen, "image", png(sample_image(1)))
     made = wide.prepare(medium)
     known = wide.open(medium).recall(answered)
@@ -203,7 +210,7 @@ def test_preparer_refused_file_is_not_remembered(qwen_registry: ModelRegistry, q
     medium = source(qwen, "image", png(sample_image(1)))
     with pytest.raises(MediaError):
         preparer.prepare(medium)
-    assert len(preparer._files) == 0
+    assert preparer.open(medium).recall(answered) is None
 
 
 def test_preparer_audio_repeated_file_is_recalled(preparer: MediaPreparer, on_header: Path) -> None:

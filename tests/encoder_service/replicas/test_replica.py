@@ -213,7 +213,7 @@ def test_open_replicas_unloadable_model_stops_the_start(tmp_path: Path) -> None:
     # Other weights by the time the replica reads them.
     shutil.rmtree(path)
     checkpoints.qwen2_vl(path, tower_seed=9)
-    with pytest.raises(CheckpointError, match="other weights"):
+    with pytest.raises(CheckpointError, match="differ from the weights"):
         open_replicas(["cpu"], ONE_THREAD, served)
 
 
@@ -221,9 +221,9 @@ def test_open_replicas_unloadable_model_stops_the_start(tmp_path: Path) -> None:
     ("device", "replicas", "words"),
     [
         ("cpu", cores() + 1, f"{cores()} cores"),
-        ("cpu", -1, "asked for"),
+        ("cpu", -1, "were requested"),
         ("cuda", 4096, "GPUs"),
-        ("cuda:1", 2, "is one GPU"),
+        ("cuda:1", 2, "is a single GPU"),
     ],
 )
 def test_devices_of_more_replicas_than_devices_is_an_error(device: str, replicas: int, words: str) -> None:

@@ -15,6 +15,7 @@ from cornplug.encoder_service.telemetry.service_metrics import (
     OTHER,
     STAGES,
     BoundedLabels,
+    ServiceGauges,
     ServiceMetrics,
 )
 from cornplug.store.memory import MemoryStore
@@ -139,7 +140,7 @@ def test_service_metrics_client_labels_are_bounded(names: list[str]) -> None:
 
 
 def test_service_metrics_sixty_fifth_app_is_other() -> None:
-    meters = ServiceMetrics(lambda: 0)
+    meters = ServiceMetrics(ServiceGauges(lambda: 0))
     for number in range(APPS_MAX + 5):
         meters.answered(f"app-{number}", "default", "computed", 0.1)
     text = meters.text().decode()

@@ -29,7 +29,7 @@ def test_replica_configs_tp_divides_heads(heads: int | None, tp: set[int]) -> No
     gpus = gpu_table()
     nodes = node_classes(plan_input.pool, gpus, price_table())
     found = footprints(service, nodes, gpus, plan_input.rules, ("online",), Counter())
-    assert {f.tp for f in found} == tp
+    assert {f.parallelism.tp for f in found} == tp
 
 
 MIXTURE = {**SHAPE, "heads": 32, "active_parameters": 1e9, "experts": 64, "experts_per_token": 8}

@@ -20,7 +20,7 @@ from cornplug.commands.launch_command import main
 from cornplug.errors import ConfigError, ProcessFailed
 from cornplug.planner.launch import addresses
 from cornplug.planner.launch.command_process import CommandProcess
-from cornplug.planner.launch.launcher import local_commands, running
+from cornplug.planner.launch.launcher import CommandSelection, local_commands, running
 from cornplug.planner.plan import Plan
 
 from ..plans import Case, plan
@@ -56,7 +56,7 @@ def small(case: Case) -> Plan:
 
 @contextmanager
 def launched(made: Plan, run_dir: Path, *only: str, event: Any = None) -> Iterator[list[CommandProcess]]:
-    to_start = local_commands(made, run_dir=run_dir, only=only)
+    to_start = local_commands(made, CommandSelection(only=only), run_dir=run_dir)
     told = {} if event is None else {"event": event}
     with running(made, to_start, run_dir=run_dir, ready_s=30, **told) as processes:
         yield processes
@@ -139,7 +139,11 @@ def test_local_commands_encoder_beyond_this_host_needs_a_decision(
 
     def found(decided: Plan) -> list[str]:
         to_start = local_commands(
-            decided, run_dir=tmp_path, host="HOST_1", addresses=here, secret_file=tmp_path / "secret"
+            decided,
+            CommandSelection(host="HOST_1"),
+            run_dir=tmp_path,
+            addresses=here,
+            secret_file=tmp_path / "secret",
         )
         return [word for c in to_start for word in c.argv]
 
@@ -157,12 +161,19 @@ def test_local_commands_address_of_every_interface_is_refused(tmp_path: Path, ad
     made = plan(Case("P+D", hosts=2))
     with pytest.raises(ConfigError, match=r"--address: .*HOST_2.*not the address of one host"):
         local_commands(
-            made, run_dir=tmp_path, host="HOST_1", addresses={"HOST_1": "10.0.0.1", "HOST_2": address}
+            made,
+            CommandSelection(host="HOST_1"),
+            run_dir=tmp_path,
+            addresses={"HOST_1": "10.0.0.1", "HOST_2": address},
         )
     named = made.nodes[0].model_copy(update={"hosts": ["10.0.0.1", address]})
     if address:
         with pytest.raises(ConfigError, match=r"hosts: .*not the address of one host"):
-            local_commands(made.model_copy(update={"nodes": [named]}), run_dir=tmp_path, host="10.0.0.1")
+            local_commands(
+                made.model_copy(update={"nodes": [named]}),
+                CommandSelection(host="10.0.0.1"),
+                run_dir=tmp_path,
+            )
 
 
 def test_launched_only_one_group_starts(tmp_path: Path) -> None:
@@ -171,7 +182,7 @@ def test_launched_only_one_group_starts(tmp_path: Path) -> None:
     with launched(made, tmp_path / "run", name) as processes:
         assert [p.command.group for p in processes] == [name]
     with pytest.raises(ConfigError, match="--only"):
-        local_commands(made, run_dir=tmp_path / "run", only=["nothing"])
+        local_commands(made, CommandSelection(only=["nothing"]), run_dir=tmp_path / "run")
 
 
 def test_launched_process_is_pinned_to_core(tmp_path: Path) -> None:
@@ -200,9 +211,9 @@ def test_main_plan_of_several_hosts_needs_host_option(tmp_path: Path) -> None:
 def test_local_commands_of_one_host_leave_out_the_others_and_the_routers(tmp_path: Path) -> None:
     made = plan(Case("P+D", "sglang", hosts=2))
     here = {"HOST_1": "10.0.0.1", "HOST_2": "10.0.0.2"}
-    first = local_commands(made, run_dir=tmp_path, host="HOST_1", addresses=here)
-    second = local_commands(made, run_dir=tmp_path, host="HOST_2", addresses=here)
-    routers = local_commands(made, run_dir=tmp_path, routers=True, addresses=here)
+    first = local_commands(made, CommandSelection(host="HOST_1"), run_dir=tmp_path, addresses=here)
+    second = local_commands(made, CommandSelection(host="HOST_2"), run_dir=tmp_path, addresses=here)
+    routers = local_commands(made, CommandSelection(routers=True), run_dir=tmp_path, addresses=here)
     assert ["prefill" in c.argv for c in first] == [True]
     assert ["decode" in c.argv for c in second] == [True]
     assert [c.kind for c in routers] == ["router"]
@@ -212,15 +223,19 @@ def test_local_commands_of_one_host_leave_out_the_others_and_the_routers(tmp_pat
 def test_local_commands_without_an_address_name_the_missing_one(tmp_path: Path) -> None:
     made = plan(Case("E+PD", "sglang", hosts=2))
     with pytest.raises(ConfigError, match=r"missing for HOST_1 of the plan(.|\n)*HOST_1=ADDRESS"):
-        local_commands(made, run_dir=tmp_path, host="HOST_2", addresses={"HOST_2": "10.0.0.2"})
+        local_commands(
+            made, CommandSelection(host="HOST_2"), run_dir=tmp_path, addresses={"HOST_2": "10.0.0.2"}
+        )
 
 
 def test_local_commands_of_distant_encoders_need_a_common_secret(tmp_path: Path) -> None:
     made, here = plan(Case("E+PD", hosts=2)), {"HOST_1": "10.0.0.1", "HOST_2": "10.0.0.2"}
     with pytest.raises(ConfigError, match=r"--secret-file(.|\n)*chmod 600(.|\n)*scp -p"):
-        local_commands(made, run_dir=tmp_path, host="HOST_2", addresses=here)
+        local_commands(made, CommandSelection(host="HOST_2"), run_dir=tmp_path, addresses=here)
     secret = tmp_path / "secret"
-    found = local_commands(made, run_dir=tmp_path, host="HOST_2", addresses=here, secret_file=secret)
+    found = local_commands(
+        made, CommandSelection(host="HOST_2"), run_dir=tmp_path, addresses=here, secret_file=secret
+    )
     assert {c.env["CORNPLUG_STORE_SECRET_FILE"] for c in found} == {str(secret)}
     assert local_commands(plan(Case("E+PD")), run_dir=tmp_path)
 
@@ -229,7 +244,9 @@ def test_launched_part_of_a_plan_needs_the_secret_s_file_before_it_starts(tmp_pa
     """A store makes a secret that is missing: each host would have another."""
     made, here = plan(Case("E+PD", hosts=2)), {"HOST_1": "127.0.0.1", "HOST_2": "127.0.0.1"}
     secret, run_dir = tmp_path / "secret", tmp_path / "run"
-    to_start = local_commands(made, run_dir=run_dir, host="HOST_2", addresses=here, secret_file=secret)
+    to_start = local_commands(
+        made, CommandSelection(host="HOST_2"), run_dir=run_dir, addresses=here, secret_file=secret
+    )
     for mode in (None, 0o644):
         if mode is not None:
             secret.write_bytes(bytes(32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from planner.perf_model.engine_specs import engine_spec
 
 from cornplug.planner.inputs.gpu_catalog import gpu_table
 from cornplug.planner.inputs.schema import Component, LLMShape, RooflineProfile
@@ -20,8 +21,8 @@ GQA = LLMShape(layers=10, hidden=1000, heads=16, kv_heads=2, head_dim=64, parame
 
 def steps(shape: LLMShape, dcp: int, context_tokens: int = 20_000) -> EngineStepTimes:
     return roofline.llm_steps(
-        Component(name="m", kind="llm"), shape, H200, RooflineProfile(), tp=8, pp=1, dcp=dcp,
-        quantisation="none", chunk_tokens=4096, max_batch=64, context_tokens=context_tokens,
+        Component(name="m", kind="llm"), shape, RooflineProfile(),
+        engine_spec(H200, tp=8, dcp=dcp, context_tokens=context_tokens),
     )  # fmt: skip
 
 
@@ -61,8 +62,8 @@ def split_steps(
     shape: LLMShape, *, pcp: int = 1, dp: int = 1, context_tokens: int = 20_000
 ) -> EngineStepTimes:
     return roofline.llm_steps(
-        Component(name="m", kind="llm"), shape, H200, RooflineProfile(), tp=2, pp=1, dp=dp, pcp=pcp,
-        quantisation="none", chunk_tokens=4096, max_batch=64, context_tokens=context_tokens,
+        Component(name="m", kind="llm"), shape, RooflineProfile(),
+        engine_spec(H200, tp=2, dp=dp, pcp=pcp, context_tokens=context_tokens),
     )  # fmt: skip
 
 
@@ -84,7 +85,6 @@ def test_roofline_prefill_context_parallel_divides_tokens_and_gathers_kv(shape: 
 def test_roofline_prefill_context_parallel_attends_to_whole_prompt() -> None:
     whole = split_steps(MLA, pcp=4, context_tokens=4096)
     by_itself = roofline.llm_steps(
-        Component(name="m", kind="llm"), MLA, H200, RooflineProfile(), tp=2, pp=1, pcp=4,
-        quantisation="none", chunk_tokens=4096, max_batch=64,
+        Component(name="m", kind="llm"), MLA, RooflineProfile(), engine_spec(H200, tp=2, pcp=4)
     )  # fmt: skip
     assert by_itself.prefill(4096) == whole.prefill(4096)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from planner.perf_model.engine_specs import engine_spec
 
 from cornplug.planner.inputs import component_shapes
 from cornplug.planner.inputs.schema import GpuSpec, LLMShape
@@ -23,8 +24,11 @@ QWEN2_7B = LLMShape(
 
 
 def _tokens(shape: LLMShape = QWEN2_7B, gpu: GpuSpec = H100, **other: Any) -> int:
-    cell: dict[str, Any] = {"engine": "vllm", "tp": 1, "pp": 1, "share": 1.0, "quantisation": "none"}
-    return kv_tokens(shape, gpu, **{**cell, "chunk_tokens": 8192, "max_batch": 256, **other})
+    memory = {
+        name: other.pop(name) for name in ("extra_bytes", "utilisation", "element_bytes") if name in other
+    }
+    spec = engine_spec(gpu, **{"chunk_tokens": 8192, "max_batch": 256, **other})
+    return kv_tokens(shape, spec, **memory)
 
 
 def test_kv_memory_internvl3_on_two_a40_matches_published() -> None:
@@ -68,13 +72,16 @@ def test_sglang_keeps_ten_gib_of_a_large_gpu() -> None:
 
 def test_engine_share_flag_matches_counted_memory() -> None:
     l4 = GpuSpec(name="L4", memory_gib=24, bandwidth_gb_s=300, bf16_tflops=121)
-    cell = {"ranks": 1, "chunk_tokens": 4096, "max_batch": 256}
-    assert engine_share(l4, engine="vllm", share=0.5, **cell) == pytest.approx(0.46)
+
+    def share_of(gpu: GpuSpec, engine: str, share: float, *, towers: bool = False) -> float:
+        return engine_share(engine_spec(gpu, engine=engine, share=share, max_batch=256), towers=towers)
+
+    assert share_of(l4, "vllm", 0.5) == pytest.approx(0.46)
     # 24 GiB less 512 + 6144 + 128 + 512 MiB: 0.92 would leave too little for a chunk.
-    assert engine_share(l4, engine="sglang", share=1.0, **cell) == pytest.approx(1 - 7296 / 1024 / 24)
-    assert engine_share(l4, engine="sglang", share=0.25, **cell) == 0
-    assert engine_share(H100, engine="sglang", share=1.0, **cell) == pytest.approx(1 - 10 / 80)
-    with_tower = engine_share(H100, engine="sglang", share=1.0, towers=True, **cell)
+    assert share_of(l4, "sglang", 1.0) == pytest.approx(1 - 7296 / 1024 / 24)
+    assert share_of(l4, "sglang", 0.25) == 0
+    assert share_of(H100, "sglang", 1.0) == pytest.approx(1 - 10 / 80)
+    with_tower = share_of(H100, "sglang", 1.0, towers=True)
     assert with_tower == pytest.approx(0.95 * (1 - 10 / 80))
     assert _tokens(engine="sglang", chunk_tokens=4096, extra_bytes=1) * 57344 == pytest.approx(
         with_tower * 80 * 2**30 - 15.23e9, rel=1e-3

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planner.perf_model.engine_specs import engine_spec
 
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs import profile_tables
@@ -40,17 +41,9 @@ def encoder(*given: dict[str, Any]) -> Component:
 def take(
     component: Component, shape: profile_lookup.Shape | None = LLM, gpu: GpuSpec = L4, **cell: Any
 ) -> CellHardware | None:
-    given: dict[str, Any] = {
-        "engine": "vllm",
-        "tp": 1,
-        "pp": 1,
-        "share": 1.0,
-        "quantisation": "none",
-        "role": "PD",
-        "chunk_tokens": 2048,
-        "max_batch": 64,
-    }
-    return profile_lookup.hardware(component, shape, gpu, **{**given, **cell})
+    parts = {name: cell.pop(name) for name in ("role", "tower", "generator") if name in cell}
+    spec = engine_spec(gpu, **{"chunk_tokens": 2048, **cell})
+    return profile_lookup.hardware(component, shape, spec, **{"role": "PD", **parts})
 
 
 def test_profile_lookup_first_fit_is_taken() -> None:

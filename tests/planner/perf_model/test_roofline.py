@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import log
 
 import pytest
+from planner.perf_model.engine_specs import engine_spec
 
 from cornplug.planner.inputs.schema import (
     Component,
@@ -72,14 +73,8 @@ def steps(
     return roofline.llm_steps(
         Component.model_validate({"name": "m", "kind": "llm", **component}),
         shape,
-        gpu,
         RooflineProfile(),
-        tp=tp,
-        pp=pp,
-        dp=dp,
-        quantisation=quantisation,
-        chunk_tokens=8192,
-        max_batch=256,
+        engine_spec(gpu, tp=tp, pp=pp, dp=dp, quantisation=quantisation, chunk_tokens=8192, max_batch=256),
     )
 
 
@@ -163,8 +158,8 @@ def test_roofline_long_prompt_attends_to_whole_context() -> None:
     def prefill(context: int | None) -> float:
         component = Component(name="m", kind="llm")
         return roofline.llm_steps(
-            component, LLAMA_8B, H100, RooflineProfile(), tp=1, pp=1, quantisation="none", chunk_tokens=2048,
-            max_batch=256, context_tokens=context,
+            component, LLAMA_8B, RooflineProfile(),
+            engine_spec(H100, chunk_tokens=2048, max_batch=256, context_tokens=context),
         ).prefill(2048)  # fmt: skip
 
     assert prefill(32_768) > 1.4 * prefill(None)

@@ -19,7 +19,7 @@ def test_piecewise_curve_points_are_met_and_ends_extended() -> None:
 
 
 def test_piecewise_curve_unsorted_points_are_refused() -> None:
-    with pytest.raises(ValueError, match="growing x"):
+    with pytest.raises(ValueError, match="ascending x"):
         PiecewiseCurve.through([2, 1], [1.0, 1.0])
 
 

@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from collaborators import recorded
+from keyed_store import KeyedStore
 from time_limits import TimeLimits
 
 from cornplug.config import StoreConfig
 from cornplug.engine_common.load_policy import LoadRule
 from cornplug.sglang_hooks.kv.early_lookup import EarlyLookup
+from cornplug.sglang_hooks.kv_pages import costs as kv_costs
 from cornplug.sglang_hooks.kv_pages.costs import LoadPace
 from cornplug.store.base import Tier
 from cornplug.store.client import PoolStore
@@ -33,9 +36,7 @@ TOKENS = [(7 * i) % 991 for i in range(256)]
 
 def on(store: Any) -> Engine:
     """An engine whose threads use this store."""
-    engine = Engine(store)
-    engine.run.store = engine.reader._asking = store
-    return engine
+    return Engine(store, faulty=store, asks=store)
 
 
 def ahead(engine: Engine, tokens: list[int] = TOKENS) -> int:
@@ -46,8 +47,8 @@ def ahead(engine: Engine, tokens: list[int] = TOKENS) -> int:
 
 
 @pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore(capacity_bytes=16 << 20)
+def store() -> KeyedStore:
+    return KeyedStore(capacity_bytes=16 << 20)
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def saved(store: MemoryStore) -> torch.Tensor:
 
 
 @pytest.fixture
-def far(store: MemoryStore, saved: torch.Tensor) -> FarShelvedStore:
+def far(store: KeyedStore, saved: torch.Tensor) -> FarShelvedStore:
     found = FarShelvedStore(store.connect())
     found.shelve_all(store)
     return found
@@ -138,13 +139,16 @@ def test_early_lookup_after_far_pages_that_were_late_asks_for_none(far: FarShelv
 
 def test_load_pace_waits_for_far_stores_are_no_part_of_a_loads_delay() -> None:
     now = [0.0]
-    pace = LoadPace("pays", 1.0, lambda: now[0])
+    with recorded(kv_costs, "LoadRule") as rules:
+        pace = LoadPace("pays", 1.0, lambda: now[0])
     pace.stepped(1000, 0.0)
     pace.queued("a", 100)
     now[0] = 3.0
     pace.waited(2.5)
+    pace.moved(64_000, 0.25)
     pace.answered("a")
-    assert pace._rule._noticing.seconds(1) == 0.5
+    # 0.25 s a copy of this size, and 0.25 s until somebody looked.
+    assert rules[0].load_s(64_000) == pytest.approx(0.5)
 
 
 # -- a real daemon -------------------------------------------------------------------------------
@@ -195,9 +199,7 @@ def connected(host: Callable[[str], StoreConfig]) -> Iterator[Callable[[str], En
         config = host(url)
         stores.extend(PoolStore(config, connect_timeout_s=10) for _ in range(2))
         eventually(lambda: all(store.connected for store in stores))
-        engine = Engine(stores[-1])
-        engine.run.store, engine.reader._asking = stores[-1], stores[-2]
-        return engine
+        return Engine(stores[-1], faulty=stores[-1], asks=stores[-2])
 
     yield make
     for store in stores:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from subprocess import Popen
+from typing import Any
 
 import pytest
 from time_limits import TimeLimits
 
+from cornplug import settings
 from cornplug.config import StoreConfig
+from cornplug.engine_common.page_publish import PagePublisher
 from cornplug.sglang_hooks.kv_pages import writer as kv_writer
 from cornplug.store.client import PoolStore
 from cornplug.store.memory import MemoryStore
@@ -53,9 +56,7 @@ def test_kv_save_of_first_long_prompt_into_young_daemon_is_whole(
 def test_kv_save_in_slow_rounds_offers_refused_pages_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds that take longer than one answer of the store may: as on a busy host."""
     engine = Engine(MemoryStore(capacity_bytes=16 << 20).connect())
-    engine.run.config = engine.run.config.model_copy(
-        update={"store": engine.run.config.store.model_copy(update={"background_timeout_s": 0.2})}
-    )
+    monkeypatch.setattr(settings, "BACKGROUND_TIMEOUT_S", 0.2)
     monkeypatch.setattr(kv_writer, "_ROUND_BYTES", 4 * engine.geometry.page_bytes)
     engine.faulty.growing, engine.faulty.slow_s = 1, 0.15
     engine.save(TOKENS, sequence(engine.geometry, len(TOKENS)))
@@ -67,13 +68,13 @@ def test_kv_save_into_store_that_grows_one_page_a_call_has_no_hole(monkeypatch: 
     engine = Engine(MemoryStore(capacity_bytes=16 << 20).connect())
     stored: list[int] = []
     hashes = engine.knows(TOKENS)
-    commit = engine.writer._publisher.commit
+    commit = PagePublisher.commit
 
-    def counted(written: list[tuple[object, object]]) -> None:
-        commit(written)  # type: ignore[arg-type]
+    def counted(publisher: PagePublisher, written: Any) -> None:
+        commit(publisher, written)
         stored.append(engine.reader.count(hashes)[0])
 
-    monkeypatch.setattr(engine.writer._publisher, "commit", counted)
+    monkeypatch.setattr(PagePublisher, "commit", counted)
     monkeypatch.setattr(kv_writer, "_ROUND_BYTES", 4 * engine.geometry.page_bytes)
     engine.faulty.growing = 1
     engine.writer.save(hashes, engine.put(sequence(engine.geometry, len(TOKENS)), 0, 8))

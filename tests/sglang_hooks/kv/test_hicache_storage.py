@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from collaborators import recorded
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
 from cornplug.engine_common import engine_state, weights_guard
@@ -20,12 +21,16 @@ from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.kv import hicache_storage, page_hash_hooks, prefetch_hooks
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
+from cornplug.sglang_hooks.kv_pages import costs as kv_costs
 from cornplug.sglang_hooks.kv_pages.layout import host_pages
+from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
+from cornplug.sglang_hooks.kv_pages.reader import PageReader
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 from devkit.processes import wait_until
 
+from ..hooked import hook_of
 from ..kv_rig import (
     Controller,
     RigRuntime,
@@ -34,8 +39,11 @@ from ..kv_rig import (
     device_pool,
     hashes_of,
     host_pool,
+    named,
     storage_config,
 )
+
+prefetch_from_storage = hook_of(prefetch_hooks, "UnifiedRadixCache.prefetch_from_storage")
 
 TOKENS = [(5 * i) % 983 for i in range(512)]
 
@@ -61,10 +69,7 @@ def attach(page_size: int = 64, layout: str = "page_first", **more: Any) -> tupl
 
 
 def name(tokens: list[int], page_size: int) -> list[str]:
-    hashes = hashes_of(tokens, page_size)
-    assert page_hash_hooks._index is not None
-    page_hash_hooks._index.record(None, hashes, tokens, CacheNamespace(None, None))
-    return hashes
+    return named(tokens, page_size)
 
 
 def test_storage_pages_load_after_restart() -> None:
@@ -92,15 +97,14 @@ def test_storage_error_in_a_copy_costs_its_pages_only(
     """It would end SGLang's backup thread, and its host memory would never be free again."""
     backend, host = attach()
     hashes, slots = name(TOKENS, 64), host.alloc(512)
-    copies: Any = backend._writer._copies  # type: ignore[union-attr]
-    write, errors = copies.write, [error]
+    write, errors = PageCopies.write, [error]
 
     def fails_once(*args: Any) -> Any:
         if errors:
             raise errors.pop()
         return write(*args)
 
-    monkeypatch.setattr(copies, "write", fails_once)
+    monkeypatch.setattr(PageCopies, "write", fails_once)
     assert backend.batch_set_v1(hashes[:4], slots[:256]) == [True] * 4
     assert store.stat(deadline_s=1).reservations == 0
     assert backend.batch_set_v1(hashes, slots) == [True] * 8
@@ -119,10 +123,10 @@ def test_storage_that_goes_on_failing_stops_sharing(process: Tally, monkeypatch:
     def fails(*args: Any) -> Any:
         raise RuntimeError("a lost device")
 
-    monkeypatch.setattr(backend._reader, "load", fails)
+    monkeypatch.setattr(PageReader, "load", fails)
     for _ in range(8):
         assert backend.batch_get_v1(hashes, slots) == [False] * 8
-    assert backend._off == "error"
+    assert not backend.is_open
     assert backend.batch_get_v1(hashes, slots) == [False] * 8
 
 
@@ -220,7 +224,7 @@ class Cache:
         """Whether a prefetch is queued for a request, of which `matched` tokens are here."""
         self.queued.clear()
         hashes = hashes_of(tokens, 64, CacheNamespace(None, salt))
-        prefetch_hooks._prefetch(
+        prefetch_from_storage(
             Cache.prefetch_from_storage, self, "request", 1, array("q", tokens[matched:]),
             hashes[matched // 64 - 1] if matched else None, None,
             matched_prefix_tokens=array("q", tokens[:matched]), cache_salt=salt,
@@ -254,20 +258,22 @@ def test_prefetch_with_store_down_is_not_queued(store: FaultyStore, process: Tal
 
 
 def test_prefetch_dearer_than_prefill_is_not_queued(process: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, host = attach()
+    with recorded(kv_costs, "LoadRule") as rules:
+        backend, host = attach()
+    (rule,) = rules
     cache = Cache(backend)
     backend.batch_set_v1(name(TOKENS, 64), host.alloc(512))
     assert backend.pace is not None
-    backend.pace._rule.moved(1 << 20, 0.5)  # 2 MB/s
+    rule.moved(1 << 20, 0.5)  # 2 MB/s
     assert cache.request(TOKENS)  # what computing takes nobody knows yet
     backend.pace.answered("request")
     for tokens in (16, 512, 1024):
-        backend.pace._rule.computed(tokens, tokens * 1e-6)
+        rule.computed(tokens, tokens * 1e-6)
     process.drain()
     assert not cache.request(TOKENS)
     assert process.drain()["cornplug_misses_total"] == [(("test", "kv_page", "cheaper"), [8])]
     for tokens in (16, 512, 1024) * 20:
-        backend.pace._rule.computed(tokens, tokens * 1e-1)
+        rule.computed(tokens, tokens * 1e-1)
     assert cache.request(TOKENS)
 
 
@@ -279,7 +285,7 @@ def test_prefetch_of_small_pages_asks_for_store_page(process: Tally) -> None:
     hashes = hashes_of(TOKENS, 16)
     for matched, queued in ((0, True), (80, True), (512 - 16, True)):
         cache.queued.clear()
-        prefetch_hooks._prefetch(
+        prefetch_from_storage(
             Cache.prefetch_from_storage, cache, "request", 1, array("q", TOKENS[matched:]),
             hashes[matched // 16 - 1] if matched else None,
             matched_prefix_tokens=array("q", TOKENS[:matched]),
@@ -304,7 +310,7 @@ def test_prefetch_is_queued_only_if_all_ranks_vote(ranks: str) -> None:
 
     cache._all_reduce = vote
     assert not cache.request(TOKENS)
-    backend._off = "layout"
+    backend.close()
     assert not cache.request(TOKENS)
     assert votes == [1, 0]
 
@@ -365,13 +371,13 @@ def test_storage_save_in_flight_during_update_is_dropped(
 ) -> None:
     backend, host = attach()
     hashes, slots = name(TOKENS, 64), host.alloc(512)
-    original = backend._writer._copies.write
+    original = PageCopies.write
 
     def write(*args: Any) -> Any:
         renew() if done else engine_state.current().begin_update()
         return original(*args)
 
-    monkeypatch.setattr(backend._writer._copies, "write", write)
+    monkeypatch.setattr(PageCopies, "write", write)
     backend.batch_set_v1(hashes, slots)
     assert store.stat(deadline_s=1).entries == 0
     assert process.drain()["cornplug_saves_total"] == [(("test", "kv_page", "weights_updated"), [8])]
@@ -379,12 +385,13 @@ def test_storage_save_in_flight_during_update_is_dropped(
 
 def test_storage_tails_of_old_weights_complete_no_page(store: FaultyStore) -> None:
     """SGLang's hash of a page is the same under any weights."""
-    backend, host = attach(page_size=32)
+    with recorded(hicache_storage, "NamespaceRoots") as roots:
+        backend, host = attach(page_size=32)
     slots = host.alloc(64)
     backend.batch_set_v1(name(TOKENS[:64], 32)[:1], slots[:32])
     renew()
     hashes = name(TOKENS[:64], 32)
-    wait_until(lambda: backend._reader._roots.wait(0.1), deadline_s=60, what="the identity")
+    wait_until(lambda: roots[0].wait(0.1), deadline_s=60, what="the identity")
     backend.batch_set_v1(hashes[1:], slots[32:])
     assert store.stat(deadline_s=1).entries == 0
     backend.batch_set_v1(hashes, slots)
@@ -429,7 +436,7 @@ def test_storage_of_unverified_layout_is_off(
     monkeypatch.setattr(hicache_storage, "verify", _refuse)
     with caplog.at_level(logging.WARNING, logger="sglang.cornplug"):
         backend, host = attach()
-    assert backend._off == "layout"
+    assert not backend.is_open
     assert backend.batch_set_v1(["00"], host.alloc(64)) == [True]
     assert "not shared" in caplog.text
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from cornplug.sglang_hooks.kv import idle_backups
 from cornplug.sglang_hooks.kv.idle_backups import IdleBackups
 
 
@@ -148,9 +147,9 @@ def test_idle_backups_ranks_copy_in_one_turn() -> None:
     server = Server(ranks=2)
     server.finish(1)
     server.other_votes = [-1]
-    assert server.idles(1, turns=idle_backups._VOTE_TURNS * 3) == []
+    assert server.idles(1, turns=3 * 8) == []
     server.other_votes = [10_000]
-    assert server.idles(1, turns=idle_backups._VOTE_TURNS) == [1]
+    assert server.idles(1, turns=8) == [1]
     assert server.votes == 4
 
 

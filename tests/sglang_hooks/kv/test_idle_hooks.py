@@ -10,7 +10,11 @@ from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
 from cornplug.sglang_hooks.kv import idle_hooks
 
+from ..hooked import hook_of
 from .test_idle_backups import Server
+
+process_input_requests = hook_of(idle_hooks, "Scheduler.process_input_requests")
+flush_cache = hook_of(idle_hooks, "Scheduler.flush_cache")
 
 
 def test_idle_hooks_flush_waits_for_the_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,12 +26,12 @@ def test_idle_hooks_flush_waits_for_the_copy_under_way(monkeypatch: pytest.Monke
     server.scheduler.running_batch = SimpleNamespace(is_empty=lambda: True)
     server.cache.ongoing_write_through, server.cache.ongoing_backup = {}, under_way
     server.cache.check_hicache_events = lambda: next(rounds)()
-    idle_hooks._asked(server.scheduler, [ReleaseMemoryOccupationReqInput()])
+    process_input_requests(server.scheduler, [ReleaseMemoryOccupationReqInput()])
     assert not under_way
 
     under_way[8] = "another one, and a request"
     server.scheduler.waiting_queue = ["a request"]
-    idle_hooks._ended(server.scheduler)
+    flush_cache(server.scheduler)
     assert under_way
 
 

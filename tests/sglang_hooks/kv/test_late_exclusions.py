@@ -17,7 +17,12 @@ from cornplug.sglang_hooks.kv import late_exclusions
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 from cornplug.sglang_hooks.kv_pages import draft_pages
 
+from ..hooked import hook_of
 from ..kv_rig import device_pool, latent_pool, windowed_pool
+
+init_model_worker = hook_of(late_exclusions, "Scheduler.init_model_worker")
+init_hicache = hook_of(late_exclusions, "UnifiedRadixCache.init_hicache")
+register_hicache_draft = hook_of(late_exclusions, "maybe_register_hicache_draft")
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +46,20 @@ class Scheduler:
         self.server_args = SimpleNamespace(enable_hierarchical_cache=given)
 
 
+class Storage(CornplugStorage):
+    """A storage that is open or not, and that lacks the pool of a draft model or not."""
+
+    is_open = lacks_draft = False
+
+    def __init__(self, *, is_open: bool, lacks_draft: bool) -> None:
+        self.is_open, self.lacks_draft = is_open, lacks_draft
+
+
 class Cache:
     """SGLang's cache on one of two ranks; `others` is what the other one votes."""
 
-    def __init__(self, *, here: bool, others: bool) -> None:
-        storage = CornplugStorage.__new__(CornplugStorage)
-        storage._off = "" if here else "layout"
+    def __init__(self, *, here: bool, others: bool, lacks_draft: bool = False) -> None:
+        storage = Storage(is_open=here, lacks_draft=lacks_draft)
         self.cache_controller = SimpleNamespace(storage_backend=storage)
         self.others, self.detached = others, False
 
@@ -82,7 +95,7 @@ def test_late_exclusions_unsupported_pool_turns_hicache_off(
 ) -> None:
     scheduler = Scheduler(pool, given=given)
     with mock.patch.object(compat.logger, "warning") as warning:
-        late_exclusions._pools_made(None, scheduler)
+        init_model_worker(None, scheduler)
     assert scheduler.enable_hicache_storage is not bool(why)
     assert scheduler.enable_hierarchical_cache is (given or not why)
     assert why in str(warning.call_args)
@@ -117,7 +130,7 @@ def test_late_exclusions_fp8_kv_is_shared_with_scales_of_one(
 ) -> None:
     scheduler: Any = Scheduler(device_pool(16, dtype=dtype), given=False, model=_attention(**scales))
     with mock.patch.object(compat.logger, "warning") as warning:
-        late_exclusions._pools_made(None, scheduler)
+        init_model_worker(None, scheduler)
     assert scheduler.enable_hicache_storage is not bool(why)
     assert why in str(warning.call_args)
 
@@ -134,10 +147,9 @@ def test_late_exclusions_one_rank_off_detaches_all(
     here: bool, others: bool, overridden: dict[str, Any]
 ) -> None:
     scheduler: Any = Scheduler(device_pool(16), given=False)
-    late_exclusions._schedulers.clear()
-    late_exclusions._pools_made(None, scheduler)
+    init_model_worker(None, scheduler)
     cache = Cache(here=here, others=others)
-    late_exclusions._host_pools_made(None, cache)
+    init_hicache(None, cache)
     assert cache.detached is not (here and others)
     assert scheduler.enable_hicache_storage is (here and others)
     assert overridden.get("hicache_storage_backend", "ours") == ("ours" if here and others else None)
@@ -147,11 +159,9 @@ def test_late_exclusions_one_rank_off_detaches_all(
 def test_late_exclusions_rank_without_the_drafts_pool_detaches_all(
     lacks: bool, others: bool, overridden: dict[str, Any]
 ) -> None:
-    cache = Cache(here=True, others=others)
-    storage = cache.cache_controller.storage_backend
-    storage._drafter, storage._draft = object(), None if lacks else object()
-    late_exclusions._host_pools_made(None, Cache(here=True, others=True))
-    late_exclusions._draft_pools_made(None, tree_cache=cache, draft_plan=None)
+    cache = Cache(here=True, others=others, lacks_draft=lacks)
+    init_hicache(None, Cache(here=True, others=True))
+    register_hicache_draft(None, tree_cache=cache, draft_plan=None)
     assert cache.detached is (lacks or not others)
 
 
@@ -178,7 +188,7 @@ def test_late_exclusions_draft_is_announced_and_its_pool_judged(
         _draft_model_runners=lambda: tuple(runners), hicache_draft_plan=plan
     )
     with mock.patch.object(compat.logger, "warning") as warning:
-        late_exclusions._pools_made(None, scheduler)
+        init_model_worker(None, scheduler)
     assert draft_pages.announced() == ("draft 0" if pools else None)
     assert scheduler.enable_hicache_storage is not bool(why)
     assert why in str(warning.call_args)
@@ -188,7 +198,7 @@ def test_late_exclusions_draft_is_announced_and_its_pool_judged(
 def test_late_exclusions_other_storage_stays_attached(overridden: dict[str, Any]) -> None:
     cache = Cache(here=False, others=False)
     cache.cache_controller.storage_backend = SimpleNamespace()
-    late_exclusions._host_pools_made(None, cache)
-    late_exclusions._host_pools_made(None, SimpleNamespace(cache_controller=None))
+    init_hicache(None, cache)
+    init_hicache(None, SimpleNamespace(cache_controller=None))
     assert not cache.detached
     assert overridden == {}

@@ -13,8 +13,11 @@ from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.kv_pages.page_hash_index import PageHashIndex
 from cornplug.sglang_hooks.media import placeholder_tokens
 
+from ..hooked import hook_of
 from ..kv_rig import PLAIN, hashes_of
 from ..media_rig import item
+
+get_multimodal_inputs = hook_of(placeholder_tokens, "Scheduler._get_multimodal_inputs")
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64])
@@ -23,8 +26,7 @@ def test_page_keys_of_media_equal_vectors_of_both_engines(
     case: str, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From items as the tokenizer names them, over the tokens that SGLang itself makes of these."""
-    monkeypatch.setattr(placeholder_tokens, "_values", set())
-    monkeypatch.setattr(placeholder_tokens, "_identities", type(placeholder_tokens._identities)())
+    placeholder_tokens.forget()
     monkeypatch.setattr(activation, "is_on", lambda: True)
     items = []
     for medium in vectors.CASES[case]:
@@ -36,7 +38,7 @@ def test_page_keys_of_media_equal_vectors_of_both_engines(
     index = PageHashIndex(page_size, vectors.PAGE_TOKENS, is_unkeyed=placeholder_tokens.is_unkeyed)
     index.record(None, hashes, padded, PLAIN)
     assert None in index.find(hashes)  # nobody has named them yet
-    placeholder_tokens._multimodal_inputs(SimpleNamespace(mm_items=items), None, None)
+    get_multimodal_inputs(SimpleNamespace(mm_items=items), None, None)
     index.record(None, hashes, padded, PLAIN)
     links = []
     for page in index.find(hashes):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from keyed_store import KeyedStore
 from time_limits import TimeLimits
 
 from cornplug.errors import StoreUnavailable
@@ -24,8 +25,8 @@ SIZES = (16, 32, 64, 128)
 
 
 @pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore(capacity_bytes=16 << 20)
+def store() -> KeyedStore:
+    return KeyedStore(capacity_bytes=16 << 20)
 
 
 def write_together(engines: list[Engine], tokens: list[int], kv: torch.Tensor) -> None:
@@ -364,14 +365,13 @@ def test_kv_saves_and_loads_are_counted(store: MemoryStore) -> None:
     }
 
 
-def test_kv_load_of_pages_on_disk_waits_for_them(store: MemoryStore, within: TimeLimits) -> None:
+def test_kv_load_of_pages_on_disk_waits_for_them(store: KeyedStore, within: TimeLimits) -> None:
     writer = Engine(store.connect())
     kv = sequence(writer.geometry, 256)
     writer.save(TOKENS[:256], kv)
     shelved = ShelvedStore(store.connect())
     shelved.shelve_all(store)
-    reader = Engine(shelved)  # type: ignore[arg-type]
-    reader.run.store, reader.reader._asking = shelved, shelved  # type: ignore[assignment]
+    reader = Engine(shelved, faulty=shelved, asks=shelved)  # type: ignore[arg-type]
     hashes = reader.knows(TOKENS[:256])
     assert reader.reader.begins(hashes[0], 256)
     assert reader.reader.count(hashes) == (4, 4)
@@ -383,7 +383,7 @@ def test_kv_load_of_pages_on_disk_waits_for_them(store: MemoryStore, within: Tim
 
 
 def test_kv_load_of_pages_that_the_disk_withholds_pauses_such_waits(
-    store: MemoryStore, within: TimeLimits
+    store: KeyedStore, within: TimeLimits
 ) -> None:
     writer = Engine(store.connect())
     writer.save(TOKENS[:256], sequence(writer.geometry, 256))

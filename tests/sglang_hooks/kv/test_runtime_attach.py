@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,13 @@ from cornplug.sglang_hooks.kv import hicache_config, hicache_storage, late_exclu
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 from cornplug.store.base import Store
 
+from ..hooked import hook_of
 from ..kv_rig import storage_config
 from .test_window_tree import PAGE, TOKENS, Server, one_rank, store  # noqa: F401
+
+attach_storage_backend = hook_of(late_exclusions, "UnifiedRadixCache.attach_storage_backend")
+init_model_worker = hook_of(late_exclusions, "Scheduler.init_model_worker")
+clear_hicache_storage = hook_of(late_exclusions, "Scheduler.clear_hicache_storage_wrapped")
 
 NAMES = json.dumps(hicache_config.BACKEND)
 """What `PUT /hicache/storage-backend` has to name."""
@@ -29,6 +35,8 @@ OTHERS = [990 - token for token in TOKENS]
 
 class Scheduler:
     """Of a server that started with the storage."""
+
+    enable_hicache_storage = True
 
     def __init__(self, server: Server) -> None:
         self.tree_cache = server.cache
@@ -40,10 +48,10 @@ class Scheduler:
 def server(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:  # noqa: F811
     config = settings({"engine.app": "test", "engine.save": "always"})
     monkeypatch.setattr(activation, "config", lambda: config)
-    late_exclusions._schedulers.clear()
+    monkeypatch.setattr(late_exclusions, "_schedulers", weakref.WeakSet())
     one = Server()
     scheduler: Any = Scheduler(one)
-    late_exclusions._schedulers.add(scheduler)
+    init_model_worker(None, scheduler)
     yield one
     one.cache.detach_storage_backend()
 
@@ -51,7 +59,7 @@ def server(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:  
 def put(server: Server, extra: str = NAMES, backend: str = "dynamic") -> tuple[bool, str]:
     """As SGLang's scheduler does for a PUT."""
     original = UnifiedRadixCache.attach_storage_backend
-    return late_exclusions._attaching(
+    return attach_storage_backend(
         original, server.cache, storage_backend=backend, storage_backend_extra_config_json=extra
     )
 
@@ -128,9 +136,10 @@ def test_attach_that_the_start_excluded_is_refused(server: Server, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr(server.cache, "pp_size", 2)
         assert "pipeline stages" in put(server)[1]
-    late_exclusions._schedulers.clear()
-    assert "started without KV sharing. Restart it" in put(server)[1]
-    assert not server.cache.enable_storage
+    other = Server()  # no scheduler of this process has its cache
+    other.cache.detach_storage_backend()
+    assert "started without KV sharing. Restart it" in put(other)[1]
+    assert not other.cache.enable_storage
     monkeypatch.setattr(activation, "needed", lambda: frozenset({"weights"}))
     with pytest.raises(ConfigError, match="without KV sharing"):
         CornplugStorage(storage_config())
@@ -149,7 +158,7 @@ def test_clear_of_the_shared_store_is_refused(server: Server, caplog: pytest.Log
 
     scheduler = Scheduler(server)
     with caplog.at_level("WARNING", logger="sglang.cornplug"):
-        assert not late_exclusions._clearing(original, scheduler, ClearHiCacheReqInput()).success
+        assert not clear_hicache_storage(original, scheduler, ClearHiCacheReqInput()).success
     assert "cornplug store purge" in caplog.text
     server.cache.detach_storage_backend()
-    assert late_exclusions._clearing(original, scheduler, ClearHiCacheReqInput()).success
+    assert clear_hicache_storage(original, scheduler, ClearHiCacheReqInput()).success

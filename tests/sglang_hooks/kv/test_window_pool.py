@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from collaborators import kept, recorded
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageExtraInfo,
     PoolHitPolicy,
@@ -17,7 +18,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from cornplug.errors import LayoutError
-from cornplug.sglang_hooks.kv import page_hash_hooks
+from cornplug.sglang_hooks.kv import hicache_storage, page_hash_hooks
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 from cornplug.sglang_hooks.kv.window_pool import WindowPool, layer_groups, window_pools
 from cornplug.sglang_hooks.kv_pages.layout import RankPlace, host_pages
@@ -34,8 +35,8 @@ from ..kv_rig import (
     as_scheduler,
     attached,
     device_pool,
-    hashes_of,
     host_pool,
+    named,
     windowed_pool,
 )
 
@@ -72,10 +73,7 @@ class Server:
         self.page_size = page_size
 
     def names(self, tokens: Sequence[int], space: CacheNamespace = PLAIN) -> list[str]:
-        hashes = hashes_of(tokens, self.page_size, space)
-        assert page_hash_hooks._index is not None
-        page_hash_hooks._index.record(None, hashes, tokens, space)
-        return hashes
+        return named(tokens, self.page_size, space)
 
     def put(self, name: PoolName, hashes: Sequence[str]) -> torch.Tensor:
         """Have these pages in a host pool, with random values; their slots."""
@@ -146,7 +144,7 @@ def test_window_pool_error_that_nothing_foresaw_is_a_miss(
         raise RuntimeError("a lost device")
 
     server = Server()
-    monkeypatch.setattr(server.storage._windows, what, fails)
+    monkeypatch.setattr(WindowPool, what, fails)
     server.save(TOKENS, slice(5, 7))
     hashes = server.names(TOKENS)
     assert (server.found(hashes).kv_hit_pages > 0) is (what == "fetch")
@@ -246,12 +244,12 @@ def test_window_pool_other_window_layers_or_one_pool_share_nothing(process: Simp
 
 def test_window_pool_counts_to_the_room_of_a_prompt(process: SimpleNamespace) -> None:
     """An idle server copies a prompt only if the store has room for both pools."""
-    server = Server()
-    assert server.storage._windows is not None
-    assert server.storage._reader is not None
-    full = server.storage._reader._mine.page
+    with recorded(hicache_storage, "RankPages") as ranks:
+        server = Server()
+    full = ranks[0].page
     assert full.layers == 1
-    assert server.storage._windows.with_full(full).page_bytes == 3 * full.page_bytes
+    (windows,) = set(kept(server.storage, WindowPool))
+    assert windows.with_full(full).page_bytes == 3 * full.page_bytes
 
 
 def ahead(server: Server, tokens: Sequence[int], prefix: Sequence[int] = ()) -> int:

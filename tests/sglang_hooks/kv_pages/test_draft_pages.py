@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 from cornplug.sglang_hooks.kv_pages import draft_pages
+from cornplug.sglang_hooks.kv_pages.draft_pages import DraftPages
 from cornplug.sglang_hooks.kv_pages.layout import host_pages
 
 from ..kv.test_hicache_storage import TOKENS, attach, name, process, store  # noqa: F401
@@ -97,7 +98,7 @@ def test_draft_pages_error_that_nothing_foresaw_is_a_miss(
 
     backend, host, _ = drafting()
     hashes, slots = name(TOKENS, 64), host.alloc(512)
-    monkeypatch.setattr(backend._draft, what, fails)
+    monkeypatch.setattr(DraftPages, what, fails)
     backend.batch_set_v1(hashes, slots)
     assert backend.batch_set_v2(transfer(hashes, slots)) == {"draft": [what != "set"] * 8}
     assert backend.batch_exists_v2(hashes, transfer(hashes, slots)).kv_hit_pages == (
@@ -196,4 +197,4 @@ def test_draft_pages_of_unverified_layout_end_sharing(monkeypatch: pytest.Monkey
     device = device_pool(64, heads=2, dim=16)
     monkeypatch.setattr(type(device), "set_kv_buffer", lambda *args, **kwargs: None)
     register(backend, host, device, "page_first")
-    assert backend._off == "layout"
+    assert not backend.is_open

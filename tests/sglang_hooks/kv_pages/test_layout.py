@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cornplug.errors import LayoutError
 from cornplug.sglang_hooks.kv_pages import layout as kv_layout
 from cornplug.sglang_hooks.kv_pages.layout import (
+    ModelKV,
     host_pages,
     page_geometry,
     quantised_format,
@@ -98,7 +99,7 @@ def test_page_geometry_of_fp8_is_of_one_engine_format_and_attention() -> None:
     pages = host_pages(host_pool(device, "page_first"))
 
     def spec(**more: str) -> dict[str, object]:
-        return page_geometry(pages, page_tokens=64, heads=HEADS, layers=LAYERS, config={}, **more).spec()
+        return page_geometry(pages, ModelKV(HEADS, LAYERS, {}), page_tokens=64, **more).spec()
 
     assert quantised_format(device.dtype) == "fp8_e4m3"
     own = spec(quantised="fp8_e4m3", attention="fa3 fa3")
@@ -109,12 +110,10 @@ def test_page_geometry_of_fp8_is_of_one_engine_format_and_attention() -> None:
         spec()  # bytes of no format
     plain = host_pages(host_pool(device_pool(16), "page_first"))
     with pytest.raises(LayoutError, match="host pool of dtype bfloat16"):
-        page_geometry(
-            plain, page_tokens=64, heads=HEADS, layers=LAYERS, config={}, quantised="fp8_e4m3", attention="x"
-        )
+        page_geometry(plain, ModelKV(HEADS, LAYERS, {}), page_tokens=64, quantised="fp8_e4m3", attention="x")
     # Two backends differ in nothing where values have the model's dtype.
     geometries = [
-        page_geometry(plain, page_tokens=64, heads=HEADS, layers=LAYERS, config={}, attention=name)
+        page_geometry(plain, ModelKV(HEADS, LAYERS, {}), page_tokens=64, attention=name)
         for name in ("fa3 fa3", "triton triton")
     ]
     assert geometries[0] == geometries[1]
@@ -135,7 +134,7 @@ def test_page_geometry_of_fp8_is_of_one_engine_format_and_attention() -> None:
 def test_page_geometry_of_windows_is_sglangs_alone(config: dict[str, object], engine: str) -> None:
     """vLLM has such pages with `--disable-hybrid-kv-cache-manager`, and no test compares the two."""
     pages = host_pages(host_pool(device_pool(16), "page_first"))
-    page = page_geometry(pages, page_tokens=64, heads=HEADS, layers=LAYERS, config=config)
+    page = page_geometry(pages, ModelKV(HEADS, LAYERS, config), page_tokens=64)
     assert page.engine == engine
 
 
@@ -206,17 +205,17 @@ def test_host_pages_of_unknown_pool_are_refused() -> None:
 def test_page_geometry_missing_layer_is_refused() -> None:
     pages = host_pages(host_pool(device_pool(16), "page_first"))
     with pytest.raises(LayoutError):
-        page_geometry(pages, page_tokens=64, heads=HEADS, layers=LAYERS + 1, config={})
+        page_geometry(pages, ModelKV(HEADS, LAYERS + 1, {}), page_tokens=64)
 
 
 def test_rank_heads_follow_tensor_parallel_rank() -> None:
     pages = host_pages(host_pool(device_pool(16, heads=2), "page_first"))
-    page = page_geometry(pages, page_tokens=64, heads=4, layers=LAYERS, config={})
+    page = page_geometry(pages, ModelKV(4, LAYERS, {}), page_tokens=64)
     assert rank_heads(pages, page, 2, 1) == (range(2, 4), True)
     with pytest.raises(LayoutError):
         rank_heads(pages, page, 1, 0)
     latent = host_pages(host_pool(latent_pool(16), "page_first"))
-    page = page_geometry(latent, page_tokens=64, heads=16, layers=LAYERS, config={})
+    page = page_geometry(latent, ModelKV(16, LAYERS, {}), page_tokens=64)
     assert (page.shape, page.engine) == ((1, LAYERS, 1, 64, 16), "sglang")
     assert rank_heads(latent, page, 2, 0) == (range(1), True)
     assert rank_heads(latent, page, 2, 1) == (range(1), False)

@@ -8,6 +8,7 @@ from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -26,7 +27,15 @@ from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
 from cornplug.sglang_hooks.media import placeholder_tokens as tokens_module
 
+from ..hooked import hook_of
 from ..kv_rig import PLAIN, SECRET, hashes_of
+
+load_lora_adapter = hook_of(namespace_roots, "LoRAManager._load_lora_adapter")
+load_from_tensors = hook_of(namespace_roots, "LoRAManager._load_lora_adapter_from_tensors")
+make_request = hook_of(namespace_roots, "Req.__init__")
+storage_hash = hook_of(page_hash_hooks, "get_storage_hash_str")
+write_backup_storage = hook_of(page_hash_hooks, "UnifiedRadixCache.write_backup_storage")
+write_storage = hook_of(page_hash_hooks, "HybridCacheController.write_storage")
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "page_keys.json"
 PAIRS = [(16, 64), (32, 64), (64, 64), (128, 64), (16, 16), (128, 128), (16, 128), (48, 16), (112, 16)]
@@ -143,9 +152,11 @@ def test_page_hash_index_unaligned_sizes_are_refused() -> None:
 # -- the same keys as vLLM's -------------------------------------------------------------------
 
 
+PAGE = PageGeometry(page_tokens=32, heads=2, layers=2, dim=64, dtype="float32")
+
+
 def roots(lm: bytes = b"lm" * 16, **spec: Any) -> NamespaceRoots:
-    page = PageGeometry(page_tokens=32, heads=2, layers=2, dim=64, dtype="float32")
-    return NamespaceRoots(SECRET, page, lambda: (lm, {"config": "x", **spec}))
+    return NamespaceRoots(SECRET, PAGE, lambda: (lm, {"config": "x", **spec}))
 
 
 @pytest.mark.parametrize(("name", "salt", "page"), [("text", None, 32), ("text, salted", "tenant-1", 32)])
@@ -222,7 +233,7 @@ def adapter(folder: Path, weights: bytes) -> str:
 
 
 def load(name: str, path: str | None) -> None:
-    namespace_roots._adapter_loads(SGLANG_LORA, SimpleNamespace(lora_id=name, lora_path=path, lora_name=name))
+    load_lora_adapter(SGLANG_LORA, SimpleNamespace(lora_id=name, lora_path=path, lora_name=name))
 
 
 def test_namespace_roots_follow_lora_content(adapters: None, tmp_path: Path) -> None:
@@ -244,7 +255,7 @@ def test_namespace_roots_follow_lora_content(adapters: None, tmp_path: Path) -> 
         == 4
     )
     # As vLLM has it (tracked_requests.py, _root).
-    spec = {"config": "x", "page": made._page.spec(), "lora": LoraDigests().digest(one).hex()}
+    spec = {"config": "x", "page": PAGE.spec(), "lora": LoraDigests().digest(one).hex()}
     assert first == kv_root(SECRET, b"lm" * 16, spec, None)
 
 
@@ -253,7 +264,7 @@ def test_namespace_roots_of_unknown_lora_are_refused(adapters: None, tmp_path: P
     load("id-gone", str(tmp_path / "nowhere"))
     load("id-changed", path)
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"other")
-    namespace_roots._adapter_comes_as_tensors(None, SimpleNamespace(lora_id="id-tensors"))
+    load_from_tensors(None, SimpleNamespace(lora_id="id-tensors"))
     for name, reason in (
         ("id-gone", "lora"),
         ("id-changed", "lora_changed"),
@@ -268,7 +279,7 @@ def test_namespace_roots_of_unknown_lora_are_refused(adapters: None, tmp_path: P
 def test_namespace_roots_of_disputed_lora_are_refused(adapters: None, tmp_path: Path) -> None:
     load("id-one", adapter(tmp_path / "a", b"w"))
     roots().root(CacheNamespace("id-one", None))
-    namespace_roots._request_made(None, SimpleNamespace(lora_id=None, extra_key="id-one"))
+    make_request(None, SimpleNamespace(lora_id=None, extra_key="id-one"))
     with pytest.raises(CheckpointError):
         roots().root(CacheNamespace("id-one", None))
 
@@ -287,7 +298,7 @@ def looked_up(tokens: list[int], prior: str | None, *, bigram: bool = False, sal
     key = RadixKey(array("q", tokens), is_bigram=bigram, cache_salt=salt)
     # As bound by the hook that is in place in this process, or not.
     original = inspect.unwrap(get_storage_hash_str)
-    return page_hash_hooks._hashed(original, key, prior, page_size=16)
+    return storage_hash(original, key, prior, page_size=16)
 
 
 def test_page_hash_hooks_lookup_is_recorded(index: PageHashIndex) -> None:
@@ -364,9 +375,9 @@ def queue(
 
 def back_up(node: int, tokens: list[int], hashes: list[str], prefix: list[str] | None) -> None:
     def write(self: Any, node_id: int) -> None:
-        assert page_hash_hooks._writing_storage(queue, None, None, array("q", tokens), hashes, prefix) == 7
+        assert write_storage(queue, None, None, array("q", tokens), hashes, prefix) == 7
 
-    page_hash_hooks._backing_up(write, SimpleNamespace(tree_core=Tree(prefix)), node)
+    write_backup_storage(write, SimpleNamespace(tree_core=Tree(prefix)), node)
 
 
 def test_page_hash_hooks_backup_of_pairs_of_tokens_is_recorded(index: PageHashIndex) -> None:
@@ -389,7 +400,7 @@ def test_page_hash_hooks_backup_is_recorded(index: PageHashIndex) -> None:
 def test_page_hash_hooks_backup_without_prefix_is_not_recorded(index: PageHashIndex) -> None:
     tokens = prompt(64)
     back_up(0, tokens, hashes_of(tokens, 16), None)
-    page_hash_hooks._writing_storage(queue, None, None, array("q", tokens), hashes_of(tokens, 16), [])
+    write_storage(queue, None, None, array("q", tokens), hashes_of(tokens, 16), [])
     assert len(index) == 0
 
 
@@ -411,18 +422,26 @@ def test_page_hash_hooks_record_only_known_media(index: PageHashIndex) -> None:
     check(index, tokens, looked_up(tokens, None))
 
 
+def advance_of_index() -> Any:
+    """How an index that the hooks fill computes the chain."""
+    with mock.patch.object(page_hash_hooks, "PageHashIndex") as index:
+        page_hash_hooks.open_index(16, 64)
+    page_hash_hooks.close_index()
+    return index.call_args.kwargs["advance"]
+
+
 @pytest.mark.parametrize("prior", [b"", bytes(range(32))])
 def test_native_chain_equals_python_chain(prior: bytes) -> None:
-    tokens = prompt(64)
+    advance, tokens = advance_of_index(), prompt(64)
+    assert advance is not chain
     tokens[20:24] = placeholder_tokens(b"o" * 32)
     for made in (tokens, array("q", tokens)):
-        assert page_hash_hooks._native_chain(prior, made) == chain(prior, made)
-    assert page_hash_hooks._fastest_chain() is page_hash_hooks._native_chain
+        assert advance(prior, made) == chain(prior, made)
 
 
-def test_fastest_chain_avoids_changed_native_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_native_hash_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_hash_hooks, "_native_chain", lambda prior, tokens: [b"other"])
-    assert page_hash_hooks._fastest_chain() is chain
+    assert advance_of_index() is chain
 
 
 def test_sglang_page_hashes_equal_get_hash_str() -> None:

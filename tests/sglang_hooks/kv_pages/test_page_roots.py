@@ -17,6 +17,10 @@ from cornplug.sglang_hooks.kv_pages import namespace_roots
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
 
+from ..hooked import hook_of
+
+load_lora_adapter = hook_of(namespace_roots, "LoRAManager._load_lora_adapter")
+
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +38,7 @@ def test_namespace_roots_equal_golden_vectors(name: str, tmp_path: Path) -> None
     # SGLang's LoRAManager, which applies all of the adapter, as vLLM does.
     applied = SimpleNamespace(layers=[SimpleNamespace(weights={"q_proj": None})], embedding_layers={})
     manager = SimpleNamespace(loras={"an-id": applied}, target_modules={"q_proj"})
-    namespace_roots._adapter_loads(manager, SimpleNamespace(lora_id="an-id", lora_path=path, lora_name="a"))
+    load_lora_adapter(manager, SimpleNamespace(lora_id="an-id", lora_path=path, lora_name="a"))
     made = NamespaceRoots(vectors.SECRET, vectors.PAGE, lambda: vectors.IDENTITY)
     assert made.wait(60)
     # SGLang appends the adapter's id to the user's extra_key, of which there is none.

@@ -16,6 +16,10 @@ from cornplug.sglang_hooks import hook_registry
 from cornplug.sglang_hooks.media import cpu_preprocessing
 from cornplug.sglang_hooks.media.cpu_preprocessing import wanted
 
+from ..hooked import hook_of
+
+make_processor = hook_of(cpu_preprocessing, "BaseMultimodalProcessor.__init__")
+
 
 def config(how: str, encoder: Path) -> Config:
     return load({"engine.sglang_preprocessing": how, "encoder.socket": str(encoder)}, environ={})
@@ -63,7 +67,7 @@ def test_cpu_preprocessing_on_gpu_server_moves_images_to_cpu(monkeypatch: pytest
     assert processor._resolve_auto_mm_processor_worker_num() == 1
     assert processor.gpu_image_decode
     hooked(monkeypatch)
-    cpu_preprocessing._making(processor, None, server_args=None)
+    make_processor(processor, None, server_args=None)
     assert processor._fast_image_processor_device(processor._processor) == "cpu"
     assert processor._resolve_auto_mm_processor_worker_num() == 2
     assert not type(processor).gpu_image_decode

@@ -22,7 +22,7 @@ from cornplug.metrics import Tally
 from cornplug.sglang_hooks.media import embedding_prefetch, placeholder_tokens
 from cornplug.sglang_hooks.media.embedding_prefetch import EmbeddingPrefetcher, source_of
 from cornplug.store.memory import MemoryStore
-from cornplug.store.payload import get_payload, put_payload
+from cornplug.store.payload import NewPayload, get_payload, put_payload
 from cornplug.testing import FaultyStore
 from devkit.strangers import NOBODY, listener
 
@@ -46,7 +46,8 @@ class Stage:
         self.service = Service()
         monkeypatch.setattr(embedding_prefetch, "engine_encoder", lambda config, secret: self.service)
         self.tally = Tally()
-        self.prefetcher = EmbeddingPrefetcher(runtime(store), self.tally)
+        self.run = runtime(store)
+        self.prefetcher = EmbeddingPrefetcher(self.run, self.tally)
         self.store = store
 
     def prepare(
@@ -63,11 +64,7 @@ class Stage:
     def publish(self, key: bytes) -> None:
         put_payload(
             self.store,
-            bytes(96),
-            kind=PayloadKind.EMBEDDING,
-            key=key,
-            dtype="float32",
-            shape=(4, 6),
+            NewPayload(bytes(96), PayloadKind.EMBEDDING, key=key, dtype="float32", shape=(4, 6)),
             app="x",
             deadline_s=1,
         )
@@ -136,7 +133,7 @@ def test_prefetch_dearer_than_tower_is_skipped(here: Stage) -> None:
     assert not here.service.asked
     assert here.missed() == {"cheaper": 2}
     always = StoreConfig(load_when="always")
-    here.prefetcher._run.config = here.prefetcher._run.config.model_copy(update={"store": always})
+    here.run.config = here.run.config.model_copy(update={"store": always})
     assert here.prepare(KEYS[0]) == ["store"]
 
 

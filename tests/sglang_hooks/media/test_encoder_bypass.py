@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from collaborators import recorded
 from sglang.srt.layers import dp_attention
 from sglang.srt.managers import mm_schedule
 from sglang.srt.managers.schedule_batch import Modality
@@ -14,16 +15,20 @@ from time_limits import TimeLimits
 
 from cornplug.codec import PayloadKind
 from cornplug.engine_common import engine_state, weights_guard
+from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.media import encoder_bypass, placeholder_tokens
 from cornplug.sglang_hooks.media.encoder_bypass import EmbeddingSource, EncoderBypass
 from cornplug.store.base import Store
 from cornplug.store.memory import MemoryStore
-from cornplug.store.payload import get_payload, put_payload
+from cornplug.store.payload import NewPayload, get_payload, put_payload
 from cornplug.testing import FaultyStore
 
+from ..hooked import hook_of
 from ..media_rig import item, runtime
+
+prefill_embedding = hook_of(encoder_bypass, "mm_schedule._get_chunked_prefill_embedding")
 
 WIDTH = 8
 CPU = torch.device("cpu")
@@ -60,18 +65,28 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dp_attention, "get_dp_tp_group", lambda: group)
 
 
+class Encoding(EncoderBypass):
+    """A bypass whose parts a test knows."""
+
+    source: EmbeddingSource
+    tally: Tally
+    publisher: EmbeddingPublisher
+
+
 @pytest.fixture
-def engine(store: MemoryStore) -> Iterator[Callable[..., EncoderBypass]]:
+def engine(store: MemoryStore) -> Iterator[Callable[..., Encoding]]:
     made: list[EmbeddingSource] = []
 
-    def make(
-        connection: Store | None = None, *, first: bool = True, model: Model | None = None
-    ) -> EncoderBypass:
-        here = EmbeddingSource(
-            runtime(connection or store.connect()), Tally(), dtype="float32", width=WIDTH, first=first
-        )
+    def make(connection: Store | None = None, *, first: bool = True, model: Model | None = None) -> Encoding:
+        tally = Tally()
+        with recorded(encoder_bypass, "EmbeddingPublisher") as publishers:
+            here = EmbeddingSource(
+                runtime(connection or store.connect()), tally, dtype="float32", width=WIDTH, first=first
+            )
         made.append(here)
-        return EncoderBypass((model or Model()).get_image_feature, here, CPU)
+        encoding = Encoding((model or Model()).get_image_feature, here, CPU)
+        encoding.source, encoding.tally, encoding.publisher = here, tally, publishers[0]
+        return encoding
 
     yield make
     for here in made:
@@ -86,12 +101,10 @@ def sample_image(seed: int, source: str | None = "store", rows: int = 4) -> Any:
     return one
 
 
-def published(encoding: EncoderBypass) -> list[tuple[Any, ...]]:
+def published(encoding: Encoding) -> list[tuple[Any, ...]]:
     """What was counted, once the publisher has nothing to do."""
-    here = encoding._here
-    assert here is not None
-    here._publisher._thread.submit(lambda: None).result(60)
-    counted = here._tally.drain()
+    encoding.publisher.flush(60)
+    counted = encoding.tally.drain()
     return sorted(
         (name.removeprefix("cornplug_").removesuffix("_total"), *labels[1:], values[0])
         for name, rows in counted.items()
@@ -102,11 +115,13 @@ def published(encoding: EncoderBypass) -> list[tuple[Any, ...]]:
 def put(store: Store, seed: int, tensor: torch.Tensor) -> None:
     put_payload(
         store,
-        memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()),
-        kind=PayloadKind.EMBEDDING,
-        key=bytes([seed]) * 32,
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
+        NewPayload(
+            memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()),
+            PayloadKind.EMBEDDING,
+            key=bytes([seed]) * 32,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+        ),
         app="other",
         deadline_s=1,
     )
@@ -116,7 +131,7 @@ def same(found: Sequence[torch.Tensor], *wanted: torch.Tensor) -> bool:
     return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
-def test_encoder_bypass_computed_embedding_loads_in_next(engine: Callable[..., EncoderBypass]) -> None:
+def test_encoder_bypass_computed_embedding_loads_in_next(engine: Callable[..., Encoding]) -> None:
     first, second = engine(), engine()
     assert same(first([sample_image(1, None), sample_image(2, None, 3)]), value(1), value(2, 3))
     assert ("saves", "embedding", "stored", 2) in published(first)
@@ -131,7 +146,7 @@ def test_encoder_bypass_computed_embedding_loads_in_next(engine: Callable[..., E
 
 @pytest.mark.parametrize("as_list", [False, True])
 def test_encoder_bypass_encodes_only_missing_items_in_order(
-    engine: Callable[..., EncoderBypass], store: MemoryStore, as_list: bool
+    engine: Callable[..., Encoding], store: MemoryStore, as_list: bool
 ) -> None:
     model = Model()
     model.as_list = as_list
@@ -146,7 +161,7 @@ def test_encoder_bypass_encodes_only_missing_items_in_order(
 
 
 def test_encoder_bypass_notes_tower_and_fetch_costs(
-    engine: Callable[..., EncoderBypass],
+    engine: Callable[..., Encoding],
     store: MemoryStore,
     monkeypatch: pytest.MonkeyPatch,
     within: TimeLimits,
@@ -175,12 +190,12 @@ def test_encoder_bypass_notes_tower_and_fetch_costs(
     assert not told.fetch_pays()
 
 
-def test_encoder_bypass_other_ranks_note_no_costs(engine: Callable[..., EncoderBypass]) -> None:
+def test_encoder_bypass_other_ranks_note_no_costs(engine: Callable[..., Encoding]) -> None:
     engine(first=False)([sample_image(2, None)])
     assert engine_state.current().encode_row_s() is None
 
 
-def test_encoder_bypass_unkeyed_batch_is_left_to_engine(engine: Callable[..., EncoderBypass]) -> None:
+def test_encoder_bypass_unkeyed_batch_is_left_to_engine(engine: Callable[..., Encoding]) -> None:
     encoding = engine()
     assert torch.equal(encoding([item(1), item(2)]), torch.cat([value(1), value(2)]))
     assert published(encoding) == []
@@ -196,7 +211,7 @@ def test_encoder_bypass_unkeyed_batch_is_left_to_engine(engine: Callable[..., En
     ],
 )
 def test_encoder_bypass_unfit_entry_is_miss_and_computed(
-    engine: Callable[..., EncoderBypass], store: MemoryStore, tensor: torch.Tensor | None, reason: str
+    engine: Callable[..., Encoding], store: MemoryStore, tensor: torch.Tensor | None, reason: str
 ) -> None:
     if tensor is not None:
         put(store.connect(), 5, tensor)
@@ -206,21 +221,21 @@ def test_encoder_bypass_unfit_entry_is_miss_and_computed(
 
 
 def test_encoder_bypass_entry_shorter_than_header_is_miss(
-    engine: Callable[..., EncoderBypass], store: MemoryStore
+    engine: Callable[..., Encoding], store: MemoryStore
 ) -> None:
     """Whole and of the right key: whoever wrote it was wrong."""
     put_payload(
-        store.connect(), bytes(8), kind=PayloadKind.EMBEDDING, key=bytes([5]) * 32, dtype="float32",
-        shape=(4, WIDTH), app="other", deadline_s=1,
-    )  # fmt: skip
+        store.connect(),
+        NewPayload(bytes(8), PayloadKind.EMBEDDING, key=bytes([5]) * 32, dtype="float32", shape=(4, WIDTH)),
+        app="other",
+        deadline_s=1,
+    )
     encoding = engine()
     assert same(encoding([sample_image(5)]), value(5))
     assert ("misses", "embedding", "wrong_shape", 1) in published(encoding)
 
 
-def test_encoder_bypass_corrupt_entry_is_miss(
-    engine: Callable[..., EncoderBypass], store: MemoryStore
-) -> None:
+def test_encoder_bypass_corrupt_entry_is_miss(engine: Callable[..., Encoding], store: MemoryStore) -> None:
     put(store.connect(), 5, value(5))
     faulty = FaultyStore(store.connect())
     faulty.corrupt_reads = True
@@ -229,7 +244,7 @@ def test_encoder_bypass_corrupt_entry_is_miss(
     assert ("misses", "embedding", "corrupt", 1) in published(encoding)
 
 
-def test_encoder_bypass_store_down_is_miss(engine: Callable[..., EncoderBypass], store: MemoryStore) -> None:
+def test_encoder_bypass_store_down_is_miss(engine: Callable[..., Encoding], store: MemoryStore) -> None:
     faulty = FaultyStore(store.connect())
     faulty.unavailable = True
     encoding = engine(faulty)
@@ -244,7 +259,7 @@ def fails(*args: Any, **kwargs: Any) -> Any:
 
 
 def test_encoder_bypass_error_in_a_load_is_miss(
-    engine: Callable[..., EncoderBypass], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., Encoding], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store.connect(), 5, value(5))
     monkeypatch.setattr(encoder_bypass, "get_payload", fails)
@@ -254,22 +269,22 @@ def test_encoder_bypass_error_in_a_load_is_miss(
 
 
 def test_encoder_bypass_error_in_an_offer_is_miss(
-    engine: Callable[..., EncoderBypass], monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., Encoding], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoding = engine()
-    monkeypatch.setattr(encoding._here._publisher, "offer", fails)  # type: ignore[union-attr]
+    monkeypatch.setattr(encoding.publisher, "offer", fails)
     assert same(encoding([sample_image(5)]), value(5))
     assert ("misses", "embedding", "error", 1) in published(encoding)
 
 
-def test_encoder_bypass_earlier_miss_is_not_counted_again(engine: Callable[..., EncoderBypass]) -> None:
+def test_encoder_bypass_earlier_miss_is_not_counted_again(engine: Callable[..., Encoding]) -> None:
     encoding = engine()
     encoding([sample_image(5, None)])
     assert not [row for row in published(encoding) if row[0] == "misses"]
 
 
 def test_encoder_bypass_indivisible_output_is_not_published(
-    engine: Callable[..., EncoderBypass], store: MemoryStore
+    engine: Callable[..., Encoding], store: MemoryStore
 ) -> None:
     class Pruning(Model):
         def get_image_feature(self, items: list[Any]) -> Any:
@@ -284,7 +299,7 @@ def test_encoder_bypass_indivisible_output_is_not_published(
 
 
 def test_encoder_bypass_replaced_weights_end_sharing(
-    engine: Callable[..., EncoderBypass], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., Encoding], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store.connect(), 2, value(77))
     monkeypatch.setattr(weights_guard, "replaced", lambda: True)
@@ -293,7 +308,7 @@ def test_encoder_bypass_replaced_weights_end_sharing(
 
 
 def test_encoder_bypass_keys_of_replaced_tower_are_neither_taken_nor_published(
-    engine: Callable[..., EncoderBypass], store: MemoryStore
+    engine: Callable[..., Encoding], store: MemoryStore
 ) -> None:
     """The weights were replaced while these images were on their way."""
     put(store.connect(), 2, value(77))
@@ -308,7 +323,7 @@ def test_encoder_bypass_keys_of_replaced_tower_are_neither_taken_nor_published(
 
 
 def test_encoder_bypass_deepstack_needs_rows_of_all_levels(
-    engine: Callable[..., EncoderBypass], store: MemoryStore
+    engine: Callable[..., Encoding], store: MemoryStore
 ) -> None:
     model = Model()
     model.use_deepstack = {Modality.IMAGE: True}
@@ -335,7 +350,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, others: Callable[[torch.Tensor], None
 
 
 def test_encoder_bypass_ranks_take_common_embeddings(
-    engine: Callable[..., EncoderBypass], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., Encoding], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed in (1, 2):
         put(store.connect(), seed, value(seed))
@@ -368,21 +383,21 @@ def test_encoder_bypass_rank_without_store_still_votes(monkeypatch: pytest.Monke
 
 
 def test_encoder_bypass_in_chunked_prefill_asks_store_once(
-    engine: Callable[..., EncoderBypass], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., Encoding], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two requests share an image; chunks; SGLang's cache is asked before the store."""
     mm_schedule.init_mm_embedding_cache(1 << 20)
-    model, here = Model(), engine()._here
+    model, encoding = Model(), engine()
     put(store.connect(), 1, value(1))
     monkeypatch.setattr(activation, "is_on", lambda: True)
     monkeypatch.setattr(activation, "config", lambda: runtime(store.connect()).config)
-    monkeypatch.setattr(encoder_bypass, "_embeddings", lambda: here)
+    monkeypatch.setattr(encoder_bypass, "_embeddings", lambda: encoding.source)
     one, two, again = sample_image(1), sample_image(2, None), sample_image(1)
     two.offsets, again.offsets = [(6, 9)], [(2, 5)]
 
     def prefill(prefix: list[int], extend: list[int]) -> torch.Tensor:
         offsets = [[(0, 3), (6, 9)], [(2, 5)]]
-        made, _ = encoder_bypass._get_chunked_prefill_embedding(
+        made, _ = prefill_embedding(
             mm_schedule._get_chunked_prefill_embedding,
             model.get_image_feature,
             [one, two, again],
@@ -398,5 +413,5 @@ def test_encoder_bypass_in_chunked_prefill_asks_store_once(
     assert model.ran == []
     assert torch.equal(prefill([2, 4], [6, 2]), torch.cat([value(1)[2:], value(2)[:2], value(1)[2:]]))
     assert model.ran == [[2]]
-    store_calls = here._tally.drain()["cornplug_hits_total"]  # type: ignore[union-attr]
+    store_calls = encoding.tally.drain()["cornplug_hits_total"]
     assert [values for _, values in store_calls] == [[1]]

@@ -4,6 +4,7 @@ outage costs."""
 from __future__ import annotations
 
 import asyncio
+import math
 import pkgutil
 import threading
 from concurrent.futures import Future
@@ -29,6 +30,24 @@ from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.media import embedding_prefetch, epd, epd_fallback
 from cornplug.sglang_hooks.media import placeholder_tokens as tokens_module
+from devkit.processes import wait_until
+
+from ..hooked import hook_of
+
+create_receiver = hook_of(epd, "MMReceiverBase.__init__")
+part_arrives = hook_of(epd, "_aggregate_embedding_part")
+prepare_buffer = hook_of(epd, "WaitingZmqRequest._prepare_embedding_buffer")
+finish_assemble = hook_of(epd, "WaitingMMRequestBase._finish_assemble")
+send_one_request = hook_of(epd, "TokenizerManager._send_one_request")
+extract_url_data = hook_of(epd, "MMReceiverBase._extract_url_data")
+dispatch_error = hook_of(epd_fallback, "TokenizerManager._schedule_encoder_dispatch_error")
+reject_missing = hook_of(epd_fallback, "_reject_missing_dispatched_encoder_embedding")
+encode = hook_of(epd_fallback, "MMReceiverHTTP.encode")
+send_encode_request = hook_of(epd_fallback, "MMReceiverBase.send_encode_request")
+recv_mm_data = hook_of(epd_fallback, "MMReceiverBase.recv_mm_data")
+process_waiting = hook_of(epd_fallback, "MMReceiverBase._process_waiting_requests")
+registration_done = hook_of(epd_fallback, "WaitingZmqRequest._on_registration_done")
+create_req = hook_of(epd_fallback, "MMReceiverBase.create_req")
 
 SECRET, MODEL = b"s" * 32, b"i" * 32
 GOLDEN = Path(__file__).parents[2] / "golden" / "sglang_embedding_header.hex"
@@ -42,9 +61,18 @@ def tally(monkeypatch: pytest.MonkeyPatch) -> Tally:
     monkeypatch.setattr(activation, "is_on", lambda: True)
     monkeypatch.setattr(activation, "runtime", lambda: SimpleNamespace(secret=SECRET, app="x"))
     monkeypatch.setattr(activation, "tally", lambda: tally)
-    monkeypatch.setattr(epd, "_here", epd._EpdState(MODEL))
-    monkeypatch.setattr(epd_fallback, "_here", epd_fallback._FallbackState(True))
+    identity = SimpleNamespace(served_identity=MODEL)
+    monkeypatch.setattr(epd, "engine_model", lambda: SimpleNamespace(tower_identity=lambda: identity))
+    create_receiver(None, SimpleNamespace(tp_group=None))
+    falls_back(monkeypatch)
     return tally
+
+
+def falls_back(monkeypatch: pytest.MonkeyPatch, *, tower: bool = True, answer_s: float = math.inf) -> Any:
+    """State of a server that can encode images itself, or cannot."""
+    state = epd_fallback._FallbackState(tower, answer_s)
+    monkeypatch.setattr(epd_fallback, "_here", state)
+    return state
 
 
 def misses(tally: Tally) -> list[str]:
@@ -112,7 +140,7 @@ def test_verify_claims_needs_secret_digests_and_model() -> None:
 def test_epd_parts_in_any_order_key_images_in_order() -> None:
     whole = None
     for data in (part([C], index=1, parts=2), part([A, B], index=0, parts=2)):
-        whole = epd._part_came(_aggregate_embedding_part, whole, data, "qwen2_vl")
+        whole = part_arrives(_aggregate_embedding_part, whole, data, "qwen2_vl")
     assert isinstance(whole, MultiModalEmbeddingData)
     assert whole.ready
     items = [
@@ -124,8 +152,8 @@ def test_epd_parts_in_any_order_key_images_in_order() -> None:
         mm_inputs=SimpleNamespace(mm_items=[*items, video]), cache_salt="t", extra_key=None
     )
     waiting = SimpleNamespace(recv_req=request, recv_embedding_data=whole)
-    assert epd._prepared(lambda waiting: True, waiting)
-    epd._assembled(None, waiting, None)
+    assert prepare_buffer(lambda waiting: True, waiting)
+    finish_assemble(None, waiting, None)
     keys = [embedding_key(SECRET, MODEL, media, "t") for media in (A, B, C)]
     assert [tokens_module.key_of(item) for item in items] == keys
     assert items[0].pad_values == placeholder_tokens(medium_lineage(keys[0], 1))
@@ -134,19 +162,25 @@ def test_epd_parts_in_any_order_key_images_in_order() -> None:
 
 def test_epd_part_without_claim_leaves_all_unkeyed(tally: Tally) -> None:
     silent = EmbeddingData("r", 2, 1, [[1, 2, 2]], Modality.IMAGE, torch.zeros(1, 4))
-    whole = epd._part_came(_aggregate_embedding_part, None, part([A], parts=2), None)
-    whole = epd._part_came(_aggregate_embedding_part, whole, silent, None)
-    item = [MultimodalDataItem(modality=Modality.IMAGE) for _ in "ab"]
-    checks = epd._checks(SimpleNamespace(recv_embedding_data=whole))
-    assert epd.keys_of(item, {index: check.result() for index, check in checks.items()}, None) is None
+    whole = part_arrives(_aggregate_embedding_part, None, part([A], parts=2), None)
+    whole = part_arrives(_aggregate_embedding_part, whole, silent, None)
+    items = [
+        MultimodalDataItem(modality=Modality.IMAGE, offsets=[(i, i)], precomputed_embeddings=torch.ones(1, 4))
+        for i in range(2)
+    ]
+    request = SimpleNamespace(mm_inputs=SimpleNamespace(mm_items=items), cache_salt=None, extra_key=None)
+    waiting = SimpleNamespace(recv_req=request, recv_embedding_data=whole)
+    assert prepare_buffer(lambda waiting: True, waiting)
+    finish_assemble(None, waiting, None)
+    assert [tokens_module.key_of(item) for item in items] == [None, None]
     assert misses(tally) == ["no_statement"]
-    assert epd.keys_of(item[:1], {0: (A, B)}, None) is None, "two digests for one image"
+    assert epd.keys_of(items[:1], {0: (A, B)}, None) is None, "two digests for one image"
 
 
 def test_epd_embedding_of_other_model_ends_request() -> None:
-    whole = epd._part_came(_aggregate_embedding_part, None, part([A], model=b"j" * 32), None)
+    whole = part_arrives(_aggregate_embedding_part, None, part([A], model=b"j" * 32), None)
     with pytest.raises(EncoderRefused):
-        epd._prepared(lambda waiting: True, SimpleNamespace(recv_embedding_data=whole))
+        prepare_buffer(lambda waiting: True, SimpleNamespace(recv_embedding_data=whole))
 
 
 def test_epd_large_rows_are_hashed_on_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,12 +195,11 @@ def test_epd_large_rows_are_hashed_on_other_thread(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(epd, "verify_claims", verified)
     data = part([A])
     data.embedding = torch.zeros(1 << 10, 1 << 9)
-    whole = epd._part_came(_aggregate_embedding_part, None, data, "qwen2_vl")
+    whole = part_arrives(_aggregate_embedding_part, None, data, "qwen2_vl")
     waiting = SimpleNamespace(recv_embedding_data=whole)
-    assert not epd._prepared(lambda waiting: True, waiting)
+    assert not prepare_buffer(lambda waiting: True, waiting)
     go.set()
-    next(iter(epd._checks(waiting).values())).result(60)
-    assert epd._prepared(lambda waiting: True, waiting)
+    wait_until(lambda: prepare_buffer(lambda waiting: True, waiting), deadline_s=60, what="the digest")
     assert threading.current_thread() not in seen
 
 
@@ -178,7 +211,7 @@ def test_epd_sent_items_keep_verified_key(monkeypatch: pytest.MonkeyPatch) -> No
 
     async def original(receiver: Any, request_obj: Any, **kwargs: Any) -> Any:
         async def task() -> None:
-            epd._part_came(_aggregate_embedding_part, None, part([A]), None)
+            part_arrives(_aggregate_embedding_part, None, part([A]), None)
 
         await asyncio.create_task(task())
         return SimpleNamespace(mm_items=[item])
@@ -186,10 +219,10 @@ def test_epd_sent_items_keep_verified_key(monkeypatch: pytest.MonkeyPatch) -> No
     request = SimpleNamespace(cache_salt=None, extra_key=None)
     mm_inputs = asyncio.run(epd.receive(original, None, request_obj=request))
     item.set_hash(5)
-    epd._sent(None, SimpleNamespace(mm_inputs=mm_inputs))
+    send_one_request(None, SimpleNamespace(mm_inputs=mm_inputs))
     assert tokens_module.key_of(item) == embedding_key(SECRET, MODEL, A, None)
     entries = [{"modality": Modality.IMAGE, "url": "x"}, {"modality": Modality.AUDIO, "url": "y"}]
-    epd._send_salt(entries, None, SimpleNamespace(cache_salt="t", extra_key=None))
+    extract_url_data(entries, None, SimpleNamespace(cache_salt="t", extra_key=None))
     assert [entry.get("cornplug_salt") for entry in entries] == ["t", None]
     assert [entry.get("cornplug_salt_proof") for entry in entries] == [salt_proof(SECRET, "t"), None]
 
@@ -226,12 +259,14 @@ def test_epd_fallback_failed_dispatch_encodes_or_answers(fails: bool, done: list
         manager = Manager()
         manager.fails = fails
         manager.event_loop = asyncio.get_running_loop()
-        await asyncio.to_thread(epd_fallback._dispatch_failed, None, manager, ERROR)
+        await asyncio.to_thread(dispatch_error, None, manager, ERROR)
         await asyncio.sleep(0.05)
         assert manager.done == done
         gone = Manager()
         gone.rid_to_state.clear()
-        await epd_fallback._encode_here(gone, ERROR)
+        gone.event_loop = manager.event_loop
+        await asyncio.to_thread(dispatch_error, None, gone, ERROR)
+        await asyncio.sleep(0.05)
         assert gone.done == []
 
     asyncio.run(scenario())
@@ -242,7 +277,7 @@ def test_epd_fallback_failed_dispatch_encodes_or_answers(fails: bool, done: list
 def test_epd_fallback_request_waits_for_one_deadline(
     answer_s: float, waits_again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(epd_fallback._here, "answer_s", 0.1)
+    here = falls_back(monkeypatch, answer_s=0.1)
     waited: list[bool] = []
 
     class Encoding(Manager):
@@ -257,21 +292,21 @@ def test_epd_fallback_request_waits_for_one_deadline(
     async def scenario() -> None:
         manager = Encoding()
         manager.event_loop = asyncio.get_running_loop()
-        error = await epd_fallback._encode(late, None)
-        await asyncio.to_thread(epd_fallback._dispatch_failed, None, manager, error)
+        error = await encode(late, None)
+        await asyncio.to_thread(dispatch_error, None, manager, error)
         await asyncio.sleep(0.05)
 
     asyncio.run(scenario())
     assert waited == [not waits_again]
-    assert not epd_fallback._here.late
+    assert not here.late
 
 
 def test_epd_fallback_without_tower_keeps_sglang_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(epd_fallback, "_here", epd_fallback._FallbackState(False))
+    falls_back(monkeypatch, tower=False)
     seen: list[Any] = []
-    epd_fallback._dispatch_failed(lambda manager, error: seen.append(error), None, ERROR)
+    dispatch_error(lambda manager, error: seen.append(error), None, ERROR)
     request = SimpleNamespace(need_wait_for_mm_inputs=True)
-    epd_fallback._reject_missing(lambda *args: seen.append(args), request, None)
+    reject_missing(lambda *args: seen.append(args), request, None)
     assert seen == [ERROR, (request, None)]
 
 
@@ -286,19 +321,19 @@ def test_epd_fallback_after_outage_skips_dispatch() -> None:
         return "dispatched"
 
     obj = SimpleNamespace(need_wait_for_mm_inputs=True)
-    assert epd_fallback._dispatch(original, None, obj) == "dispatched"
+    assert send_encode_request(original, None, obj) == "dispatched"
     refused = EncoderDispatchErrorReq(rid="r", error_msg="no image", error_code=422)
 
     async def refusing(receiver: Any) -> Any:
         return refused
 
-    asyncio.run(epd_fallback._encode(refusing, None))
-    assert epd_fallback._dispatch(original, None, obj) == "dispatched", "a bad image is no outage"
-    asyncio.run(epd_fallback._encode(failing, None))
-    assert epd_fallback._dispatch(original, None, obj) is None
+    asyncio.run(encode(refusing, None))
+    assert send_encode_request(original, None, obj) == "dispatched", "a bad image is no outage"
+    asyncio.run(encode(failing, None))
+    assert send_encode_request(original, None, obj) is None
     assert obj.need_wait_for_mm_inputs is False
-    asyncio.run(epd_fallback._encode(working, None))
-    assert epd_fallback._dispatch(original, None, obj) == "dispatched"
+    asyncio.run(encode(working, None))
+    assert send_encode_request(original, None, obj) == "dispatched"
 
 
 def test_epd_fallback_silent_encoder_is_outage() -> None:
@@ -310,7 +345,7 @@ def test_epd_fallback_silent_encoder_is_outage() -> None:
     receiver = SimpleNamespace(recv_timeout=0.05)
     request = SimpleNamespace(cache_salt=None, extra_key=None)
     for _ in range(20):
-        assert asyncio.run(epd_fallback._receive(silence, receiver, request_obj=request)) is None
+        assert asyncio.run(recv_mm_data(silence, receiver, request_obj=request)) is None
     assert 1 <= len(asked) <= 10, "each waited for the encoder"
 
 
@@ -331,7 +366,7 @@ def test_epd_fallback_request_replaces_waiting_one() -> None:
         SimpleNamespace(rid="u", need_wait_for_mm_inputs=False),
         ERROR,
     ]
-    epd_fallback._take_places(receiver, [*others, again])
+    process_waiting(receiver, [*others, again])
     assert freed == ["r"]
     assert [w.rid for w in receiver.waiting_list] == ["s"]
     assert set(receiver.waiting_by_rid) == {"s"}
@@ -342,17 +377,17 @@ def test_epd_fallback_failed_registration_awaits_tokenizer(monkeypatch: pytest.M
     future: Future[None] = Future()
     future.set_exception(ConnectionError("refused"))
     for tower, expected in ((True, 0), (False, 1)):
-        monkeypatch.setattr(epd_fallback, "_here", epd_fallback._FallbackState(tower))
-        epd_fallback._registration_done(lambda waiting, done: seen.append(done), None, future)
+        falls_back(monkeypatch, tower=tower)
+        registration_done(lambda waiting, done: seen.append(done), None, future)
         assert len(seen) == expected
 
 
 def test_epd_fallback_error_gets_empty_prompt() -> None:
     request = SimpleNamespace(input_ids=None)
-    epd_fallback._request_for_error(None, request)
+    create_req(None, request)
     assert len(request.input_ids) == 0
     kept = SimpleNamespace(input_ids=[1, 2])
-    epd_fallback._request_for_error(None, kept)
+    create_req(None, kept)
     assert kept.input_ids == [1, 2]
 
 

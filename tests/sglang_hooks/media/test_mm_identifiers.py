@@ -32,7 +32,15 @@ from cornplug.sglang_hooks.media.mm_identifiers import Towers
 from cornplug.sglang_hooks.media.placeholder_tokens import key_of
 from cornplug.store.memory import MemoryStore
 
+from ..hooked import hook_of
 from ..media_rig import SECRET, TOWER, item, runtime, sample_image
+
+finalize_mm_items = hook_of(media_digests, "BaseMultimodalProcessor._finalize_mm_items")
+compose_artifacts = hook_of(media_digests, "QwenVLImageProcessor.compose_image_artifacts")
+build_artifacts = hook_of(media_digests, "MediaArtifactCacheMixin._run_preprocess_and_build_artifact_batch")
+llava_request = hook_of(media_digests, "LlavaImageProcessor.process_mm_data_async")
+llava_image = hook_of(media_digests, "LlavaImageProcessor._process_single_image")
+tokenize_one_request = hook_of(mm_identifiers, "TokenizerManager._tokenize_one_request")
 
 TOWERS = Towers(TowerIdentity(TOWER, TOWER))
 PROCESSOR = SimpleNamespace(_processor=SimpleNamespace(image_processor=SimpleNamespace(do_convert_rgb=True)))
@@ -96,9 +104,7 @@ def test_media_digests_are_not_serialised() -> None:
 
 
 def finalize(items: list[Any], images: list[Any]) -> list[bytes | None]:
-    made = media_digests._finalize_mm_items(
-        lambda this, items, images: items, PROCESSOR, items, images=images
-    )
+    made = finalize_mm_items(lambda this, items, images: items, PROCESSOR, items, images=images)
     return [media_digests.digest_of(one) for one in made]
 
 
@@ -119,9 +125,9 @@ def test_media_digests_are_made_off_event_loop(monkeypatch: pytest.MonkeyPatch, 
 
     async def loop() -> None:
         if way == "artifacts":
-            await media_digests._build_artifacts(build, PROCESSOR, [SimpleNamespace(media=sample_image(1))])
+            await build_artifacts(build, PROCESSOR, [SimpleNamespace(media=sample_image(1))])
             return
-        items = media_digests._finalize_mm_items(
+        items = finalize_mm_items(
             lambda this, items, images: items, PROCESSOR, [item()], images=[sample_image(1)]
         )
         await media_digests.settle(items)
@@ -151,11 +157,11 @@ def test_media_digests_of_cached_artifacts_are_kept() -> None:
     async def build(this: Any, entries: Any) -> Any:
         return [SimpleNamespace(artifact_key=entry.artifact_key) for entry in entries]
 
-    made = asyncio.run(media_digests._build_artifacts(build, PROCESSOR, entries))
+    made = asyncio.run(build_artifacts(build, PROCESSOR, entries))
     # A later request finds both in SGLang's cache, one of them twice, and one that we never saw.
     unknown = SimpleNamespace(artifact_key="k9")
     output = SimpleNamespace(mm_items=[item() for _ in range(4)])
-    media_digests._compose_artifacts(output, PROCESSOR, "", [made[1], made[0], made[1], unknown])
+    compose_artifacts(output, PROCESSOR, "", [made[1], made[0], made[1], unknown])
     one, two = digest_image(sample_image(1)), digest_image(sample_image(2))
     assert [media_digests.digest_of(i) for i in output.mm_items] == [two, one, two, None]
 
@@ -170,11 +176,11 @@ def test_media_digests_of_llava_depend_on_aspect_mode() -> None:
 
     async def several(this: Any, images: Any, *args: Any) -> Any:
         aspect = "pad" if len(images) > 1 else None
-        await asyncio.gather(*(media_digests._llava_image(one, this, i, aspect, None) for i in images))
+        await asyncio.gather(*(llava_image(one, this, i, aspect, None) for i in images))
         return SimpleNamespace(mm_items=[item() for _ in images])
 
     async def run(images: list[str]) -> list[bytes | None]:
-        output = await media_digests._llava_request(several, processor, images)
+        output = await llava_request(several, processor, images)
         return [media_digests.digest_of(i) for i in output.mm_items]
 
     assert asyncio.run(run(["a"])) == [b"a" * 32]
@@ -377,6 +383,6 @@ def test_mm_identifiers_on_two_hosts_prefetch_nothing(monkeypatch: pytest.Monkey
         return tokenized
 
     manager = SimpleNamespace(mm_processor=object())
-    asyncio.run(mm_identifiers._tokenize_one_request(original, manager, request()))
+    asyncio.run(tokenize_one_request(original, manager, request()))
     assert one.identity is not None  # named all the same: its KV is
     assert len(asked) == (1 if nnodes == 1 else 0)

@@ -8,13 +8,15 @@ from cornplug.identity import placeholder_tokens
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.media import placeholder_tokens as tokens_module
 
+from ..hooked import hook_of
 from ..media_rig import item
+
+get_multimodal_inputs = hook_of(tokens_module, "Scheduler._get_multimodal_inputs")
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens_module, "_values", set())
-    monkeypatch.setattr(tokens_module, "_identities", type(tokens_module._identities)())
+def fresh() -> None:
+    tokens_module.forget()
 
 
 def test_placeholder_tokens_of_added_medium_are_keyed() -> None:
@@ -30,9 +32,11 @@ def test_placeholder_tokens_over_limit_forget_oldest(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tokens_module, "_MAX_IDENTITIES", 2)
     for letter in (b"a", b"b", b"a", b"c"):
         tokens_module.add(letter * 32)
-    known = {c for c in "abc" if tokens_module.is_keyed(placeholder_tokens(c.encode() * 32)[3])}
-    assert known == {"a", "c"}
-    assert len(tokens_module._values) == 8
+    keyed = {
+        letter: [tokens_module.is_keyed(value) for value in placeholder_tokens(letter * 32)]
+        for letter in (b"a", b"b", b"c")
+    }
+    assert keyed == {b"a": [True] * 4, b"b": [False] * 4, b"c": [True] * 4}
 
 
 def test_placeholder_tokens_equal_sglang_padding_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +44,7 @@ def test_placeholder_tokens_equal_sglang_padding_values(monkeypatch: pytest.Monk
     ours, theirs = item(1), item(2)
     tokens_module.assign_key(ours, b"k" * 32)
     theirs.set_hash(12345)
-    tokens_module._multimodal_inputs(SimpleNamespace(mm_items=[ours, theirs]), None, None)
+    get_multimodal_inputs(SimpleNamespace(mm_items=[ours, theirs]), None, None)
     assert all(tokens_module.is_keyed(v) for v in ours.padding_values())
     assert all(tokens_module.is_unkeyed(v) for v in theirs.padding_values())
 
@@ -50,11 +54,11 @@ def test_placeholder_tokens_of_rows_alone_are_unkeyed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(activation, "is_on", lambda: True)
     alone = item(1)
     tokens_module.assign_key(alone, b"k" * 32, rows_alone=True)
-    tokens_module._multimodal_inputs(SimpleNamespace(mm_items=[alone]), None, None)
+    get_multimodal_inputs(SimpleNamespace(mm_items=[alone]), None, None)
     assert tokens_module.key_of(alone) == b"k" * 32
     assert all(tokens_module.is_unkeyed(v) for v in alone.padding_values())
     tokens_module.assign_key(alone, b"k" * 32)
-    tokens_module._multimodal_inputs(SimpleNamespace(mm_items=[alone]), None, None)
+    get_multimodal_inputs(SimpleNamespace(mm_items=[alone]), None, None)
     assert all(tokens_module.is_keyed(v) for v in alone.padding_values())
 
 
@@ -65,8 +69,8 @@ def test_placeholder_tokens_foreign_identity_gives_no_key(monkeypatch: pytest.Mo
     kimi.set_identity(b"k" * 32)
     tokens_module.assign_key(hashed, b"h" * 32)
     hashed.set_hash(12345)
-    tokens_module._multimodal_inputs(SimpleNamespace(mm_items=[kimi, hashed]), None, None)
-    assert not tokens_module._values
+    get_multimodal_inputs(SimpleNamespace(mm_items=[kimi, hashed]), None, None)
+    assert all(tokens_module.is_unkeyed(v) for one in (kimi, hashed) for v in one.padding_values())
     tokens_module.assign_key(kimi, b"o" * 32)
     assert tokens_module.key_of(kimi) == b"o" * 32
     tokens_module.clear_key(kimi)
@@ -116,8 +120,8 @@ def test_placeholder_tokens_inactive_record_nothing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(activation, "is_on", lambda: False)
     ours = item(1)
     tokens_module.assign_key(ours, b"k" * 32)
-    tokens_module._multimodal_inputs(SimpleNamespace(mm_items=[ours]), None, None)
-    assert not tokens_module._values
+    get_multimodal_inputs(SimpleNamespace(mm_items=[ours]), None, None)
+    assert all(tokens_module.is_unkeyed(v) for v in ours.padding_values())
 
 
 def test_placeholder_tokens_of_replaced_tower_stand_for_unkeyed_media(
@@ -128,7 +132,7 @@ def test_placeholder_tokens_of_replaced_tower_stand_for_unkeyed_media(
     late, ours = item(1), item(2)
     tokens_module.assign_key(late, b"k" * 32)
     tokens_module.assign_key(ours, b"n" * 32, epoch=2)
-    tokens_module._multimodal_inputs(SimpleNamespace(mm_items=[late, ours]), None, None)
+    get_multimodal_inputs(SimpleNamespace(mm_items=[late, ours]), None, None)
     assert all(tokens_module.is_unkeyed(token) for token in late.padding_sequence(4))
     assert not any(tokens_module.is_unkeyed(token) for token in ours.padding_sequence(4))
     tokens_module.forget()

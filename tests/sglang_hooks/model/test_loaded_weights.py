@@ -25,6 +25,12 @@ from cornplug.sglang_hooks import activation, disk_updates, flags
 from cornplug.sglang_hooks.model import model_config
 from devkit import checkpoints
 
+from ..hooked import hook_of
+
+resolve_once = hook_of(flags, "ServerArgs.resolve_once")
+load_model = hook_of(disk_updates, "ModelRunner.load_model")
+finalize_weight_load = hook_of(disk_updates, "ModelRunner.finalize_startup_weight_load")
+
 _CHILD = """
 from cornplug.engine_common import engine_state
 from cornplug.engine_common import weights_guard
@@ -58,7 +64,7 @@ def described(folder: Path) -> Any:
 
 
 def resolve(then: Callable[[Any], None], **settings: Any) -> None:
-    flags._resolve_once(then, SimpleNamespace(**settings))
+    resolve_once(then, SimpleNamespace(**settings))
 
 
 def test_engine_state_begins_before_resolution(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +98,12 @@ def test_engine_state_next_server_begins_anew() -> None:
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
-def test_engine_model_file_changed_after_start_is_refused(folder: Path, file: str) -> None:
+def test_engine_model_file_changed_after_start_is_refused(
+    folder: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     began_ns = time.time_ns() + 50_000_000  # beyond the tick of the files' clock
-    engine_state.current()._begin(began_ns)
+    monkeypatch.setattr(engine_state, "time", SimpleNamespace(time_ns=lambda: began_ns))
+    engine_state.begin()
     described(folder).kv_identity()
     described(folder).tower_identity()
     while time.time_ns() < began_ns + 50_000_000:
@@ -148,11 +157,11 @@ def test_loaded_weights_of_rewritten_file_end_sharing(
     monkeypatch.setattr(disk_updates, "engine_model", lambda: described(folder))
     rank = runner(folder)
     with caplog.at_level("WARNING", logger="sglang.cornplug"):
-        disk_updates._loaded(None, rank)
+        load_model(None, rank)
         assert not weights_guard.replaced()
         assert not caplog.records
         rewrite(folder, part)
-        disk_updates._loaded(None, rank)
+        load_model(None, rank)
     assert weights_guard.replaced()
     assert in_child()[1]
     [record] = caplog.records
@@ -163,9 +172,9 @@ def test_weights_loaded_late_are_compared_after_fetch(folder: Path, monkeypatch:
     monkeypatch.setattr(disk_updates, "engine_model", lambda: described(folder))
     rank = runner(folder, startup_weight_load=object())
     rewrite(folder, "model.layers")
-    disk_updates._loaded(None, rank)
+    load_model(None, rank)
     assert not weights_guard.replaced()
-    disk_updates._fetched(None, rank)
+    finalize_weight_load(None, rank)
     assert weights_guard.replaced()
 
 
@@ -183,7 +192,7 @@ def test_loaded_weights_without_sharing_are_not_compared(
         activation.turn_off()
     rank = runner(folder, is_draft_worker=why == "draft")
     rewrite(folder, "model.layers")
-    disk_updates._loaded(None, rank)
+    load_model(None, rank)
     assert not weights_guard.replaced()
 
 

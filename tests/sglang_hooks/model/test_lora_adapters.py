@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -21,6 +22,11 @@ from cornplug.kv_page import PageGeometry
 from cornplug.sglang_hooks.kv_pages import namespace_roots
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots, RootsOfCall
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
+
+from ..hooked import hook_of
+
+load_lora_adapter = hook_of(namespace_roots, "LoRAManager._load_lora_adapter")
+_NUMBERS = itertools.count()
 
 WEIGHTS = ("q_proj", "k_proj", "o_proj", "down_proj")
 
@@ -52,15 +58,19 @@ def manager(*targets: str, embeddings: tuple[str, ...] = ()) -> Any:
     loaded = SimpleNamespace(
         layers=[SimpleNamespace(weights=weights)], embedding_layers=dict.fromkeys(embeddings)
     )
-    return SimpleNamespace(loras={"id-1": loaded}, target_modules=set(targets))
+    name = f"id-{next(_NUMBERS):04}"
+    return SimpleNamespace(name=name, loras={name: loaded}, target_modules=set(targets))
+
+
+def load(of: Any, path: Path, name: str = "") -> None:
+    """SGLang loads an adapter, of the manager's own name or another one."""
+    load_lora_adapter(of, SimpleNamespace(lora_id=name or of.name, lora_path=str(path), lora_name="one"))
 
 
 def root(of: Any, path: Path) -> bytes:
-    """Of a process that has loaded this one adapter."""
-    for table in (namespace_roots._paths, namespace_roots._managers, namespace_roots._left_out):
-        table.clear()
-    namespace_roots._adapter_loads(of, SimpleNamespace(lora_id="id-1", lora_path=str(path), lora_name="one"))
-    return roots().root(CacheNamespace("id-1", None))
+    """Root of pages under an adapter that was loaded."""
+    load(of, path)
+    return roots().root(CacheNamespace(of.name, None))
 
 
 def roots() -> NamespaceRoots:
@@ -73,12 +83,13 @@ def test_lora_adapters_fewer_target_modules_change_root(tmp_path: Path) -> None:
     whole = root(manager(*WEIGHTS), path)
     assert root(manager(*WEIGHTS, "gate_proj"), path) == whole  # nothing of this adapter left out
     attention = root(manager("q_proj", "k_proj", "o_proj"), path)
-    query = root(manager("q_proj"), path)
+    only_query, again = manager("q_proj"), manager(*WEIGHTS)
+    query = root(only_query, path)
     assert len({whole, attention, query}) == 3
     # What vLLM has for it, which applies all of an adapter or refuses it.
-    assert namespace_roots.taken_apart("id-1")[1] != LoraDigests().digest(str(path))
-    assert root(manager(*WEIGHTS), path) == whole
-    assert namespace_roots.taken_apart("id-1")[1] == LoraDigests().digest(str(path))
+    assert namespace_roots.taken_apart(only_query.name)[1] != LoraDigests().digest(str(path))
+    assert root(again, path) == whole
+    assert namespace_roots.taken_apart(again.name)[1] == LoraDigests().digest(str(path))
 
 
 def test_lora_adapters_left_out_embeddings_change_root(tmp_path: Path) -> None:
@@ -98,11 +109,10 @@ def test_sglang_finds_target_module_of_weight() -> None:
 
 def test_lora_adapters_unloaded_before_lookup_are_refused(tmp_path: Path) -> None:
     of = manager(*WEIGHTS)
-    root(of, folder(tmp_path / "a"))
-    namespace_roots._left_out.clear()
+    load(of, folder(tmp_path / "a"))
     of.loras.clear()
     with pytest.raises(CheckpointError):
-        roots().root(CacheNamespace("id-1", None))
+        roots().root(CacheNamespace(of.name, None))
 
 
 def test_lora_adapters_of_several_files_are_refused(tmp_path: Path) -> None:
@@ -115,10 +125,10 @@ def test_lora_adapters_of_several_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_roots_of_call_stat_files_once_for_many_pages(tmp_path: Path, monkeypatch: Any) -> None:
-    path = folder(tmp_path / "a")
-    root(manager(*WEIGHTS), path)
+    path, of = folder(tmp_path / "a"), manager(*WEIGHTS)
+    root(of, path)
     for number in range(500):
-        namespace_roots._paths[f"id-other-{number}"] = str(path)
+        load(of, path, f"id-other-{number:03}")
     stats = 0
     stat = Path.stat
 
@@ -129,18 +139,18 @@ def test_roots_of_call_stat_files_once_for_many_pages(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(Path, "stat", counted)
     call = RootsOfCall(roots())
-    assert len({call.root(CacheNamespace("id-1", None)) for _ in range(2048)}) == 1
+    assert len({call.root(CacheNamespace(of.name, None)) for _ in range(2048)}) == 1
     assert stats < 20
 
 
 def test_roots_of_call_after_file_change_are_refused(tmp_path: Path) -> None:
-    path = folder(tmp_path / "a")
-    root(manager(*WEIGHTS), path)
+    path, of = folder(tmp_path / "a"), manager(*WEIGHTS)
+    root(of, path)
     made = roots()
-    made.root(CacheNamespace("id-1", None))
+    made.root(CacheNamespace(of.name, None))
     (path / "adapter_model.safetensors").write_bytes(b"other")
     with pytest.raises(CheckpointError) as refused:
-        RootsOfCall(made).root(CacheNamespace("id-1", None))
+        RootsOfCall(made).root(CacheNamespace(of.name, None))
     assert refused.value.reason == "lora_changed"
 
 
@@ -148,13 +158,13 @@ def test_lora_adapters_changed_during_load_are_refused(tmp_path: Path) -> None:
     """Which of the two it has, nobody can say; a copy that keeps sizes and times hides nothing."""
     path = folder(tmp_path / "a")
     file = path / "adapter_model.safetensors"
-    of, ref = manager(*WEIGHTS), SimpleNamespace(lora_id="id-1", lora_path=str(path), lora_name="one")
-    namespace_roots._adapter_loads(of, ref)
-    known, times = namespace_roots.taken_apart("id-1")[1], file.stat()
+    of = manager(*WEIGHTS)
+    load(of, path)
+    known, times = namespace_roots.taken_apart(of.name)[1], file.stat()
     time.sleep(0.05)  # beyond the tick of the files' clock
     file.write_bytes(file.read_bytes())
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert known is not None
     with pytest.raises(CheckpointError) as refused:
-        namespace_roots.taken_apart("id-1")
+        namespace_roots.taken_apart(of.name)
     assert refused.value.reason == "lora_changed"

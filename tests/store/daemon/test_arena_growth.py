@@ -27,7 +27,7 @@ from cornplug.store.client import PoolStore
 from cornplug.store.daemon import arena_growth
 from cornplug.store.daemon.server import StoreServer
 from cornplug.store.memory import MemoryStore
-from cornplug.store.payload import put_payload
+from cornplug.store.payload import NewPayload, put_payload
 from cornplug.testing.store import fill, key, lease, reserve
 
 from ..conftest import answers, eventually
@@ -286,13 +286,9 @@ def test_put_payload_during_growth_is_stored() -> None:
     store = _Growing(3)
     done = put_payload(
         store,
-        b"abcd",
-        kind=PayloadKind.EMBEDDING,
-        key=key("a"),
-        dtype="uint8",
-        shape=(4,),
+        NewPayload(b"abcd", PayloadKind.EMBEDDING, key=key("a"), dtype="uint8", shape=(4,)),
         app="a",
-        deadline_s=5,  # type: ignore[arg-type]
+        deadline_s=5,
     )
     assert done == "stored"
 

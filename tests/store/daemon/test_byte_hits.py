@@ -12,9 +12,10 @@ from unittest import mock
 
 import pytest
 
-from cornplug.store.base import KEY_BYTES, Reservation
+from cornplug.store.base import KEY_BYTES, Reservation, ReserveTerms
 from cornplug.store.daemon import placement
 from cornplug.store.daemon.index import StoreIndex
+from cornplug.store.daemon.reservations import ReservationTimes
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
@@ -72,7 +73,7 @@ def hits_of_lru(asked: Sequence[tuple[int, int]]) -> int:
 
 def hits_of_index(asked: Sequence[tuple[int, int]]) -> int:
     """Bytes that are found in a store of as many, whose clients write what is absent."""
-    index = StoreIndex(bytes(16), CAPACITY, quarantine_s=0.0, grow=lambda missing: missing)
+    index = StoreIndex(bytes(16), CAPACITY, times=ReservationTimes(0.0), grow=lambda missing: missing)
     found = 0
     for payload, size in asked:
         key = payload.to_bytes(KEY_BYTES, "big")
@@ -82,7 +83,7 @@ def hits_of_index(asked: Sequence[tuple[int, int]]) -> int:
             index.release(1, [lease.token], now_s=0.0)
             found += size
             continue
-        (room,) = index.reserve(1, [(key, size)], app="a", now_s=0.0)
+        (room,) = index.reserve(1, [(key, size)], ReserveTerms("a"), now_s=0.0)
         if isinstance(room, Reservation):
             index.commit(1, room.token, b"")
     return found

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cornplug.config import NamespaceConfig
-from cornplug.store.base import Reservation, ReserveRefusal
+from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms
 from cornplug.store.daemon.eviction_policy import EvictionPolicy
 from cornplug.store.daemon.index import StoreIndex
+from cornplug.store.daemon.reservations import ReservationTimes
 from cornplug.testing.store import key
 
 ROOM = 64
@@ -21,14 +22,18 @@ GUARANTEED = {"a": NamespaceConfig(share=0.3), "c": NamespaceConfig(share=0.5)}
 
 def make_index(rooms: int, **namespaces: NamespaceConfig) -> StoreIndex:
     return StoreIndex(
-        b"\1" * 16, rooms * ROOM, quarantine_s=1.0, grow=lambda missing: missing, namespaces=namespaces
+        b"\1" * 16,
+        rooms * ROOM,
+        times=ReservationTimes(1.0),
+        grow=lambda missing: missing,
+        namespaces=namespaces,
     )
 
 
 def put(
     index: StoreIndex, name: object, app: str, *, size: int = ROOM, cost_s: float = 0.0, now_s: float = 0.0
 ) -> ReserveRefusal | None:
-    (room,) = index.reserve(1, [(key(name), size)], app=app, now_s=now_s, cost_s=cost_s)
+    (room,) = index.reserve(1, [(key(name), size)], ReserveTerms(app, cost_s=cost_s), now_s=now_s)
     if isinstance(room, ReserveRefusal):
         return room
     assert index.commit(1, room.token, b"")
@@ -274,5 +279,5 @@ def test_policy_share_is_kept_in_the_index_against_any_others(app: str) -> None:
         assert mine >= share
     for i in range(share):
         assert isinstance(
-            index.reserve(1, [(key((app, "again", i)), ROOM)], app=app, now_s=0.0)[0], Reservation
+            index.reserve(1, [(key((app, "again", i)), ROOM)], ReserveTerms(app), now_s=0.0)[0], Reservation
         )

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from time_limits import TimeLimits
 
-from cornplug.store.base import Reservation, ReserveRefusal
+from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms
 from cornplug.store.daemon.allocator import ALIGN, ArenaAllocator, align_up
 from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.index import StoreIndex
+from cornplug.store.daemon.reservations import ReservationTimes
 from cornplug.store.entry_table import PRESENT, UNLISTED, MappedEntryTable, TableShape
 from cornplug.testing.store import key
 
@@ -28,7 +29,9 @@ SIZES = st.sampled_from([0, 1, 64, 65, 500, 1024, 2048, 4096, 4097])
 
 
 def make_index(capacity_bytes: int = CAPACITY) -> StoreIndex:
-    return StoreIndex(b"\1" * 16, capacity_bytes, quarantine_s=QUARANTINE_S, grow=lambda missing: missing)
+    return StoreIndex(
+        b"\1" * 16, capacity_bytes, times=ReservationTimes(QUARANTINE_S), grow=lambda missing: missing
+    )
 
 
 class IndexAgainstModel(RuleBasedStateMachine):
@@ -53,9 +56,8 @@ class IndexAgainstModel(RuleBasedStateMachine):
         self.index = StoreIndex(
             b"\1" * 16,
             CAPACITY,
-            quarantine_s=QUARANTINE_S,
+            times=ReservationTimes(QUARANTINE_S, reservation_s=1e9),
             grow=self.grow,
-            reservation_s=1e9,
             watchers=EntryWatchers(self.writer),
         )
 
@@ -67,7 +69,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
     @rule(owner=OWNERS, name=NAMES, size=SIZES)
     def reserve(self, owner: int, name: int, size: int) -> None:
         wanted = key(name)
-        (answer,) = self.index.reserve(owner, [(wanted, size)], app="a", now_s=self.now_s)
+        (answer,) = self.index.reserve(owner, [(wanted, size)], ReserveTerms("a"), now_s=self.now_s)
         if wanted in self.visible:
             assert answer is ReserveRefusal.PRESENT
         elif any(r.key == wanted for _, r in self.writing.values()):
@@ -239,7 +241,7 @@ def test_index_fragmentation_neither_slows_nor_loses() -> None:
     filled: list[float] = []
     for number, size in enumerate(sizes):
         began_s = time.thread_time()
-        (room,) = index.reserve(1, [(key(number), size)], app="a", now_s=0.0)
+        (room,) = index.reserve(1, [(key(number), size)], ReserveTerms("a"), now_s=0.0)
         spent.append(time.thread_time() - began_s)
         assert isinstance(room, Reservation)
         assert index.commit(1, room.token, b"")
@@ -253,7 +255,7 @@ def test_room_for_a_large_one_costs_about_its_size() -> None:
     """Small entries in random order of age: victims by age alone would empty most of the store."""
     index = make_index(1024 * 4096)
     for number in range(1024):
-        (room,) = index.reserve(1, [(key(number), 4096)], app="a", now_s=0.0)
+        (room,) = index.reserve(1, [(key(number), 4096)], ReserveTerms("a"), now_s=0.0)
         assert isinstance(room, Reservation)
         index.commit(1, room.token, b"")
     order = random.Random(3).sample(range(1024), 1024)
@@ -261,7 +263,7 @@ def test_room_for_a_large_one_costs_about_its_size() -> None:
         (held,) = index.lease(1, [key(number)], ttl_s=1.0, now_s=0.0)
         assert held is not None
         index.release(1, [held.token], now_s=0.0)
-    (large,) = index.reserve(1, [(key("large"), 64 * 4096)], app="a", now_s=0.0)
+    (large,) = index.reserve(1, [(key("large"), 64 * 4096)], ReserveTerms("a"), now_s=0.0)
     assert isinstance(large, Reservation)
     assert index.stat().evictions == 64
     gone = [age for age, number in enumerate(order) if index.contains([key(number)]) == b"\0"]
@@ -271,31 +273,31 @@ def test_room_for_a_large_one_costs_about_its_size() -> None:
 def test_index_full_store_refuses_a_batch_quickly(within: TimeLimits) -> None:
     index = make_index(20_000 * 64)
     keys = [key(n) for n in range(20_000)]
-    for room in index.reserve(1, [(k, 64) for k in keys], app="a", now_s=0.0):
+    for room in index.reserve(1, [(k, 64) for k in keys], ReserveTerms("a"), now_s=0.0):
         assert isinstance(room, Reservation)
         index.commit(1, room.token, b"")
     index.lease(1, keys[::2], ttl_s=100.0, now_s=0.0)
     with within.cpu(0.5, clock=time.thread_time):
-        answers = index.reserve(1, [(key(("n", i)), 256) for i in range(256)], app="a", now_s=0.0)
+        answers = index.reserve(1, [(key(("n", i)), 256) for i in range(256)], ReserveTerms("a"), now_s=0.0)
     assert set(answers) == {ReserveRefusal.FULL}
     index.release(1, range(10**6), now_s=0.0)
     assert index.stat().evictions == 0
 
 
 def test_room_that_is_being_made_is_promised_and_nothing_is_evicted_for_it() -> None:
-    index = StoreIndex(b"\1" * 16, 1 << 30, quarantine_s=1.0, grow=lambda missing: None)
+    index = StoreIndex(b"\1" * 16, 1 << 30, times=ReservationTimes(1.0), grow=lambda missing: None)
     index.placement.extend(24 << 20)
     wanted = [(key(n), 16 << 20) for n in range(8)]
-    first = index.reserve(1, wanted, app="a", now_s=0.0)
+    first = index.reserve(1, wanted, ReserveTerms("a"), now_s=0.0)
     assert isinstance(first[0], Reservation)
     assert set(first[1:]) == {ReserveRefusal.GROWING}
     assert index.placement.shortfall_bytes == (7 * 16 - 8) << 20, (
         "what is free at the end is part of the next"
     )
     for _ in range(3):
-        index.reserve(2, wanted[1:], app="a", now_s=0.0)
+        index.reserve(2, wanted[1:], ReserveTerms("a"), now_s=0.0)
     assert index.placement.shortfall_bytes == (7 * 16 - 8) << 20, "asking again wants no more"
     index.placement.extend(index.placement.shortfall_bytes)
     assert index.placement.shortfall_bytes == 0
-    assert all(isinstance(a, Reservation) for a in index.reserve(1, wanted[1:], app="a", now_s=0.0))
+    assert all(isinstance(a, Reservation) for a in index.reserve(1, wanted[1:], ReserveTerms("a"), now_s=0.0))
     assert index.stat().refusals == 0

@@ -25,7 +25,7 @@ from cornplug.store.daemon.server import StoreServer
 from cornplug.store.disk.open_disk import open_disk
 from cornplug.store.far.object_store import open_folder_url
 from cornplug.store.far.open_far import OpenedFar
-from cornplug.store.payload import get_payload, put_payload
+from cornplug.store.payload import NewPayload, get_payload, put_payload
 from cornplug.testing.store import DEADLINE_S, fill, key, reserve
 
 from ..conftest import eventually
@@ -59,9 +59,13 @@ def scrape(port: int) -> Series:
 
 def write(store: PoolStore, name: str, size_bytes: int, app: str) -> None:
     put_payload(
-        store, kind=PayloadKind.EMBEDDING, key=key(name), dtype="uint8", shape=(size_bytes,),
-        payload=bytes(size_bytes), app=app, deadline_s=DEADLINE_S,
-    )  # fmt: skip
+        store,
+        NewPayload(
+            bytes(size_bytes), PayloadKind.EMBEDDING, key=key(name), dtype="uint8", shape=(size_bytes,)
+        ),
+        app=app,
+        deadline_s=DEADLINE_S,
+    )
 
 
 def test_metrics_endpoint_serves_what_clients_did(

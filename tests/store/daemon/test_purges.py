@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from cornplug.store.base import PurgeCount, PurgeRule, Reservation
+from cornplug.store.base import PurgeCount, PurgeRule, Reservation, ReserveTerms
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon import purges
 from cornplug.store.daemon.index import StoreIndex
+from cornplug.store.daemon.reservations import ReservationTimes
 from cornplug.store.daemon.server import StoreServer
 from cornplug.testing.store import DEADLINE_S, fill, key, lease, present
 
@@ -20,11 +21,11 @@ Serve = Callable[..., StoreServer]
 
 @pytest.fixture
 def index() -> StoreIndex:
-    return StoreIndex(b"\1" * 16, 1 << 20, quarantine_s=0.0, grow=lambda missing: missing)
+    return StoreIndex(b"\1" * 16, 1 << 20, times=ReservationTimes(0.0), grow=lambda missing: missing)
 
 
 def put(index: StoreIndex, *names: object, app: str = "a", now_s: float = 0.0) -> None:
-    for room in index.reserve(OWNER, [(key(name), 64) for name in names], app=app, now_s=now_s):
+    for room in index.reserve(OWNER, [(key(name), 64) for name in names], ReserveTerms(app), now_s=now_s):
         assert isinstance(room, Reservation)
         assert index.commit(OWNER, room.token, b"meta")
 
@@ -85,8 +86,8 @@ def test_purge_leased_entry_is_absent_at_once_and_its_room_free_at_the_end(index
 
 
 def test_purge_ends_reservations_of_the_app_unless_it_is_about_age(index: StoreIndex) -> None:
-    (mine,) = index.reserve(OWNER, [(key(1), 64)], app="a", now_s=0.0)
-    (other,) = index.reserve(OWNER, [(key(2), 64)], app="b", now_s=0.0)
+    (mine,) = index.reserve(OWNER, [(key(1), 64)], ReserveTerms("a"), now_s=0.0)
+    (other,) = index.reserve(OWNER, [(key(2), 64)], ReserveTerms("b"), now_s=0.0)
     assert isinstance(mine, Reservation)
     assert isinstance(other, Reservation)
     assert purge(index, PurgeRule(app="a", older_s=0.1)).writing == 0
@@ -98,7 +99,7 @@ def test_purge_ends_reservations_of_the_app_unless_it_is_about_age(index: StoreI
 
 def test_purge_dry_run_counts_and_changes_nothing(index: StoreIndex) -> None:
     put(index, 1)
-    (room,) = index.reserve(OWNER, [(key(2), 64)], app="a", now_s=0.0)
+    (room,) = index.reserve(OWNER, [(key(2), 64)], ReserveTerms("a"), now_s=0.0)
     assert isinstance(room, Reservation)
     assert purge(index, PurgeRule(dry_run=True)) == PurgeCount(1, 64, 0, 1)
     assert there(index, 1) == b"\1"

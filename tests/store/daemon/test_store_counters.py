@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from cornplug.settings import NamespaceConfig
-from cornplug.store.base import Reservation
+from cornplug.store.base import Reservation, ReserveTerms
 from cornplug.store.daemon.index import StoreIndex
+from cornplug.store.daemon.reservations import ReservationTimes
 from cornplug.store.daemon.store_counters import TimeHistogram
 from cornplug.store.use_notes import NotedReads
 from cornplug.testing.store import key
 
 
 def put(index: StoreIndex, name: object, app: str, now_s: float, size_bytes: int = 64) -> None:
-    (room,) = index.reserve(1, [(key(name), size_bytes)], app=app, now_s=now_s)
+    (room,) = index.reserve(1, [(key(name), size_bytes)], ReserveTerms(app), now_s=now_s)
     assert isinstance(room, Reservation), room
     assert index.commit(1, room.token, b"")
 
 
 def made(capacity_bytes: int = 1 << 20, **namespaces: NamespaceConfig) -> StoreIndex:
     return StoreIndex(
-        b"\1" * 16, capacity_bytes, quarantine_s=0.0, grow=lambda missing: missing, namespaces=namespaces
+        b"\1" * 16,
+        capacity_bytes,
+        times=ReservationTimes(0.0),
+        grow=lambda missing: missing,
+        namespaces=namespaces,
     )
 
 
@@ -33,7 +38,7 @@ def test_counters_go_to_the_namespace_of_an_entrys_app() -> None:
     index = made(chat=NamespaceConfig(apps=("chat", "agents")), short=NamespaceConfig(ttl_s=5.0))
     for name, app in ((1, "chat"), (2, "agents"), (3, "other"), (4, "short")):
         put(index, name, app, 0.0)
-    assert index.reserve(1, [(key(1), 64), (key(9), 2 << 20)], app="chat", now_s=0.0)
+    assert index.reserve(1, [(key(1), 64), (key(9), 2 << 20)], ReserveTerms("chat"), now_s=0.0)
     index.lease(2, [key(n) for n in (1, 2, 3, 8)], ttl_s=1.0, now_s=0.0)
     index.sweep(6.0)
     index.delete([key(2)])
@@ -69,7 +74,7 @@ def test_counters_noted_reads_of_gone_entries_have_no_namespace() -> None:
 
 
 def test_counters_growing_and_pending_are_no_refusals() -> None:
-    index = StoreIndex(b"\1" * 16, 1 << 20, quarantine_s=0.0, grow=lambda missing: None)
-    index.reserve(1, [(key(1), 64)], app="a", now_s=0.0)
+    index = StoreIndex(b"\1" * 16, 1 << 20, times=ReservationTimes(0.0), grow=lambda missing: None)
+    index.reserve(1, [(key(1), 64)], ReserveTerms("a"), now_s=0.0)
     stat = index.stat()
     assert (stat.namespaces["default"].reservations, stat.refusals) == ({"growing": 1}, 0)

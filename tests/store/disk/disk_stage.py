@@ -9,7 +9,7 @@ from cornplug.codec import PayloadKind
 from cornplug.errors import StoreUnavailable
 from cornplug.store.client import PoolStore
 from cornplug.store.disk.segment_files import FoundRecord, SegmentFiles
-from cornplug.store.payload import get_payload, put_payload
+from cornplug.store.payload import NewPayload, get_payload, put_payload
 from cornplug.store.store_stats import DiskStat
 from cornplug.testing.store import DEADLINE_S, key
 
@@ -25,9 +25,18 @@ def payload_of(name: object, size_bytes: int) -> bytes:
 def put(store: PoolStore, name: object, size_bytes: int = 20 * KIB, app: str = "chat") -> None:
     eventually(lambda: store.connected)
     outcome = put_payload(
-        store, payload_of(name, size_bytes), kind=PayloadKind.EMBEDDING, key=key(name), dtype="uint8",
-        shape=(size_bytes,), app=app, deadline_s=DEADLINE_S, cost_s=0.25,
-    )  # fmt: skip
+        store,
+        NewPayload(
+            payload_of(name, size_bytes),
+            PayloadKind.EMBEDDING,
+            key=key(name),
+            dtype="uint8",
+            shape=(size_bytes,),
+        ),
+        app=app,
+        deadline_s=DEADLINE_S,
+        cost_s=0.25,
+    )
     assert outcome == "stored", outcome
 
 

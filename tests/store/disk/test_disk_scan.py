@@ -14,6 +14,7 @@ from cornplug.private_paths import read_secret
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
 from cornplug.store.disk.open_disk import OpenedDisk, open_disk
+from cornplug.store.disk.record_format import RecordHeader, new_salt
 from cornplug.store.disk.segment_files import SegmentFiles
 from cornplug.testing.store import DEADLINE_S, key
 
@@ -91,7 +92,8 @@ def test_segment_scan_skips_bytes_without_a_header_fast(
     files, reads, pread = SegmentFiles(folder, b"s" * 32, setting="store.disk_path"), list[int](), os.pread
     files.create(1)
     at = 64 * MIB
-    files.write(1, at, key("a"), b"", memoryview(b"payload"), app="a", cost_s=0, written_s=0)
+    header = RecordHeader(key("a"), "a", 7, 0, 0.0, 0.0, new_salt())
+    files.write(1, at, header, b"", memoryview(b"payload"))
 
     def counted(fd: int, size: int, offset: int) -> bytes:
         reads.append(size)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.store.disk.record_format import ALIGN_BYTES, CHUNK_BYTES, RecordDamaged, RecordHeader
+from cornplug.store.disk.record_format import ALIGN_BYTES, CHUNK_BYTES, RecordDamaged, RecordHeader, new_salt
 from cornplug.store.disk.segment_files import FoundRecord, SegmentFiles
 from cornplug.testing.store import key
 
@@ -31,9 +31,15 @@ def _payload(i: int) -> bytes:
 
 def _write(files: SegmentFiles, segment: int, at: int, i: int) -> RecordHeader:
     meta, payload = b"meta%d" % i, memoryview(_payload(i))
-    header = files.write(segment, at, key(i), meta, payload, app="chat", cost_s=i / 8, written_s=1.5)
+    header = files.write(segment, at, _header(i, meta, payload, cost_s=i / 8, written_s=1.5), meta, payload)
     assert header is not None
     return header
+
+
+def _header(
+    name: object, meta: bytes, payload: memoryview, *, cost_s: float = 0.0, written_s: float = 0.0
+) -> RecordHeader:
+    return RecordHeader(key(name), "chat", payload.nbytes, len(meta), cost_s, written_s, new_salt())
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +158,8 @@ def test_segment_kill_record_is_not_found_again(
 def test_segment_file_holds_no_byte_of_the_payload_in_clear(folder: Path) -> None:
     files = _open(folder)
     files.create(1)
-    files.write(
-        1, 0, key("a"), b"my meta", memoryview(b"my payload " * 100), app="chat", cost_s=0, written_s=0
-    )
+    meta, payload = b"my meta", memoryview(b"my payload " * 100)
+    files.write(1, 0, _header("a", meta, payload), meta, payload)
     files.close()
     data = (folder / "segment-00000001").read_bytes()
     assert b"chat" in data
@@ -167,7 +172,8 @@ def test_segment_same_entry_twice_is_sealed_differently(folder: Path) -> None:
     files = _open(folder)
     files.create(1)
     for at in (0, ALIGN_BYTES):
-        files.write(1, at, key("a"), b"m", memoryview(bytes(1000)), app="chat", cost_s=0, written_s=0)
+        payload = memoryview(bytes(1000))
+        files.write(1, at, _header("a", b"m", payload), b"m", payload)
     files.close()
     data = (folder / "segment-00000001").read_bytes()
     assert data[200:1000] != data[ALIGN_BYTES + 200 : ALIGN_BYTES + 1000]
@@ -238,7 +244,7 @@ def test_segment_write_of_payload_that_changed_leaves_no_record(folder: Path) ->
         return False
 
     payload = memoryview(_payload(5))
-    written = files.write(1, 0, key(5), b"m", payload, app="a", cost_s=0, written_s=0, intact=intact)
+    written = files.write(1, 0, _header(5, b"m", payload), b"m", payload, intact=intact)
     assert (written, asked, live(files, 1)) == (None, [0], [])
     _write(files, 1, 0, 1)
     assert [found.header.key for found in live(files, 1)] == [key(1)], "its place is used again"
@@ -278,6 +284,6 @@ def test_segment_flush_of_missing_segment_is_an_os_error(folder: Path) -> None:
     assert files.free_bytes() > 0
     files.drop(1)
     for call in (lambda: files.flush(1), lambda: files.kill(1, 0), lambda: _write(files, 1, 0, 1)):
-        with pytest.raises(OSError, match="the segment is gone"):
+        with pytest.raises(OSError, match="the segment was deleted"):
             call()
     files.close()

@@ -74,7 +74,7 @@ def test_member_channel_messages_arrive_in_their_order_in_both_directions(pair: 
 def test_member_channel_other_secret_is_refused() -> None:
     asker, listener = channels(*tcp_pair(), keys=(KEY, b"o" * 32))
     asker.send(b"question")
-    with pytest.raises(PermissionError, match="not this domain's secret"):
+    with pytest.raises(PermissionError, match="not have this domain's secret"):
         listener.receive(10)
 
 

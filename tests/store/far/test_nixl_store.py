@@ -72,7 +72,7 @@ def test_nixl_store_records_of_one_member_are_read_and_deleted_by_another(
     with pytest.raises(FarFailure, match="not every member"):
         second.delete(["cp1/a", "cp1/b"])  # the third member may have them
     assert first.exists(["cp1/a"]) == [False]
-    with pytest.raises(FarFailure, match="a record of 104857600 bytes, in a room of 67108864"):
+    with pytest.raises(FarFailure, match="a record of 104857600 bytes exceeds the memory of 67108864 bytes"):
         first.put("cp1/larger than its memory", bytes(100 << 20))
 
 

@@ -36,7 +36,7 @@ class Core:
 
     def __init__(self, config: Any, engine: Engine, clock: Clock) -> None:
         self.engine, self.clock = engine, clock
-        cache = engine._cache_config(range(LAYERS), BLOCKS)
+        cache = engine.cache_config(range(LAYERS), BLOCKS)
         self.scheduler = Scheduler(
             config, cache, StructuredOutputManager(config), block_size=engine.block_size, log_stats=False
         )
@@ -122,7 +122,7 @@ class Core:
 
     def drain(self) -> None:
         for rank in self.engine.ranks:
-            rank.connector._worker.drain()  # type: ignore[union-attr]
+            rank.connector.unregister_kv_caches()  # waits for its copies
 
     def saved(self, outcome: str = "stored") -> float:
         return self.engine.counts.get(("saves", "kv_page", outcome), 0)

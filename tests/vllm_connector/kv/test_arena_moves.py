@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from keyed_store import KeyedStore
 
 pytest.importorskip("triton")
 
 from cornplug.store.base import PayloadLocation, place
-from cornplug.store.memory import MemoryStore
+from cornplug.store.memory import MemoryConnection, MemoryStore
 from cornplug.vllm_connector.kv import arena_moves
 from cornplug.vllm_connector.kv.arena_moves import open_arena
-from cornplug.vllm_connector.kv_copies.cache_blocks import CacheBlocks
+from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks
 from cornplug.vllm_connector.kv_copies.copy_sides import CpuSide
 
 from ..conftest import open_in
-from ..late_arena import HostRanges, NumpyChecksums, late_arena
+from ..late_arena import HostRanges, LateArena, NumpyChecksums
 from ..rig import Engine
 
 PROMPT = [(7 * i) % 251 for i in range(150)]  # 4 whole pages of 32, and 22 tokens
@@ -37,38 +39,37 @@ class FewRanges(HostRanges):
         return len(self.ranges) < 3 and super().register(address, size)
 
 
-def workers(engine: Engine) -> list[Any]:
-    return [rank.connector._worker for rank in engine.ranks]
+def arenas(engine: Engine) -> list[LateArena]:
+    """Copies of each rank."""
+    return [rank.arena for rank in engine.ranks]
 
 
 def batches(engine: Engine) -> list[list[int]]:
     """Sizes of the copies of each batch of its first rank."""
-    arena = workers(engine)[0]._arena
-    return [*arena._out._copy_batch.calls, *arena._in._copy_batch.calls]
+    arena = arenas(engine)[0]
+    return [*arena.out_batch.calls, *arena.into_batch.calls]
 
 
-def no_cpu_copies(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mover's thread has nothing to do."""
-    for worker in workers(engine):
-        monkeypatch.setattr(worker._mover, "submit", None)
+def no_cpu_copies(engine: Engine) -> bool:
+    """Whether no page was copied through staging memory."""
+    return ("staged_pages",) not in engine.counts
 
 
 @pytest.mark.parametrize("reader", [{}, {"tp": 2}, {"tp": 8}, {"block_size": 64}, {"pp": 2}])
 @pytest.mark.parametrize("writer", [{}, {"tp": 2}, {"pp": 2}, {"second_runner": True}])
 def test_arena_pages_are_those_of_every_other_engine(
-    engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, writer: Any, reader: Any
+    engine: Make, store: MemoryStore, writer: Any, reader: Any
 ) -> None:
     """Byte for byte: what a GPU wrote and summed a CPU reads and verifies, and the reverse."""
     first = engine(accelerator="arena", **writer)
-    no_cpu_copies(first, monkeypatch)
     first.run("a", PROMPT)
+    assert no_cpu_copies(first)
     assert first.counts["saves", "kv_page", "stored"] == 4
     assert engine(**reader).run("b", PROMPT).external_tokens == 128
     engine(**reader).run("c", PROMPT[1:])
     second = engine(accelerator="arena", **writer)
-    if reader.get("pp", 1) == writer.get("pp", 1):
-        no_cpu_copies(second, monkeypatch)
     request = second.run("d", PROMPT[1:])
+    assert no_cpu_copies(second) or reader.get("pp", 1) != writer.get("pp", 1)
     assert request.external_tokens == 128
     assert second.counts["hits", "kv_page", "store"] == 4
     assert second.counts["bytes", "kv_page", "load"] == 4 * PAGE_BYTES
@@ -80,7 +81,7 @@ def test_arena_save_and_load_are_one_batch_of_a_run_a_page(engine: Make) -> None
     first.run("a", PROMPT)
     second.run("b", PROMPT)
     for one in (first, second):
-        assert ("staged_pages",) not in one.counts
+        assert no_cpu_copies(one)
         (sizes,) = batches(one)
         assert sum(sizes) == 4 * PAGE_BYTES
         # The rig's device has registered 5 pages of memory at once, each run of them is copied by itself.
@@ -90,9 +91,8 @@ def test_arena_save_and_load_are_one_batch_of_a_run_a_page(engine: Make) -> None
 @pytest.mark.parametrize("pages", [1, 2])
 def test_arena_saves_of_many_slabs_are_stored(engine: Make, pages: int) -> None:
     first, second = engine(accelerator="arena", blocks=128), engine(accelerator="arena", blocks=128)
-    for worker in workers(first) + workers(second):
-        for copies in (worker._arena._out, worker._arena._in):
-            copies.slab_pages = pages
+    for arena in arenas(first) + arenas(second):
+        arena.out.slab_pages = arena.into.slab_pages = pages
     prompt = [(3 * i) % 251 for i in range(650)]  # 20 pages
     first.run("a", prompt)
     assert len(batches(first)) == 20 // pages
@@ -102,11 +102,10 @@ def test_arena_saves_of_many_slabs_are_stored(engine: Make, pages: int) -> None:
 
 @pytest.mark.parametrize("nth", [0, 2, 3])
 def test_arena_load_of_corrupt_page_recomputes_and_saves_it(
-    engine: Make, store: MemoryStore, nth: int
+    engine: Make, store: KeyedStore, nth: int
 ) -> None:
     engine(accelerator="arena").run("a", PROMPT)
-    location = list(store.index._entries.values())[nth].location
-    store.arena[location.offset + location.size - 1] ^= 1
+    store.damage(nth)
     second = engine(accelerator="arena")
     request = second.run("b", PROMPT)
     assert request.failed
@@ -120,11 +119,11 @@ def test_arena_step_waits_for_no_copy(engine: Make, monkeypatch: pytest.MonkeyPa
     """Nor does a request run before its load has ended."""
     engine().run("a", PROMPT)
     second = engine(accelerator="arena")
-    (worker,) = workers(second)
+    (arena,) = arenas(second)
     done = False
-    device = worker._arena._in.side
+    device = arena.into.side
     monkeypatch.setattr(device, "done", lambda end: done and (device.wait(end) or True))
-    monkeypatch.setattr(worker._arena._in, "put_back", lambda slab: None)
+    monkeypatch.setattr(arena.into, "put_back", lambda slab: None)
     request = second.add("b", PROMPT)
     for _ in range(4):
         second.step()
@@ -164,19 +163,21 @@ def test_arena_save_into_ended_reservation_writes_nothing(engine: Make, store: M
     assert first.counts["saves", "kv_page", "write_failed"] == 4
 
 
-def test_arena_load_past_deadline_is_recomputed(engine: Make, store: MemoryStore) -> None:
+def test_arena_load_past_deadline_is_recomputed(
+    engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine().run("a", PROMPT)
     second = engine(accelerator="arena")
-    arena = workers(second)[0]._arena
-    arena._in.slab_pages = 1
-    begin, begun = arena._in.begin_in, []
+    (arena,) = arenas(second)
+    arena.into.slab_pages = 1
+    begin, begun = arena.into.begin_in, list[Any]()
 
     def slow(*args: Any) -> Any:
         begun.append(args)
         object.__setattr__(load, "deadline_s", -1.0)
         return begin(*args)
 
-    arena._in.begin_in = slow
+    monkeypatch.setattr(arena.into, "begin_in", slow)
     second.add("b", PROMPT)
     step = second.schedule()
     (load,) = step.meta.loads
@@ -191,12 +192,8 @@ def test_arena_load_past_deadline_is_recomputed(engine: Make, store: MemoryStore
 def test_arena_copy_error_ends_load_and_save(engine: Make, store: MemoryStore) -> None:
     engine().run("a", PROMPT[:70])
     second = engine(accelerator="arena")
-    arena = workers(second)[0]._arena
-
-    def out_of_memory(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("CUDA out of memory")
-
-    arena._in._copy_batch = arena._out._copy_batch = out_of_memory
+    (arena,) = arenas(second)
+    arena.into_batch.error = arena.out_batch.error = RuntimeError("CUDA out of memory")
     request = second.run("b", PROMPT)
     assert request.failed
     assert second.counts["misses", "kv_page", "load_error"] == 1
@@ -209,11 +206,7 @@ def test_arena_copy_error_ends_load_and_save(engine: Make, store: MemoryStore) -
 
 def test_arena_pages_beyond_registered_memory_pass_staging(engine: Make, store: MemoryStore) -> None:
     """A save may have pages of both kinds; a load is of one."""
-    first, second = engine(accelerator="arena"), engine(accelerator="arena")
-    for one in (first, second):
-        (worker,) = workers(one)
-        worker._arena.close()
-        worker._arena = late_arena(worker, ranges=FewRanges())
+    first, second = (engine(accelerator="arena", ranges=FewRanges) for _ in range(2))
     first.run("a", PROMPT)
     assert 0 < sum(map(sum, batches(first))) < 4 * PAGE_BYTES
     assert first.counts["saves", "kv_page", "stored"] == 4
@@ -224,36 +217,45 @@ def test_arena_pages_beyond_registered_memory_pass_staging(engine: Make, store: 
     assert open_in(store) == (0, 0)
 
 
-def test_arena_of_replaced_store_is_left(engine: Make, store: MemoryStore) -> None:
+def test_arena_of_replaced_store_is_left(
+    engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its successor's pages go their way; the old memory is unregistered once no copy is under way."""
-    first = engine(accelerator="arena")
-    (worker,) = workers(first)
+    connections = list[MemoryConnection]()
+
+    def connect() -> MemoryConnection:
+        connections.append(store.connect())
+        return connections[-1]
+
+    first = engine(accelerator="arena", connect=connect)
+    (arena,) = arenas(first)
     first.run("a", PROMPT)
-    memory = worker._arena.memory
-    old = memory._region.address
+    memory, ranges = arena.moves.memory, arena.ranges
+    old = set(ranges.ranges)
+    assert old
     other = MemoryStore(capacity_bytes=8 << 20)
-    connection = other.connect()
-    worker._pages.store.mapped = connection.mapped
+    monkeypatch.setattr(connections[-1], "mapped", other.connect().mapped)  # the rank's, made last
     assert not memory.reaches(bytes(16), 1)
     assert memory.reaches(other.index.arena_id, 4096)
-    worker._arena.poll()
-    memory._thread.submit(lambda: None).result(60)
-    assert old in worker._arena._out._copy_batch._ranges.gone
-    assert memory._region.address != old
+    arena.moves.poll()
+    end_s = time.monotonic() + 60
+    while set(ranges.gone) != old:
+        assert time.monotonic() < end_s, "the old memory stays registered"
+        time.sleep(0.001)
+    assert ranges.ranges
+    assert not old & set(ranges.ranges)
 
 
 def test_arena_close_waits_for_copies_under_way(engine: Make, store: MemoryStore) -> None:
     first = engine(accelerator="arena")
     first.add("a", PROMPT)
     first.execute(first.schedule())
-    (worker,) = workers(first)
-    ranges = worker._arena._out._copy_batch._ranges
-    pending = worker._arena._out.side._pending
-    assert pending
-    worker.close()
-    assert not worker._arena._out.side._pending
-    assert not ranges.ranges
-    assert ranges.gone
+    (arena,) = arenas(first)
+    assert arena.out_device.pending
+    first.ranks[0].connector.shutdown()
+    assert not arena.out_device.pending
+    assert not arena.ranges.ranges
+    assert arena.ranges.gone
 
 
 # -- at start ---------------------------------------------------------------------------------
@@ -262,7 +264,7 @@ def test_arena_close_waits_for_copies_under_way(engine: Make, store: MemoryStore
 @pytest.fixture
 def opened(engine: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """`open_arena` for the caches of an engine on the CPU, with copies by `memmove`."""
-    (worker,) = workers(engine())
+    pages, reports, blocks = arenas(engine(accelerator="arena"))[0].rank
     made: list[Any] = []
 
     def batch(sources: Any, targets: Any, sizes: Any, is_src_access_order_any: bool = False) -> None:
@@ -276,8 +278,8 @@ def opened(engine: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     def open_(**how: Any) -> Any:
         made.append(
             open_arena(
-                worker._pages, worker._reports, worker._out.blocks, beside=how.pop("beside", None), share=1.0,
-                block_size=16, slots=16, discard=worker._discard_now,
+                pages, reports, blocks, beside=how.pop("beside", None), share=1.0,
+                sizes=BlockSizes(16, 16), discard=lambda keys: None,
             )
         )  # fmt: skip
         return made[-1]
@@ -314,7 +316,7 @@ def test_open_arena_of_odd_layers_is_refused(caplog: pytest.LogCaptureFixture) -
     blocks: CacheBlocks = SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
     with caplog.at_level(logging.WARNING):
         found = open_arena(
-            pages, SimpleNamespace(), blocks, beside=None, share=1.0, block_size=16, slots=16,  # type: ignore[arg-type]
+            pages, SimpleNamespace(), blocks, beside=None, share=1.0, sizes=BlockSizes(16, 16),  # type: ignore[arg-type]
             discard=lambda keys: None,
         )  # fmt: skip
     assert found is None

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from cornplug.store.memory import MemoryStore
-from cornplug.vllm_connector.kv.worker import DisabledKVWorker
 from cornplug.vllm_connector.kv_copies.mover import PolledMover
 
 from ..conftest import open_in
@@ -59,7 +58,7 @@ def test_error_in_a_hook_of_the_scheduler_half_ends_sharing_only(
 ) -> None:
     engine().run("a", PROMPT)
     one = core(save="always")
-    fail_in(one.engine.connector._scheduler, hook, after, monkeypatch)
+    fail_in(one.engine.half, hook, after, monkeypatch)
     answers_all(one)
     assert one.engine.counts["misses", "kv_page", "error"] == 1
 
@@ -77,10 +76,8 @@ def test_error_in_a_hook_of_a_worker_half_ends_sharing_only(
 ) -> None:
     engine().run("a", PROMPT)
     one = core(save="always", accelerator=accelerator, second_runner=accelerator)
-    worker = one.engine.ranks[0].connector
-    fail_in(worker._worker, hook, after, monkeypatch)
+    fail_in(one.engine.ranks[0].worker, hook, after, monkeypatch)
     answers_all(one)
-    assert isinstance(worker._worker, DisabledKVWorker)
     assert one.engine.counts["misses", "kv_page", "error"] >= 1
     # What the store has is whole: every byte that another engine loads is checked.
     assert open_in(store) == (0, 0)

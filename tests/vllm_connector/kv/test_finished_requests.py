@@ -7,15 +7,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from collaborators import kept
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from cornplug.store.memory import MemoryStore
 from cornplug.vllm_connector.kv import copies_in_flight
+from cornplug.vllm_connector.kv.deferred_ops import OpenSave
+from cornplug.vllm_connector.kv.page_saves import AskedPage
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 from ..conftest import open_in
 from ..rig import Engine
+from ..wrapped import wrapper_of
 from .core_rig import BLOCKS, PROMPT, Core
+
+shut_down = wrapper_of(copies_in_flight, "EngineCore.shutdown")
+add_request = wrapper_of(copies_in_flight, "Scheduler.add_request")
 
 Make = Callable[..., Core]
 MakeEngine = Callable[..., Engine]
@@ -30,9 +39,7 @@ SAVES = [
 def repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's scheduler with the wrap of `copies_in_flight`."""
     original = Scheduler.add_request
-    monkeypatch.setattr(
-        Scheduler, "add_request", lambda *args: copies_in_flight._add_request(original, *args)
-    )
+    monkeypatch.setattr(Scheduler, "add_request", lambda *args: add_request(original, *args))
 
 
 def other(number: int) -> list[int]:
@@ -43,9 +50,10 @@ def other(number: int) -> list[int]:
 def asleep(core: Core, store: MemoryStore) -> None:
     """The engine sleeps, and nothing is left of its requests."""
     core.sleep()
-    scheduler: Any = core.engine.connector._scheduler
-    assert not scheduler._requests
-    assert not scheduler._saves.freed._readers
+    assert not core.engine.connector.has_pending_push_work()
+    assert not kept(core.engine.connector, TrackedRequest)
+    for reader in (AskedPage, OpenSave):
+        assert not kept(core.engine.saves.freed, reader, (BlockPool,))
     assert core.pool.get_num_free_blocks() == BLOCKS - 1
     assert open_in(store) == (0, 0)
 
@@ -138,7 +146,7 @@ def test_request_id_of_a_request_aborted_while_it_loads(
     """A client that disconnects and tries again: vLLM keeps the first request until its load has ended."""
     engine(save="always").run("a", PROMPT)
     one = core(save="always")
-    worker: Any = one.engine.ranks[0].connector._worker
+    worker = one.engine.ranks[0].worker
     held, start = list[Any](), worker.start_loads
     monkeypatch.setattr(worker, "start_loads", held.extend)
     first = one.add(PROMPT, name="same")
@@ -169,7 +177,7 @@ def test_program_that_ends_after_its_last_request_leaves_its_pages(core: Make, s
     one.answer(PROMPT)
     assert one.saved() == 0
     program = SimpleNamespace(scheduler=one.scheduler, step_fn=one.step)
-    copies_in_flight._shutdown(ended.append, program)
+    shut_down(ended.append, program)
     assert ended == [program]
     asleep(one, store)
     assert one.saved() == 4
@@ -180,7 +188,7 @@ def test_program_that_ends_in_the_middle_of_a_request_computes_no_more_of_it(cor
     request = one.add(PROMPT, max_tokens=40)
     one.step()
     program = SimpleNamespace(scheduler=one.scheduler, step_fn=one.step)
-    copies_in_flight._shutdown(ended.append, program)
+    shut_down(ended.append, program)
     assert ended == [program]
     assert request.num_output_tokens == 1
 
@@ -192,5 +200,5 @@ def test_program_whose_engine_has_failed_ends_as_in_stock(core: Make) -> None:
     one, ended = core(save="always"), list[Any]()
     one.answer(PROMPT)
     program = SimpleNamespace(scheduler=one.scheduler, step_fn=fail)
-    copies_in_flight._shutdown(ended.append, program)
+    shut_down(ended.append, program)
     assert ended == [program]

@@ -8,11 +8,12 @@ from typing import Any
 
 import hot_path
 import pytest
+from collaborators import kept
 
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector.kv import tracked_requests
-from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
 
 from ..conftest import open_in
 from ..rig import Engine, Request
@@ -159,16 +160,13 @@ def test_gathered_names_are_forgotten_with_their_requests() -> None:
         for _ in range(5):
             decoding.computed(decoding.step())
         decoding.end()
-    requests: Any = half.scheduler._requests
+    requests = kept(half.scheduler, TrackedRequests)[0]
+    names = {request.request_id for request in decoding.requests}
+    assert names & set(kept(requests, str))
     for _ in range(80):
         half.step(hot_path.NO_REQUEST, hot_path.NO_ANSWER)
     assert not half.scheduler.saves_open()
-    assert [requests._tracked, requests._looked_at, requests._gathered, requests._due] == [
-        {},
-        set(),
-        set(),
-        {},
-    ]
+    assert not names & set(kept(requests, str))
 
 
 def test_gathered_request_that_loads_is_looked_at_later() -> None:
@@ -176,7 +174,7 @@ def test_gathered_request_that_loads_is_looked_at_later() -> None:
     half = hot_path.Half(MemoryStore(capacity_bytes=1 << 30).connect())
     request = half.request(hot_path.prompt(100, 1))
     half.lookup(request)
-    requests: Any = half.scheduler._requests
+    requests: Any = kept(half.scheduler, TrackedRequests)[0]
     tracked: TrackedRequest = requests.get(request.request_id)
     tracked.loading = SimpleNamespace()  # type: ignore[assignment]
     request.num_computed_tokens = 64

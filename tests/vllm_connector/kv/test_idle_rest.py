@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from cornplug.store.memory import MemoryStore
+from cornplug.vllm_connector import kv_connector
 from cornplug.vllm_connector.engine_alarm import REST_S, EngineAlarm, IdleRest
 
 from ...store.shelved_store import ShelvedStore
@@ -51,15 +52,18 @@ def test_idle_rest_engine_that_other_replicas_wait_for_is_not_delayed(slept: lis
 
 
 def test_idle_rest_request_whose_pages_are_on_disk_lets_the_engine_rest(
-    engine: Callable[..., Engine], store: MemoryStore, slept: list[float]
+    engine: Callable[..., Engine],
+    store: MemoryStore,
+    slept: list[float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompt = list(range(150))
     engine().run("first", prompt)
     shelved = ShelvedStore(store.connect())
     shelved.shelve_all(store)
     shelved.looks = None
+    monkeypatch.setattr(kv_connector, "IdleRest", lambda: IdleRest(slept.append))
     second = engine(connect=lambda: shelved)
-    second.connector._rest = IdleRest(slept.append)
     second.add("b", prompt)
     for _ in range(4):
         second.step()
@@ -68,10 +72,10 @@ def test_idle_rest_request_whose_pages_are_on_disk_lets_the_engine_rest(
 
 
 def test_idle_rest_running_request_is_not_delayed(
-    engine: Callable[..., Engine], store: MemoryStore, slept: list[float]
+    engine: Callable[..., Engine], slept: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(kv_connector, "IdleRest", lambda: IdleRest(slept.append))
     only = engine()
-    only.connector._rest = IdleRest(slept.append)
     only.add("a", list(range(150)))
     only.step()
     assert not slept

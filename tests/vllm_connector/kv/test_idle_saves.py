@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from collaborators import kept
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
 from cornplug.engine_common import weights_guard
+from cornplug.engine_common.page_publish import PagePublisher
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.engine_alarm import ALARM
+from cornplug.vllm_connector.engine_alarm import ALARM, EngineAlarm
 from cornplug.vllm_connector.kv import idle_saves, tracked_requests
+from cornplug.vllm_connector.kv.page_events import PageEvents
 from cornplug.vllm_connector.kv.page_keys import PageKeys
+from cornplug.vllm_connector.kv.page_saves import PageSaves
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequests
 
 from ..conftest import open_in
-from ..rig import SECRET, Engine
+from ..rig import SECRET, Engine, tracked_of
 from .core_rig import BLOCKS, PROMPT, Core
 
 Make = Callable[..., Core]
 MakeEngine = Callable[..., Engine]
+
+
+def remembered(one: Core, kind: type, *beyond: type) -> list[Any]:
+    """References to objects of a kind that idle saves alone keep alive."""
+    shared = BlockPool, EngineAlarm, PageEvents, PagePublisher, PageSaves, TrackedRequests
+    return kept(one.engine.idle, kind, tuple({*shared, Request, *beyond} - {kind}))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +136,7 @@ def test_idle_saves_other_policies_have_none(core: Make, save: str) -> None:
     one.drain()
     one.sleep()
     assert one.saved() == (4 if save == "always" else 0)
-    assert not one.engine.connector._scheduler._idle._finished  # type: ignore[union-attr]
+    assert not remembered(one, KVCacheBlock)
 
 
 def test_idle_saves_end_after_a_second_and_go_on_in_the_next_idleness(
@@ -165,7 +175,7 @@ def test_idle_saves_blocks_given_away_during_the_copy_give_it_up(
     one.answer(PROMPT)
     one.step()
     one.clock.now += 0.5
-    idle = one.engine.connector._scheduler._idle  # type: ignore[union-attr]
+    idle = one.engine.idle
     free = one.pool.get_num_free_blocks()
     # The copies begin, and no acknowledgement reaches the scheduler before the blocks are given away.
     output, moves = one.schedule()
@@ -238,8 +248,7 @@ def test_idle_saves_preempted_request_drops_its_earlier_pages(core: Make, store:
     one = core()
     request = one.add(PROMPT, max_tokens=50)
     one.step()
-    tracked = one.engine.connector._scheduler._requests.get(request.request_id)  # type: ignore[union-attr]
-    assert tracked is not None
+    tracked = tracked_of(one.engine, request.request_id)
     assert len(tracked.unsaved) == 4
     assert one.scheduler.reset_prefix_cache(reset_running_requests=True)
     one.scheduler.schedule()
@@ -252,7 +261,7 @@ def test_idle_saves_replaced_weights_drop_remembered_pages(core: Make, store: Me
     weights_guard.note_replaced("a test", compat.logger)
     one.sleep()
     assert store.connect().stat(deadline_s=1).used_bytes == 0
-    assert not one.engine.connector._scheduler._idle._finished  # type: ignore[union-attr]
+    assert not remembered(one, KVCacheBlock)
 
 
 def test_idle_saves_paused_engine_with_requests_sleeps(core: Make, store: MemoryStore) -> None:
@@ -332,25 +341,11 @@ def test_idle_saves_second_sighting_without_room_is_saved_later(core: Make, faul
 
 def test_idle_saves_remember_no_more_pages_than_the_engine_has(core: Make) -> None:
     one = core()
-    idle = one.engine.connector._scheduler._idle  # type: ignore[union-attr]
     for i in range(20):
         one.answer([i + 300] * 150)
-    assert idle._pages <= BLOCKS * 16 // 32
-    assert idle._pages == sum(len(pages) for pages in idle._finished)
+    assert 0 < len(remembered(one, KVCacheBlock)) <= BLOCKS, "two blocks a page"
     one.sleep()
     assert one.saved() > 0
-
-
-def reachable(root: object, kind: type, beyond: tuple[type, ...]) -> int:
-    """References to objects of a kind that `root` keeps alive, not through objects of `beyond`."""
-    left, seen, count = [root], set[int](), 0
-    while left:
-        for one in gc.get_referents(left.pop()):
-            count += isinstance(one, kind)
-            if id(one) not in seen and not isinstance(one, (type, kind, *beyond)):
-                seen.add(id(one))
-                left.append(one)
-    return count
 
 
 @pytest.mark.parametrize("events", [False, True])
@@ -361,11 +356,10 @@ def test_idle_saves_keep_only_what_holds_their_pages(core: Make, events: bool) -
     for turn in range(turns):
         one.answer([*range(200), *range(200), *range(100), *[turn + 300] * 70])
     one.step()
-    idle = one.engine.connector._scheduler._idle  # type: ignore[union-attr]
-    assert idle._pages >= 2 * turns
-    assert reachable(idle._finished, KVCacheBlock, (BlockPool, Request)) == 2 * idle._pages
+    # Two blocks of each page: those of the first prompt, and of each turn's new tokens.
+    assert 2 * 2 * turns <= len(remembered(one, KVCacheBlock)) <= 2 * (500 // 32 + 3 * turns)
     # Its tokens are no fewer than the pages of a whole prompt.
-    assert reachable(idle._finished, Request, (BlockPool, KVCacheBlock)) == 0
+    assert not remembered(one, Request, KVCacheBlock)
 
 
 def test_idle_saves_block_of_two_pages_holds_both(core: Make, engine: MakeEngine) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import hot_path
 import pytest
+from collaborators import kept
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
@@ -15,6 +16,7 @@ from cornplug.errors import CheckpointError
 from cornplug.store.memory import MemoryStore
 from cornplug.vllm_connector import plugin
 from cornplug.vllm_connector.kv import page_keys
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
 
 LONG = 8192
 
@@ -49,8 +51,7 @@ def test_keys_ahead_of_long_prompt_leave_none_to_its_lookup(
     assert ahead.upto(request.all_token_ids, LONG) == whole.upto(request.all_token_ids, LONG)
     monkeypatch.setattr(page_keys, "chain", None)
     half.lookup(request)
-    tracked = half.scheduler._requests.get(request.request_id)
-    assert tracked is not None
+    tracked = kept(half.scheduler, TrackedRequest)[0]
     assert tracked.keys is ahead
 
 
@@ -80,10 +81,10 @@ def test_keys_ahead_of_request_that_needs_a_look_are_not_made(
 def test_keys_ahead_that_cannot_be_made_are_left_to_the_lookup(
     half: hot_path.Half, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(request: Request) -> None:
+    def fails(requests: TrackedRequests, request: Request) -> None:
         raise CheckpointError("its identity is gone", reason="identity_error")
 
-    monkeypatch.setattr(half.scheduler._requests, "keys_of", fails)
+    monkeypatch.setattr(TrackedRequests, "keys_of", fails)
     request = half.request(hot_path.prompt(LONG, 1))
     page_keys.received(request)
     assert page_keys.made_for(request) is None

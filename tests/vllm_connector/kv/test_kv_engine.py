@@ -8,27 +8,31 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
+from keyed_store import KeyedStore
 from time_limits import TimeLimits
 from vllm.v1.outputs import KVConnectorOutput
 
 from cornplug.codec import decode_header, encode_header
 from cornplug.config import StoreConfig
 from cornplug.engine_common import engine_state, lora_digests
+from cornplug.engine_common.load_policy import LoadRule
 from cornplug.engine_common.lora_digests import LoraDigests
+from cornplug.engine_common.rank_pages import RankPages
 from cornplug.errors import CheckpointError, ConfigError
 from cornplug.store.client import PoolStore
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv import tracked_requests
+from cornplug.vllm_connector.kv import page_saves, tracked_requests
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata
 from devkit.processes import StoreProcess
 
 from ..conftest import open_in
-from ..rig import BrokenBackend, Engine
+from ..rig import BrokenBackend, Engine, tracked_of
 
 PROMPT = [(7 * i) % 251 for i in range(150)]  # 4 whole pages of 32, and 22 tokens
 
@@ -295,7 +299,14 @@ def test_kv_lora_read_on_thread_delays_no_step(
     assert first.counts == {("misses", "kv_page", "identifying"): 1}
     reading.set()
     monkeypatch.setattr(lora_digests, "_CHECK_S", 30)
-    first.connector._scheduler._requests._adapters._late[lora.lora_path, 1].result(30)  # type: ignore[union-attr]
+    end_s = time.monotonic() + 30
+    while True:
+        try:
+            first.adapters.digest(lora.lora_path, 1)
+            break
+        except CheckpointError:
+            assert time.monotonic() < end_s, "the adapter stays unread"
+            time.sleep(0.001)
     first.settle()
     first.check(request)
     assert first.counts["saves", "kv_page", "stored"] == 4
@@ -325,20 +336,13 @@ def test_kv_save_by_two_engines_is_stored_once(engine: Make, store: MemoryStore)
 # -- damage -----------------------------------------------------------------------------------
 
 
-def damage(store: MemoryStore, nth: int) -> None:
-    """Flip the last byte of the nth page that was stored."""
-    entries = list(store.index._entries.values())
-    location = entries[nth].location
-    store.arena[location.offset + location.size - 1] ^= 1
-
-
 @pytest.mark.parametrize("reader", [{}, {"tp": 2}, {"block_size": 128}, {"pp": 2}])
 @pytest.mark.parametrize("nth", [0, 2, 3])
 def test_kv_load_of_corrupt_page_recomputes_and_saves_it(
-    engine: Make, store: MemoryStore, nth: int, reader: dict[str, int]
+    engine: Make, store: KeyedStore, nth: int, reader: dict[str, int]
 ) -> None:
     engine().run("a", PROMPT)
-    damage(store, nth)
+    store.damage(nth)
     second = engine(**reader)
     request = second.run("b", PROMPT)
     assert request.failed
@@ -350,9 +354,9 @@ def test_kv_load_of_corrupt_page_recomputes_and_saves_it(
     assert engine().run("c", PROMPT).external_tokens == 128
 
 
-def test_kv_load_bad_blocks_begin_at_corrupt_page(engine: Make, store: MemoryStore) -> None:
+def test_kv_load_bad_blocks_begin_at_corrupt_page(engine: Make, store: KeyedStore) -> None:
     engine(page_tokens=128).run("a", [i % 251 for i in range(520)])
-    damage(store, 2)
+    store.damage(2)
     second = engine(page_tokens=128)
     second.add("b", [i % 251 for i in range(520)])
     seen: list[int] = []
@@ -366,9 +370,9 @@ def test_kv_load_bad_blocks_begin_at_corrupt_page(engine: Make, store: MemorySto
     assert seen == list(range(2 * 8, 4 * 8))
 
 
-def test_kv_load_that_failed_is_not_repeated(engine: Make, store: MemoryStore) -> None:
+def test_kv_load_that_failed_is_not_repeated(engine: Make, store: KeyedStore) -> None:
     engine().run("a", PROMPT)
-    damage(store, 0)
+    store.damage(0)
     second = engine()
     request = second.run("b", PROMPT)
     second.preempt(request)
@@ -380,10 +384,10 @@ def test_kv_load_that_failed_is_not_repeated(engine: Make, store: MemoryStore) -
 
 @pytest.mark.parametrize("change", [{"dtype": "float16"}, {"shape": (4, 4, 2, 8, 32)}])
 def test_kv_page_of_wrong_shape_is_miss_and_deleted(
-    engine: Make, store: MemoryStore, change: dict[str, Any]
+    engine: Make, store: KeyedStore, change: dict[str, Any]
 ) -> None:
     engine().run("a", PROMPT)
-    one = list(store.index._entries.values())[1]
+    one = store.entries()[1]
     header = decode_header(one.meta, key=one.key)
     one.meta = encode_header(msgspec.structs.replace(header, **change))
     second = engine()
@@ -401,11 +405,10 @@ def test_kv_page_evicted_before_lease_shortens_load(
     assert second.run("b", PROMPT).external_tokens == 64
 
 
-def test_kv_page_with_damaged_header_is_miss_and_deleted(engine: Make, store: MemoryStore) -> None:
+def test_kv_page_with_damaged_header_is_miss_and_deleted(engine: Make, store: KeyedStore) -> None:
     engine().run("a", PROMPT)
     second = engine()
-    meta = next(iter(store.index._entries.values()))
-    store.index._entries[meta.key].meta = b"rubbish"
+    store.entries()[0].meta = b"rubbish"
     assert second.run("b", PROMPT).external_tokens == 0
     assert second.counts["misses", "kv_page", "codec"] == 1
     assert second.counts["saves", "kv_page", "stored"] == 1
@@ -418,10 +421,10 @@ def test_kv_page_with_damaged_header_is_miss_and_deleted(engine: Make, store: Me
 @pytest.mark.parametrize("method", ["contains", "lease", "reserve", "commit", "release", "delete", "view"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_kv_store_down_at_any_call_is_only_miss(
-    engine: Make, store: MemoryStore, method: str, tp: int, monkeypatch: pytest.MonkeyPatch
+    engine: Make, store: KeyedStore, method: str, tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine().run("a", PROMPT[:100])
-    damage(store, 2)
+    store.damage(2)
     faults: list[FaultyStore] = []
 
     def connect() -> Any:
@@ -497,9 +500,9 @@ def test_kv_commit_after_reservation_end_is_counted(engine: Make, store: MemoryS
     first = engine(connect=lambda: connection)
     first.add("a", PROMPT)
     step = first.schedule()
-    tokens = list(first.connector._scheduler._saves._open)  # type: ignore[union-attr]
+    tokens = [page.token for save in step.meta.saves for page in save.pages]
     output = first.execute(step)
-    first.ranks[0].connector._worker.drain()  # type: ignore[union-attr]
+    first.ranks[0].worker.drain()
     connection.release(tokens, deadline_s=1)
     first.update(output)
     first.settle()
@@ -516,16 +519,22 @@ def slow_views(monkeypatch: pytest.MonkeyPatch, engine: Engine, seconds: float) 
 
 def held_views(monkeypatch: pytest.MonkeyPatch, engine: Engine, wait: Callable[[], object]) -> None:
     """Every copy of the engine's workers waits first."""
-    for rank in engine.ranks:
-        worker = rank.connector._worker
-        for name in ("_write", "_verified"):
-            original = getattr(worker, name)
+    for name in ("write", "copy"):
+        before_each(monkeypatch, name, [rank.pages for rank in engine.ranks], wait)
 
-            def slow(*args: Any, original: Any = original) -> Any:
-                wait()
-                return original(*args)
 
-            monkeypatch.setattr(worker, name, slow)
+def before_each(
+    monkeypatch: pytest.MonkeyPatch, name: str, ranks: list[RankPages], do: Callable[[], object]
+) -> None:
+    """Do something before each call of this function of the ranks' pages."""
+    original = getattr(RankPages, name)
+
+    def called(pages: RankPages, *args: Any) -> Any:
+        if any(pages is one for one in ranks):
+            do()
+        return original(pages, *args)
+
+    monkeypatch.setattr(RankPages, name, called)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -621,7 +630,7 @@ def test_kv_abort_with_load_and_saves_frees_request_once(
     slow_views(monkeypatch, second, 0.05)
     resumed = second.schedule()
     assert request.status == "loading"
-    assert second.connector._scheduler._requests.get("b").open_saves  # type: ignore[union-attr]
+    assert tracked_of(second, "b").open_saves
     second.finish(request)
     second.update(held)
     second.update(second.execute(resumed))
@@ -693,7 +702,7 @@ def test_kv_saves_of_two_steps_in_flight_are_stored(engine: Make, store: MemoryS
 
 
 def rule_of(engine: Engine) -> Any:
-    return engine.connector._scheduler._costs.rule  # type: ignore[union-attr]
+    return engine.costs.rule
 
 
 def test_kv_costs_unmeasured_load_is_tried_and_measured(
@@ -710,12 +719,14 @@ def test_kv_costs_unmeasured_load_is_tried_and_measured(
     assert rule_of(first).load_s(1 << 20) is None
     second = engine(load_when="pays", tp=2)
     second.run("other", [1, *PROMPT])
-    assert second.run("b", PROMPT).external_tokens == 128, "no load was measured yet: it is tried"
+    noticed = LoadRule.noticed
+    with mock.patch.object(LoadRule, "noticed", autospec=True, side_effect=noticed) as noted:
+        assert second.run("b", PROMPT).external_tokens == 128, "no load was measured yet: it is tried"
     load_s = rule_of(second).load_s(1 << 20)
     assert load_s is not None
     assert load_s > 0
     within.check(load_s, 5)
-    assert rule_of(second)._noticing.seconds(1) is not None
+    assert noted.called, "what the engine's steps delay a load is not measured"
     [said] = [line for line in lines if "measured: KV loads at" in line]
     assert "prefill at" in said
 
@@ -747,7 +758,7 @@ def test_kv_costs_of_queued_load_include_its_wait(engine: Make) -> None:
             rule_of(second).moved(page_bytes, 0.01)  # 4 pages: 0.04 s
 
     measured()
-    costs: Any = second.connector._scheduler._costs  # type: ignore[union-attr]
+    costs = second.costs
     costs.load_began("another", 20)
     assert second.run("b", PROMPT).external_tokens == 0
     costs.load_ended("another", whole=False)
@@ -774,21 +785,22 @@ def test_kv_load_past_deadline_is_recomputed(
 
 
 def test_kv_costs_deadline_follows_prefill_time(engine: Make) -> None:
-    costs: Any = engine(load_when="pays").connector._scheduler._costs  # type: ignore[union-attr]
+    costs = engine(load_when="pays").costs
     assert costs.deadline_s(1000) == 20
     for _ in range(50):
         costs.rule.computed(1000, 1.0)
     assert costs.deadline_s(1000) == pytest.approx(3.0, rel=0.01)
     assert costs.deadline_s(10) == 1.0
     assert costs.deadline_s(1_000_000) == 20
-    assert engine().connector._scheduler._costs.deadline_s(10) == 20  # type: ignore[union-attr]
+    assert engine().costs.deadline_s(10) == 20
 
 
 def test_kv_save_over_byte_limit_is_busy(
     engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page_bytes = 4 * 4 * 2 * 32 * 8 * 4
-    first = engine(max_open_saves_bytes=3 * page_bytes)
+    monkeypatch.setattr(page_saves, "MAX_OPEN_SAVES_BYTES", 3 * page_bytes)
+    first = engine()
     slow_views(monkeypatch, first, 0.05)
     first.run("a", PROMPT)
     assert first.counts["saves", "kv_page", "busy"] == 1
@@ -866,7 +878,7 @@ def test_kv_requests_while_weights_are_read_are_misses(engine: Make, monkeypatch
     first.run("a", PROMPT)
     assert first.counts == {("misses", "kv_page", "identifying"): 1}
     read.set()
-    assert first.connector._scheduler._requests._current[1].wait(30)  # type: ignore[union-attr]
+    assert first.identity.now()[1].wait(30)
     first.run("b", [3, *PROMPT])
     assert first.counts["saves", "kv_page", "stored"] == 4
 
@@ -890,7 +902,7 @@ def test_kv_load_failed_by_two_ranks_is_one_miss(engine: Make) -> None:
     second.add("b", PROMPT)
     step = second.schedule()
     for _rank in range(2):
-        second.connector._scheduler.acknowledged(CornplugKVWorkerMetadata(failed_loads={"b": "layout"}))
+        second.half.acknowledged(CornplugKVWorkerMetadata(failed_loads={"b": "layout"}))
     second.update(second.execute(step))
     second.settle()
     assert second.counts["misses", "kv_page", "layout"] == 1
@@ -962,11 +974,11 @@ def test_kv_copy_error_ends_load_and_save(
     engine().run("a", PROMPT[:70])
     second = engine()
 
-    def out_of_memory(*args: Any) -> Any:
+    def out_of_memory() -> None:
         raise RuntimeError("CUDA out of memory")
 
-    for name in ("_write", "_verified"):
-        monkeypatch.setattr(second.ranks[0].connector._worker, name, out_of_memory)
+    for name in ("write", "copy"):
+        before_each(monkeypatch, name, [second.ranks[0].pages], out_of_memory)
     request = second.run("b", PROMPT)
     assert request.failed
     assert second.counts["misses", "kv_page", "load_error"] == 1
@@ -981,19 +993,13 @@ def test_kv_reservation_stays_until_slowest_rank_wrote(
     engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = engine(tp=2)
-    broken, slow = (rank.connector._worker for rank in first.ranks)
+    broken, slow = (rank.pages for rank in first.ranks)
 
-    def fails(*args: Any) -> Any:
+    def fails() -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(broken, "_write", fails)
-    original = slow._write  # type: ignore[union-attr]
-
-    def waits(*args: Any) -> Any:
-        time.sleep(0.2)
-        return original(*args)
-
-    monkeypatch.setattr(slow, "_write", waits)
+    before_each(monkeypatch, "write", [broken], fails)
+    before_each(monkeypatch, "write", [slow], lambda: time.sleep(0.2))
     first.add("a", PROMPT[:40])
     for _ in range(5):
         first.step()
@@ -1007,15 +1013,15 @@ def test_kv_reservation_stays_until_slowest_rank_wrote(
 def test_kv_connector_unregister_before_sleep_ends_copies(
     engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = engine()
+    first, written = engine(), list[Any]()
     slow_views(monkeypatch, first, 0.05)
+    write = RankPages.write
+    monkeypatch.setattr(RankPages, "write", lambda *args: written.append(write(*args)) or written[-1])
     first.add("a", PROMPT)
     output = first.execute(first.schedule())
-    connector = first.ranks[0].connector
-    mover = connector._worker._mover  # type: ignore[union-attr]
-    assert not mover.wait(timeout_s=0)
-    connector.unregister_kv_caches()
-    assert mover.wait(timeout_s=0)
+    assert len(written) < 4
+    first.ranks[0].connector.unregister_kv_caches()
+    assert len(written) == 4
     first.update(output)
     first.settle()
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import hypothesis
 import pytest
+from collaborators import kept
 from hypothesis import strategies as st
+from keyed_store import KeyedStore
 
-from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 from ..conftest import open_in
 from ..rig import Engine
@@ -44,7 +46,7 @@ class Lives:
     """One engine, a writer before it, and a store that may fail."""
 
     def __init__(self, tp: int, lag: bool, **how: Any) -> None:
-        self.store = MemoryStore(capacity_bytes=1 << 20)
+        self.store = KeyedStore(capacity_bytes=1 << 20)
         self.faulty = FaultyStore(self.store.connect())
         self.engine = Engine(lambda: self.faulty, tp=tp, blocks=BLOCKS, **how)
         self.lag = lag
@@ -60,8 +62,7 @@ class Lives:
             self.step(chunk=x, take=y)
         elif what == "fault":
             self.faulty.unavailable, self.faulty.full = x, y
-        elif what == "corrupt" and self.store.index._entries:
-            entries = list(self.store.index._entries.values())
+        elif what == "corrupt" and (entries := self.store.entries()):
             location = entries[x % len(entries)].location
             self.store.arena[location.offset] ^= 1
         elif what in ("finish", "preempt") and engine.requests:
@@ -92,9 +93,8 @@ class Lives:
         engine.settle()
         assert not engine.requests
         assert sorted(engine.free_blocks) == list(range(BLOCKS))
-        scheduler: Any = engine.connector._scheduler
-        assert not scheduler._requests
-        assert not scheduler._saves
+        assert not engine.connector.has_pending_push_work()
+        assert not kept(engine.connector, TrackedRequest)
         engine.close()
         self.faulty.close()
         assert open_in(self.store) == (0, 0)

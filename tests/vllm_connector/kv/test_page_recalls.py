@@ -80,7 +80,7 @@ def test_page_recalls_pages_that_came_in_time_are_loaded(engine: Make, shelved: 
     assert second.connector.get_num_new_matched_tokens(first, 0) == (None, False)
     for key in shelved.recalls[0][:2]:
         shelved.shelved.discard(key)
-    shelved._coming.clear()
+    shelved.coming.clear()
     shelved.looks = None
     second.settle()
     assert first.external_tokens == 64
@@ -96,8 +96,7 @@ def test_page_recalls_long_prompt_comes_in_parts(engine: Make, shelved: ShelvedS
 def test_page_recalls_slower_disk_than_computing_is_left_alone(engine: Make, shelved: ShelvedStore) -> None:
     second = engine(connect=lambda: shelved, load_when="pays")
     second.run("warm", OTHER)  # steps are measured
-    costs = second.connector._scheduler._costs
-    costs.recalled(1, 100.0)
+    second.costs.recalled(1, 100.0)
     request = second.add("b", PROMPT)
     assert second.connector.get_num_new_matched_tokens(request, 0) == (0, False)
     assert shelved.recalls == []

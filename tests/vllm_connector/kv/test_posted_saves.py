@@ -14,7 +14,7 @@ from cornplug.testing import FaultyStore
 from cornplug.vllm_connector.kv.metadata import PageSave
 
 from ..conftest import open_in
-from ..rig import Engine
+from ..rig import Engine, tracked_of
 
 PROMPT = [(7 * i) % 251 for i in range(150)]  # 4 whole pages of 32, and 22 tokens
 
@@ -196,8 +196,7 @@ def test_page_saves_second_sight_of_short_request_is_remembered(engine: Make, la
     first = engine(connect=lambda: late, save="second")
     request = first.add("a", PROMPT)
     first.step()
-    tracked = first.connector._scheduler._requests.get("a")  # type: ignore[union-attr]
-    assert tracked is not None
+    tracked = tracked_of(first, "a")
     assert len(tracked.asked) == 4
     first.finish(request)
     first.step()
@@ -209,12 +208,10 @@ def test_commit_not_answered_yet_keeps_the_engine_stepping(made: Engine, late: L
     for _ in range(6):
         made.step()
     late.answers = False
-    scheduler = made.connector._scheduler
-    assert scheduler is not None
-    while scheduler._saves:
+    while made.saves:
         made.step()
     made.step()
-    if scheduler._store_ops:
+    if made.saves.store_ops:
         assert made.connector.has_pending_push_work()
     late.answers = True
     made.settle()

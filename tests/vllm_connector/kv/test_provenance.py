@@ -14,6 +14,9 @@ from cornplug.vllm_connector.kv import provenance
 from cornplug.vllm_connector.kv.provenance import OwnTokens
 
 from ..rig import Engine
+from ..wrapped import wrapper_of
+
+make_several = wrapper_of(provenance, "MultiConnector.__init__")
 
 Make = Callable[..., Engine]
 PROMPT = [7 * i for i in range(150)]
@@ -33,7 +36,7 @@ def beside(engine: Make) -> Make:
 
     def make(**options: Any) -> Engine:
         made: list[Engine] = []
-        provenance._make_several(lambda *_: made.append(engine(**options)), None, multi(2))
+        make_several(lambda *_: made.append(engine(**options)), None, multi(2))
         return made[0]
 
     return make

@@ -47,7 +47,7 @@ def test_kv_save_takes_blocks_of_its_pages_only(monkeypatch: pytest.MonkeyPatch)
     tables: list[int] = []
     original = cache_blocks.kernel_table
 
-    def seen(blocks: Any, *args: int) -> Any:
+    def seen(blocks: Any, *args: Any) -> Any:
         tables.append(len(blocks))
         return original(blocks, *args)
 

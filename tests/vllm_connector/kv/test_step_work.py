@@ -16,7 +16,7 @@ from cornplug import identity
 from cornplug.metrics import Tally
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
-from cornplug.vllm_connector.kv import costs, load_offers, page_keys, tracked_requests
+from cornplug.vllm_connector.kv import costs, load_offers, page_keys, provenance, tracked_requests
 from cornplug.vllm_connector.kv.provenance import OwnTokens
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
 
@@ -47,7 +47,7 @@ def test_load_offers_find_the_longest_prefix_whatever_its_length(present: int) -
     if present:
         saved(engine, prefix)
     tokens = [*prefix, *hot_path.prompt((300 - present) * SIZE, 2), 1]
-    asked = engine.scheduler._tally
+    asked = engine.tally
     asked.drain()
     assert engine.lookup(engine.request(tokens)) == present * SIZE
     absent = dict(asked.drain().get("cornplug_misses_total", ()))
@@ -126,12 +126,13 @@ class Twins:
         config: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
         store = MemoryStore(capacity_bytes=1 << 20).connect()
         self.requests: list[Request] = []
-        with mock.patch.object(tracked_requests, "kv_identity", return_value=(b"lm" * 16, {})):
+        with (
+            mock.patch.object(tracked_requests, "kv_identity", return_value=(b"lm" * 16, {})),
+            mock.patch.object(provenance, "others_load", return_value=own),
+        ):
             self.trackers = [
                 TrackedRequests(config, runtime(store, page_tokens=SIZE), PAGE, Tally()) for _ in range(2)
             ]
-        for tracker in self.trackers:
-            tracker._tracks_origin = own
 
     def each(self, request: Request) -> list[TrackedRequest]:
         found = [tracker.get(request.request_id) for tracker in self.trackers]
@@ -149,7 +150,7 @@ class Twins:
 
     def step(self, scheduled: dict[str, int], refuse: bool) -> list[tuple[str, int]]:
         """The pages that the first tracker offers; the second one offers the same."""
-        for tracked in self.trackers[1]._tracked.values():
+        for tracked in self.trackers[1].all():
             self.trackers[1].look_at(tracked)
         offered = []
         for tracker in self.trackers:
@@ -164,8 +165,10 @@ class Twins:
         if refuse:
             for name, index in offered[0]:
                 for tracker in self.trackers:
-                    tracker._tracked[name].refused.add(index)
-                    tracker.look_at(tracker._tracked[name])
+                    tracked_here = tracker.get(name)
+                    assert tracked_here is not None
+                    tracked_here.refused.add(index)
+                    tracker.look_at(tracked_here)
         return offered[0]
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from cornplug.vllm_connector.kv_copies import arena_copies
 from cornplug.vllm_connector.kv_copies.arena_copies import ArenaCopies
-from cornplug.vllm_connector.kv_copies.cache_blocks import CacheBlocks, kernel_table
+from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks, kernel_table
 from cornplug.vllm_connector.kv_copies.copy_sides import CudaSide
 from cornplug.vllm_connector.kv_copies.device_checksums import STATE
 from cornplug.vllm_connector.kv_copies.layout import derive
@@ -74,10 +74,12 @@ class Store:
         return self.memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES].view(torch.float32).reshape(SHAPE)
 
 
-def copies(blocks: CacheBlocks, store: Store) -> tuple[ArenaCopies, LateDevice, BatchCopies]:
+def copies(
+    blocks: CacheBlocks, store: Store, *, batch: Any = None, checksums: Any = None
+) -> tuple[ArenaCopies, LateDevice, BatchCopies]:
     device = LateDevice()
-    batch = BatchCopies(device, store.ranges)
-    return ArenaCopies(blocks, device, NumpyChecksums(), batch), device, batch  # type: ignore[arg-type]
+    batch = batch or BatchCopies(device, store.ranges)
+    return ArenaCopies(blocks, device, checksums or NumpyChecksums(), batch), device, batch
 
 
 def digests(of: torch.Tensor) -> list[int]:
@@ -89,7 +91,7 @@ def test_arena_copies_round_trip_every_vllm_layout(layout: KVCacheLayout, slots:
     source, store = caches(layout, slots), Store(3)
     values = fill(source, slots)
     out, device, batch = copies(blocks_of(source, slots), store)
-    table = kernel_table(TABLE, BLOCK, slots)
+    table = kernel_table(TABLE, BlockSizes(BLOCK, slots))
     slab = out.begin_out([(table, 0), (table, 2)], store.runs([2, 1]), SEGMENT, None)
     assert (store.memory[PAGE_BYTES:] == STALE_BYTE).all(), "nothing has arrived yet"
     slab.wait()
@@ -126,7 +128,7 @@ def test_arena_copies_slabs_in_flight_share_one_buffer() -> None:
     out, device, _ = copies(blocks_of(source), store)
     table = np.array(TABLE)
     slabs = [out.begin_out([(table, page)], store.runs([page]), SEGMENT, None) for page in range(3)]
-    buffers = {one.data_ptr() for one in device._hosts if one.dtype is not torch.int64}
+    buffers = {one.data_ptr() for one in device.hosts if one.dtype is not torch.int64}
     assert not buffers, "bytes of a page pass no host memory but the store's"
     assert not any(slab.done() for slab in slabs)
     for page in (2, 0, 1):
@@ -134,9 +136,9 @@ def test_arena_copies_slabs_in_flight_share_one_buffer() -> None:
         assert slabs[page].checksums() == digests(page_of(values, page))
         assert torch.equal(store.page(page), page_of(values, page))
         out.put_back(slabs[page])
-    hosts = len(device._hosts)
+    hosts = len(device.hosts)
     out.begin_out([(table, 0)], store.runs([0]), SEGMENT, None).wait()
-    assert len(device._hosts) == hosts, "memory of slabs that ended is used again"
+    assert len(device.hosts) == hosts, "memory of slabs that ended is used again"
 
 
 def test_arena_copies_load_of_damaged_page_shows_in_checksums() -> None:
@@ -173,18 +175,14 @@ def test_arena_copies_failed_slab_is_waited_for(monkeypatch: pytest.MonkeyPatch)
 def test_arena_copies_work_only_where_device_sums_and_copies_right() -> None:
     store = Store(2)
     blocks = blocks_of(caches(KVCacheLayout.LBNHC))
-    out, _, batch = copies(blocks, store)
-    assert out.works(SEGMENT)
-    out._copy_batch = lambda *a, **k: None
-    assert not out.works(SEGMENT)
-    out._copy_batch = batch
+    assert copies(blocks, store)[0].works(SEGMENT)
+    assert not copies(blocks, store, batch=lambda *a, **k: None)[0].works(SEGMENT)
 
     class Wrong(NumpyChecksums):
         def begin(self, data: torch.Tensor, segment_bytes: int) -> torch.Tensor:
             return super().begin(data, segment_bytes) ^ 1
 
-    out._checksums = Wrong()  # type: ignore[assignment]
-    assert not out.works(SEGMENT)
+    assert not copies(blocks, store, checksums=Wrong())[0].works(SEGMENT)
 
 
 # -- CUDA without a GPU -----------------------------------------------------------------------

@@ -26,7 +26,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from cornplug.errors import LayoutError
 from cornplug.vllm_connector.kv_copies import layout as kv_layout
 from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies
-from cornplug.vllm_connector.kv_copies.cache_blocks import kernel_table
+from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, kernel_table
 from cornplug.vllm_connector.kv_copies.copy_sides import CudaSide
 from cornplug.vllm_connector.kv_copies.layout import derive
 from cornplug.vllm_connector.kv_copies.mover import KVMover
@@ -67,7 +67,9 @@ def fill(of: list[Any], slots: int) -> torch.Tensor:
     """Write every token of TABLE as its backend would; what was written, (tokens, layers, 2, heads, dim)."""
     tokens = len(TABLE) * BLOCK
     values = torch.randn(tokens, LAYERS, 2, HEADS, DIM, generator=torch.Generator().manual_seed(1))
-    at = torch.from_numpy(kernel_table(TABLE, BLOCK, slots))[torch.arange(tokens) // slots] * slots
+    at = (
+        torch.from_numpy(kernel_table(TABLE, BlockSizes(BLOCK, slots)))[torch.arange(tokens) // slots] * slots
+    )
     for cache, of_layer in zip(of, values.unbind(1), strict=True):
         keys, found = of_layer.to(cache.dtype).unbind(1)
         side_by_side(keys, found, cache, at + torch.arange(tokens) % slots)
@@ -93,7 +95,7 @@ def test_block_copies_round_trip_every_vllm_layout(
     source = caches(layout, slots, dtype)
     values = fill(source, slots)
     side = None if direct else LateDevice()
-    table = kernel_table(TABLE, BLOCK, slots)
+    table = kernel_table(TABLE, BlockSizes(BLOCK, slots))
     out = copies(source, slots, direct=direct, side=side)
     host = out.begin_out([(table, 0), (table, 2)], None).arrived()
     assert torch.equal(host[0], page_of(values, 0))

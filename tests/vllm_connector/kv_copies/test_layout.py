@@ -15,6 +15,7 @@ from cornplug.errors import LayoutError
 from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies
 from cornplug.vllm_connector.kv_copies.layout import (
     BlockLayout,
+    CacheValues,
     WriteOp,
     derive,
     latent_write_op,
@@ -118,7 +119,7 @@ def test_layout_of_fp8_in_bytes_is_that_of_vllm_cpu_operation(
     kept = {"_k_scale_float": scales[0], "_v_scale_float": scales[1]}
     write = write_op(SimpleNamespace(impl=impl, isa=isa, **kept))
     cache = torch.zeros(3, heads, size, 2 * dim, dtype=torch.uint8)
-    layout = derive(cache, heads, size, dim, write, quantised=quantised, scales=scales)
+    layout = derive(cache, heads, size, dim, write, values=CacheValues(quantised, scales))
     values = torch.randint(-8, 9, (2, size, heads, dim)).to(torch.bfloat16)
     slots = torch.arange(size, 2 * size)
     # Cut off, not rounded: a little more stays the same number.

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from collaborators import recorded
 
 from cornplug.engine_common.runtime import OffStore
 from cornplug.errors import StoreUnavailable
 from cornplug.store.memory import MemoryStore
+from cornplug.vllm_connector.kv_copies import registered_memory
 from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory
 
 PAGE = mmap.PAGESIZE
@@ -46,13 +48,15 @@ class Rig:
     def __init__(self, **how: Any) -> None:
         self.device, self.stores = Device(), [MemoryStore(capacity_bytes=64 * PAGE)]
         self.entered: list[str] = []
-        self.memory = RegisteredMemory(
-            self,  # type: ignore[arg-type]
-            self.device.register,
-            self.device.unregister,
-            lambda: self.entered.append(threading.current_thread().name),
-            **({"least_bytes": 4 * PAGE, "most_bytes": 8 * PAGE} | how),
-        )
+        with recorded(registered_memory, "ThreadPoolExecutor") as threads:
+            self.memory = RegisteredMemory(
+                self,  # type: ignore[arg-type]
+                self.device.register,
+                self.device.unregister,
+                lambda: self.entered.append(threading.current_thread().name),
+                **({"least_bytes": 4 * PAGE, "most_bytes": 8 * PAGE} | how),
+            )
+        self.thread = threads[0]
         self.idle = True
         self._is_idle = lambda: self.idle
         self.memory.join(self._is_idle)
@@ -74,7 +78,7 @@ class Rig:
         return self.memory.reaches(self.arena_id, end)
 
     def settle(self) -> None:
-        self.memory._thread.submit(lambda: None).result(60)
+        self.thread.submit(lambda: None).result(60)
 
     def leave(self) -> None:
         self.memory.leave(self._is_idle)

@@ -9,15 +9,17 @@ from typing import Any
 
 import msgspec
 import pytest
+from collaborators import kept
 from vllm.distributed.kv_events import KVEventBatch
 from vllm.lora.request import LoRARequest
+from vllm.v1.core.block_pool import BlockPool
 
 from cornplug.engine_common import engine_state
 from cornplug.store.base import Tier
 from cornplug.store.memory import MemoryConnection, MemoryStore
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector.kv import idle_saves, page_events
-from cornplug.vllm_connector.kv.page_events import BlockSpans
+from cornplug.vllm_connector.kv.page_events import BlockSpans, PageSpan
 
 from ..kv.core_rig import Clock
 from .conftest import Announcing
@@ -30,7 +32,8 @@ Make = Callable[..., Announcing]
 
 def page_keys(one: Announcing) -> list[bytes]:
     """Keys of the pages that were announced, as only this process knows them."""
-    return [key for span in one.engine.connector._scheduler.events._announced.values() for key in span.keys]
+    spans = {id(span): span for span in kept(one.engine.half.events, PageSpan, (BlockPool,))}
+    return [key for span in spans.values() for key in span.keys]
 
 
 def drop(store: MemoryStore, keys: list[bytes]) -> None:
@@ -125,7 +128,7 @@ def test_page_events_page_that_the_store_has_already_is_announced(announcing: Ma
     writer, other = announcing(), announcing()
     writer.answer(PROMPT)
     writer.sleep()
-    other.engine.connector._scheduler._offers.tokens = lambda tracked, computed: 0
+    other.engine.offers.tokens = lambda tracked, computed: 0
     other.answer(PROMPT)
     other.sleep()
     assert other.saved("present") == 4

@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from collaborators import recorded
 from vllm.config import KVTransferConfig
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -96,8 +97,11 @@ class GroupCore:
             mock.patch.object(kv_connector, "runtime", side_effect=run),
             mock.patch.object(tracked_requests, "kv_identity", return_value=(b"lm" * 16, {"model": "rig"})),
             mock.patch("vllm.distributed.get_tensor_model_parallel_world_size", return_value=tp),
+            recorded(kv_connector, "GroupsScheduler") as halves,
+            recorded(kv_connector, "GroupsWorker") as self.workers,
         ):
             self.connector = CornplugConnector(ours, KVConnectorRole.SCHEDULER, cache)
+            self.half = halves[0] if halves else None
             for rank in range(tp):
                 with mock.patch("vllm.distributed.get_tensor_model_parallel_rank", return_value=rank):
                     worker = CornplugConnector(ours, KVConnectorRole.WORKER, cache)
@@ -267,7 +271,7 @@ class GroupCore:
 
     def drain(self) -> None:
         for rank in self.ranks:
-            rank.connector._worker.drain()  # type: ignore[union-attr]
+            rank.connector.unregister_kv_caches()  # waits for its copies
 
     def loaded(self) -> float:
         return self.counts.get(("saved_tokens",), 0)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from cornplug.store.memory import MemoryStore
-from cornplug.vllm_connector.kv.worker import DisabledKVWorker
 
 from ..kv.test_fence import HOOKS, fail_in
 from .group_rig import GroupCore
@@ -36,7 +34,7 @@ def test_error_in_a_hook_of_the_scheduler_half_of_groups_ends_sharing_only(
     first.answer(PROMPT)
     first.settle()
     one = cores()
-    fail_in(one.connector._scheduler, hook, after, monkeypatch)
+    fail_in(one.half, hook, after, monkeypatch)
     answers_all(one)
 
 
@@ -49,10 +47,9 @@ def test_error_in_a_hook_of_a_worker_half_of_groups_ends_sharing_only(
     first.answer(PROMPT)
     first.settle()
     one = cores()
-    worker: Any = one.ranks[0].connector
-    fail_in(worker._worker, hook, after, monkeypatch)
+    fail_in(one.workers[0], hook, after, monkeypatch)
     answers_all(one)
-    assert isinstance(worker._worker, DisabledKVWorker)
+    assert one.counts["misses", "kv_page", "error"] >= 1
     # What the store has is whole: every byte that another engine loads is checked.
     reader = cores()
     reader.answer(PROMPT, max_tokens=20)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cornplug.metrics import Tally
 from cornplug.vllm_connector.kv_groups.groups_scheduler import GroupOffers
+
+from ..rig import runtime
 
 SIZE, BLOCK = 32, 16
 
@@ -17,7 +21,16 @@ def kind(window: int) -> Any:
     def needed_from(end: int) -> int:
         return max(0, end - window + 1) // BLOCK * BLOCK if window else 0
 
-    return SimpleNamespace(whole=not window, needed_from=needed_from)
+    return SimpleNamespace(
+        whole=not window, needed_from=needed_from, geometry=SimpleNamespace(page_tokens=SIZE)
+    )
+
+
+def offers_over(kinds: list[Any], contains: Callable[..., bytes]) -> Any:
+    """Offers of a store that only answers lookups."""
+    store, unused = SimpleNamespace(contains=contains), SimpleNamespace()
+    run = runtime(store, deadline_s=1)  # type: ignore[arg-type]
+    return GroupOffers(run, kinds, [], Tally(), unused, unused)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -29,17 +42,13 @@ def test_group_offers_end_is_the_longest_with_all_windows(seed: int) -> None:
         (i, page) for i in range(3) for page in range(pages) if chance.random() < chance.choice([0.5, 1])
     }
     keys = [SimpleNamespace(of=lambda _, wanted, i=i: [(i, page) for page in wanted]) for i in range(3)]
-    offers: Any = object.__new__(GroupOffers)
-    offers._kinds, offers._page = kinds, SimpleNamespace(page_tokens=SIZE)
     asked: list[Any] = []
 
     def contains(keys: list[Any], deadline_s: float) -> bytes:
         asked.extend(keys)
         return bytes(key in stored for key in keys)
 
-    offers._run = SimpleNamespace(
-        config=SimpleNamespace(store=SimpleNamespace(deadline_s=1)), store=SimpleNamespace(contains=contains)
-    )
+    offers = offers_over(kinds, contains)
 
     def whole(end: int) -> bool:
         needed = (
@@ -49,7 +58,6 @@ def test_group_offers_end_is_the_longest_with_all_windows(seed: int) -> None:
 
     longest = max((end for end in range(pages + 1) if end * SIZE > computed and whole(end)), default=0)
     tracked: Any = SimpleNamespace(recall=None, request=SimpleNamespace(all_token_ids=[]))
-    offers._recalls = SimpleNamespace(has_disk=False)
     assert offers._end_with_tails(tracked, computed, pages, keys) == longest
     assert len(set(asked)) == len(asked)
 
@@ -63,13 +71,8 @@ def test_group_offers_questions_are_few_however_far_states_are_apart(apart: int)
         questions.append(len(keys))
         return bytes(page % apart == 0 for page in keys)
 
-    offers: Any = object.__new__(GroupOffers)
-    offers._kinds, offers._page = [kind(0), kind(2)], SimpleNamespace(page_tokens=SIZE)
-    offers._run = SimpleNamespace(
-        config=SimpleNamespace(store=SimpleNamespace(deadline_s=1)), store=SimpleNamespace(contains=contains)
-    )
+    offers = offers_over([kind(0), kind(2)], contains)
     keys: Any = [SimpleNamespace(of=lambda _, pages: pages)] * 2
     tracked: Any = SimpleNamespace(recall=None, request=SimpleNamespace(all_token_ids=[]))
-    offers._recalls = SimpleNamespace(has_disk=False)
     assert offers._end_with_tails(tracked, 0, 1000, keys) == 999 // apart * apart + 1
     assert len(questions) <= 7 + apart / 60

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from collaborators import kept
+from keyed_store import KeyedStore
 from vllm.v1.request import RequestStatus
 
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector.kv import idle_saves
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 from ..conftest import open_in
 from ..rig import BrokenBackend
@@ -39,10 +42,9 @@ def test_groups_scheduler_events_are_of_full_attention(cores: Make, store: Memor
 def nothing_left(store: MemoryStore, *cores: GroupCore) -> None:
     """No lease, no reservation, no block and no request is kept."""
     for core in cores:
-        scheduler: Any = core.connector._scheduler
         assert core.pool.get_num_free_blocks() == core.pool.num_gpu_blocks - 1
-        assert not scheduler._requests
-        assert not any(group.saves or group.requests._tracked for group in scheduler._groups)
+        assert not kept(core.connector, TrackedRequest)
+        assert not core.connector.has_pending_push_work()
         assert not core.connector.has_pending_block_frees()
     assert open_in(store) == (0, 0)
 
@@ -150,13 +152,12 @@ def test_groups_scheduler_idle_engine_saves_what_was_used_once(
 
 @pytest.mark.parametrize("nth", range(0, 27, 5))
 def test_groups_scheduler_damaged_page_fails_the_load_as_a_whole(
-    cores: Make, store: MemoryStore, nth: int
+    cores: Make, store: KeyedStore, nth: int
 ) -> None:
     first, second = cores(window=1000), cores(window=1000)
     first.answer(PROMPT)
     first.settle()
-    location = list(store.index._entries.values())[nth].location
-    store.arena[location.offset + location.size - 1] ^= 1
+    store.damage(nth)
     second.answer(PROMPT, max_tokens=20)
     second.settle()
     assert (second.loaded(), second.failed) == (0, 1)
@@ -170,7 +171,7 @@ def test_groups_scheduler_damaged_page_fails_the_load_as_a_whole(
 
 
 def test_groups_scheduler_failed_loads_side_by_side_do_not_block_each_other(
-    cores: Make, store: MemoryStore
+    cores: Make, store: KeyedStore
 ) -> None:
     """Computed from the start, each needs more than the other leaves: blocks that windows have moved past."""
     first, second = cores(), cores(blocks=56)
@@ -178,8 +179,8 @@ def test_groups_scheduler_failed_loads_side_by_side_do_not_block_each_other(
     for prompt in (PROMPT, others):
         first.answer(prompt)
     first.settle()
-    for entry in store.index._entries.values():
-        store.arena[entry.location.offset + entry.location.size - 1] ^= 1
+    for nth in range(len(store.entries())):
+        store.damage(nth)
     requests = [second.add(prompt) for prompt in (PROMPT, others)]
     for _ in range(100):
         second.step()
@@ -237,7 +238,7 @@ def test_groups_scheduler_store_that_is_gone_is_a_miss(cores: Make, faulty: Faul
 def test_groups_scheduler_requests_in_any_order_leave_nothing(cores: Make, seed: int) -> None:
     """Two engines with too few blocks, over a small store with faults."""
     chance, save = random.Random(seed), ["always", "second"][seed % 2]
-    store = MemoryStore(capacity_bytes=300 << 10)
+    store = KeyedStore(capacity_bytes=300 << 10)
     faults = [FaultyStore(store.connect()) for _ in range(2)]
     window, size = chance.choice([20, 48, 100]), chance.choice([16, 16, 32])
     how: dict[str, Any] = {"window": window, "save": save, "block_size": size, "blocks": 1120 // size}
@@ -254,11 +255,10 @@ def test_groups_scheduler_requests_in_any_order_leave_nothing(cores: Make, seed:
             if chance.random() < 0.15 and core.scheduler.requests:
                 name = chance.choice(sorted(core.scheduler.requests))
                 core.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
-        if chance.random() < 0.2 and store.index._entries:
-            location = chance.choice(list(store.index._entries.values())).location
-            store.arena[location.offset] ^= 1
-        if chance.random() < 0.2 and store.index._entries:
-            store.connect().delete([chance.choice(list(store.index._entries))], deadline_s=1)
+        if chance.random() < 0.2 and (entries := store.entries()):
+            store.arena[chance.choice(entries).location.offset] ^= 1
+        if chance.random() < 0.2 and (entries := store.entries()):
+            store.connect().delete([chance.choice(entries).key], deadline_s=1)
     for core, fault in zip(both, faults, strict=True):
         fault.unavailable = fault.full = False
         core.settle()

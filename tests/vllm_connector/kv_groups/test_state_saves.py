@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from keyed_store import KeyedStore
 
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
@@ -127,13 +128,11 @@ def test_state_saves_idle_engine_saves_what_was_used_once(
     nothing_left(store, first, fresh)
 
 
-def test_state_saves_damaged_state_fails_the_load_as_a_whole(engines: Make, store: MemoryStore) -> None:
+def test_state_saves_damaged_state_fails_the_load_as_a_whole(engines: Make, store: KeyedStore) -> None:
     first, second = engines(), engines()
     first.answer(PROMPT)
     first.settle()
-    states = [
-        entry.location for entry in store.index._entries.values() if entry.location.size <= 2 * STATE_BYTES
-    ]
+    states = [entry.location for entry in store.entries() if entry.location.size <= 2 * STATE_BYTES]
     assert len(states) == 2 * len(STEPS_END)
     for location in states:
         store.arena[location.offset] ^= 1
@@ -151,7 +150,7 @@ def test_state_saves_damaged_state_fails_the_load_as_a_whole(engines: Make, stor
 def test_state_saves_requests_in_any_order_leave_nothing(cores: Make, seed: int) -> None:
     """Two engines with too few blocks, over a small store with faults."""
     chance, save = random.Random(seed), ["always", "second"][seed % 2]
-    store = MemoryStore(capacity_bytes=300 << 10)
+    store = KeyedStore(capacity_bytes=300 << 10)
     faults = [FaultyStore(store.connect()) for _ in range(2)]
     size = chance.choice([16, 32, 48])
     how: dict[str, Any] = {"states": True, "save": save, "block_size": size, "blocks": 1440 // size}
@@ -165,8 +164,8 @@ def test_state_saves_requests_in_any_order_leave_nothing(cores: Make, seed: int)
                 core.step()
                 if chance.random() < 0.5:
                     core.drain()
-        if chance.random() < 0.2 and store.index._entries:
-            store.connect().delete([chance.choice(list(store.index._entries))], deadline_s=1)
+        if chance.random() < 0.2 and (entries := store.entries()):
+            store.connect().delete([chance.choice(entries).key], deadline_s=1)
     for core, fault in zip(both, faults, strict=True):
         fault.unavailable = fault.full = False
         core.settle()

@@ -14,7 +14,7 @@ from cornplug.codec import PayloadKind
 from cornplug.engine_common.embedding_fetch import ExpectedEmbedding
 from cornplug.errors import CodecError, StoreUnavailable
 from cornplug.store.memory import MemoryStore
-from cornplug.store.payload import put_payload
+from cornplug.store.payload import NewPayload, put_payload
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector.media.metadata import (
     ArrivedEmbedding,
@@ -52,9 +52,11 @@ def filled(store: MemoryStore) -> MemoryStore:
 
 def put(store: MemoryStore, rows: Any = ROWS) -> None:
     outcome = put_payload(
-        store.connect(), rows.tobytes(), kind=PayloadKind.EMBEDDING, key=KEY, dtype=str(rows.dtype),
-        shape=rows.shape, app="other", deadline_s=1,
-    )  # fmt: skip
+        store.connect(),
+        NewPayload(rows.tobytes(), PayloadKind.EMBEDDING, key=KEY, dtype=str(rows.dtype), shape=rows.shape),
+        app="other",
+        deadline_s=1,
+    )
     assert outcome == "stored"
 
 

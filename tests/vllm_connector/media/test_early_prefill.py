@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from collaborators import kept, recorded
 from vllm.config import ECTransferConfig
 from vllm.config.ec_manager_config import EncoderCacheManagerConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -34,6 +36,7 @@ from cornplug.vllm_connector.compat import EC_CONNECTOR
 from cornplug.vllm_connector.media import early_prefill, encoder_requests
 from cornplug.vllm_connector.media import scheduler as ec_scheduler
 from cornplug.vllm_connector.media.early_prefill import EarlyPrefill, InFlightEncoderCacheManager, why_not
+from cornplug.vllm_connector.media.encoder_requests import PendingEmbedding
 from devkit import checkpoints
 
 from ..rig import runtime
@@ -82,15 +85,22 @@ class Core:
         patches.setattr(ec_connector, "runtime", lambda extra: runtime(store.connect(), **fields))
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
         cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
-        self.scheduler = kind(
-            self.config, cache, StructuredOutputManager(self.config), block_size=BLOCK, log_stats=False
-        )
+        self.preparer = ThreadPoolExecutor(1)
+        patches.setattr(encoder_requests, "ThreadPoolExecutor", lambda *_, **__: self.preparer)
+        with (
+            recorded(ec_connector, "ECScheduler") as halves,
+            recorded(ec_connector, "Tally") as tallies,
+            recorded(encoder_requests, "CurrentIdentity") as identities,
+        ):
+            self.scheduler = kind(
+                self.config, cache, StructuredOutputManager(self.config), block_size=BLOCK, log_stats=False
+            )
         connector: Any = self.scheduler.ec_connector
-        self.half, self._tally = connector._scheduler, connector._tally
+        (self.half,), (self.tally,) = halves, tallies
         self.misses: dict[str, float] = {}
         self.early = 0.0
         patches.setattr(connector, "get_ec_connector_stats", self._drained)
-        assert self.half._service._tower.now()[1].wait(60)
+        assert identities[0].now()[1].wait(60)
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
 
@@ -126,11 +136,10 @@ class Core:
     def asked(self, count: int) -> None:
         """Wait until the preparing thread has sent so many requests."""
         end_s = time.monotonic() + 5
-        while len(self.service.asked) < count or any(
-            item.answer is None for item in self.half._items.values() if not item.settled
-        ):
+        while len(self.service.asked) < count:
             assert time.monotonic() < end_s
             time.sleep(0.001)
+        self.preparer.submit(lambda: None).result(60)
 
     def step(self) -> Any:
         """One step of the engine: what it computes."""
@@ -147,7 +156,7 @@ class Core:
 
     def _drained(self) -> None:
         """vLLM's scheduler would hand the counts to its front end."""
-        counts = self._tally.drain()
+        counts = self.tally.drain()
         for labels, values in counts.get("cornplug_misses_total", []):
             self.misses[labels[-1]] = self.misses.get(labels[-1], 0) + sum(values)
         self.early += sum(sum(values) for _, values in counts.get("cornplug_early_prefills_total", []))
@@ -195,8 +204,8 @@ def test_early_prefill_computes_tokens_before_first_image_in_flight(
     for _ in range(5):
         here.step()
     assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
-    assert not here.half._items
-    assert not here.half._early._tokens
+    assert not kept(here.half, PendingEmbedding)
+    assert request.request_id not in kept(here.half, str)
     assert here.free == BLOCKS - 1
 
 
@@ -207,18 +216,6 @@ def test_early_prefill_text_before_first_image_is_computed(core: Callable[..., C
     here.asked(1)
     here.answer(1)
     assert here.step().num_scheduled_tokens == {"r1": ROWS + BETWEEN}
-
-
-def test_early_prefill_off_defers_whole_request(core: Callable[..., Core]) -> None:
-    here = core(prefill_while_encoding=False)
-    assert type(here.scheduler.encoder_cache_manager) is EncoderCacheManager
-    here.add(1, 2, text=300)
-    assert here.step().num_scheduled_tokens == {}
-    here.asked(2)
-    here.answer(1)
-    assert here.step().num_scheduled_tokens == {}
-    here.answer(2)
-    assert here.step().num_scheduled_tokens == {"r1": 300 + 2 * (ROWS + BETWEEN)}
 
 
 def test_early_prefill_without_its_manager_defers_whole_request(core: Callable[..., Core]) -> None:
@@ -264,10 +261,10 @@ def test_early_prefill_aborted_request_frees_everything(core: Callable[..., Core
     here.asked(2)
     here.answer(1)
     assert here.step().num_scheduled_tokens == {"r1": ROWS + BETWEEN}
+    assert "r1" in kept(here.half, str)
     here.scheduler.finish_requests("r1", RequestStatus.FINISHED_ABORTED)
-    assert not here.half._items
-    assert not here.half._early._tokens
-    assert here.half._waiting_bytes == 0
+    assert not kept(here.half, PendingEmbedding)
+    assert "r1" not in kept(here.half, str)
     assert here.free == BLOCKS - 1
     manager = here.scheduler.encoder_cache_manager
     assert manager.num_freeable_slots == manager.cache_size
@@ -355,7 +352,7 @@ def test_why_not_names_what_excludes_early_prefill(section: str, field: str, val
     parts[section][field] = value
     config = _config(parts)
     assert reason in why_not(config)
-    early = early_prefill.early_prefill(config, wanted=True)
+    early = early_prefill.early_prefill(config)
     assert id(config) not in early_prefill._offered
     request: Any = SimpleNamespace(request_id="a", num_preemptions=0)
     assert not early.admits(request, 0, 1000)

@@ -19,6 +19,7 @@ from cornplug.vllm_connector.media.metadata import (
     CornplugECMetadata,
     CornplugECWorkerMetadata,
 )
+from cornplug.vllm_connector.media.worker import ECWorker
 
 from .test_scheduler import Stage, identifier, put
 from .test_scheduler import stage as stage  # a fixture
@@ -31,9 +32,10 @@ def fails(*args: Any, **kwargs: Any) -> Any:
     raise KeyError("a lost entry")
 
 
-def takes_in(connector: CornplugECConnector, request: Any) -> dict[str, bool]:
+def takes_in(connector: CornplugECConnector, request: Any, publishes: bool | None = None) -> dict[str, bool]:
     """What vLLM's scheduler asks and does for a request: identifier -> whether it expects the embedding from
-    the connector. Fails if it does not get one."""
+    the connector. Fails if it does not get one, or if the step says otherwise whether this engine
+    `publishes`."""
     end_s = time.monotonic() + 30
     while not connector.ensure_cache_available(request, 0):
         assert time.monotonic() < end_s
@@ -49,7 +51,7 @@ def takes_in(connector: CornplugECConnector, request: Any) -> dict[str, bool]:
     acks = SimpleNamespace(ec_connector_worker_meta=CornplugECWorkerMetadata())
     connector.update_connector_output(acks)
     assert connector.request_finished(request) == (False, None)
-    assert moves.publish or connector._scheduler is None
+    assert publishes in (None, moves.publish)
     return expected
 
 
@@ -57,18 +59,20 @@ def takes_in(connector: CornplugECConnector, request: Any) -> dict[str, bool]:
 def test_error_in_a_hook_of_the_ec_scheduler_half_ends_sharing_only(
     stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, hook: str
 ) -> None:
-    one, connector = stage(), facade(None, ECConnectorRole.SCHEDULER)
-    connector._scheduler = one.half
+    one = stage()
+    connector = facade(None, ECConnectorRole.SCHEDULER, half=one.half)
     one.service.refusal = EncoderUnavailable("no service")
     for image in (1, 2):
         put(one.store, image)
-    assert takes_in(connector, one.request("a", 1)) == {identifier(1): True}
+    assert takes_in(connector, one.request("a", 1), publishes=True) == {identifier(1): True}
     monkeypatch.setattr(one.half, hook, fails)
     # Each embedding that the engine was promised comes.
     takes_in(connector, one.request("b", 2, 3))
-    assert connector._scheduler is None
-    assert takes_in(connector, one.request("c", 1, 2)) == {identifier(1): False, identifier(2): False}
-    assert connector._tally.drain()["cornplug_misses_total"] == [(("test", "embedding", "error"), [1])]
+    after = takes_in(connector, one.request("c", 1, 2), publishes=False)
+    assert after == {identifier(1): False, identifier(2): False}
+    stats = connector.get_ec_connector_stats()
+    assert stats is not None
+    assert stats.data["cornplug_misses_total"] == [(("test", "embedding", "error"), [1])]
 
 
 @pytest.mark.parametrize("hook", ["save", "acks"])
@@ -76,7 +80,7 @@ def test_error_in_a_hook_of_an_ec_worker_half_ends_publishing_only(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch, hook: str
 ) -> None:
     connector = facade(store, ECConnectorRole.WORKER)
-    monkeypatch.setattr(connector._worker, hook, fails)
+    monkeypatch.setattr(ECWorker, hook, fails)
     cache = {NAME: torch.ones(2, 4)}
     arrived = ArrivedEmbedding("cp1-x", "float32", (1, 1), bytearray(4))
     for _ in range(2):

@@ -29,15 +29,22 @@ from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
 from cornplug.engine_common import engine_state
 from cornplug.identity import embedding_key
+from cornplug.store.backends import open_store
 from cornplug.store.memory import MemoryStore
-from cornplug.store.payload import put_payload
+from cornplug.store.payload import NewPayload, put_payload
 from cornplug.vllm_connector import compat, connector_config
-from cornplug.vllm_connector.media import mm_identifiers
+from cornplug.vllm_connector.carried_flags import EMBEDDINGS_BY_VALUE
+from cornplug.vllm_connector.media import embedding_handles, mm_identifiers
 from cornplug.vllm_connector.media.embedding_handles import ReceivedHandles
 from cornplug.vllm_connector.media.mm_identifiers import MmIdentifiers, key_of
 from cornplug.vllm_connector.model import weight_updates
 
+from ..wrapped import wrapper_of
 from .test_mm_identifiers import SECRET, config, llava, sample_image  # noqa: F401
+
+get_mm_hashes = wrapper_of(mm_identifiers, "BaseMultiModalProcessor._get_mm_hashes")
+process_inputs = wrapper_of(mm_identifiers, "InputProcessor.process_inputs")
+rpc_of_api = wrapper_of(weight_updates, "AsyncLLM.collective_rpc")
 
 MEDIA = b"m" * 32
 GRID = (1, 4, 6)
@@ -72,7 +79,7 @@ def make(
         secret.write_bytes(SECRET)
         extra = {"store.secret_file": str(secret), **fields.pop("extra", {})}
         made = MmIdentifiers(config(llava, **fields), extra)
-        made.handles._store = store.connect()
+        monkeypatch.setattr(embedding_handles, "open_store", lambda *_, **__: store.connect())
         monkeypatch.setattr(mm_identifiers, "_active", made)
         return made
 
@@ -88,9 +95,11 @@ def kept(store: MemoryStore, identity: bytes, *, salt: str | None = None, **chan
     rows = np.random.default_rng(1).standard_normal((6, 64)).astype("<f4")
     key = embedding_key(SECRET, identity, MEDIA, salt)
     put_payload(
-        store.connect(), rows.tobytes(), kind=PayloadKind.EMBEDDING, key=key, dtype="float32", shape=(6, 64),
-        app="t", deadline_s=1,
-    )  # fmt: skip
+        store.connect(),
+        NewPayload(rows.tobytes(), PayloadKind.EMBEDDING, key=key, dtype="float32", shape=(6, 64)),
+        app="t",
+        deadline_s=1,
+    )
     fields: dict[str, Any] = {
         "family": "llava",
         "modality": "image",
@@ -138,16 +147,14 @@ def names(data: Any, **kwargs: Any) -> list[str]:
         parser = MultiModalDataParser(expected_hidden_size=64)
         data = data.unsqueeze(0) if isinstance(data, torch.Tensor) else data
     inputs = ProcessorInputs([1], parser.parse_mm_data({"image": data}), None, hf_processor_mm_kwargs=kwargs)
-    found = mm_identifiers._get_mm_hashes(
-        lambda this, inputs: inputs.get_mm_hashes("model", "blake3"), None, inputs
-    )
+    found = get_mm_hashes(lambda this, inputs: inputs.get_mm_hashes("model", "blake3"), None, inputs)
     return found["image"]
 
 
 def final(mm_hash: str, salt: str | None = None, identifier: str | None = None) -> str:
     feature = SimpleNamespace(mm_hash=mm_hash, identifier=identifier or mm_hash)
     request = SimpleNamespace(mm_features=[feature], cache_salt=salt)
-    mm_identifiers._process_inputs(lambda this, request: request, None, request)
+    process_inputs(lambda this, request: request, None, request)
     return feature.identifier
 
 
@@ -220,9 +227,9 @@ def test_embedding_handle_invalid_or_evicted_error_names_cause(
         loaded({"image_embeds": kept_handle_only(right)})
     # As vLLM's API process learns it.
     config = SimpleNamespace(kv_transfer_config=None, ec_transfer_config=None)
-    weight_updates._rpc_of_api(lambda *args: None, SimpleNamespace(vllm_config=config), "list_loras")
+    rpc_of_api(lambda *args: None, SimpleNamespace(vllm_config=config), "list_loras")
     assert loaded(kept(store, right).to_vllm_content_part()) is not None
-    weight_updates._rpc_of_api(lambda *args: None, SimpleNamespace(vllm_config=config), "update_weights")
+    rpc_of_api(lambda *args: None, SimpleNamespace(vllm_config=config), "update_weights")
     with pytest.raises(VLLMValidationError, match="another model"):
         loaded(kept(store, right).to_vllm_content_part())
 
@@ -246,10 +253,11 @@ def test_embedding_handle_with_store_down_fails_within_deadline(
     llava: Path,  # noqa: F811
     store: MemoryStore,
     within: TimeLimits,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    here = make()
+    make()
     ref = kept(store, identity_of(llava))
-    here.handles._store = None  # opened anew: nobody serves this test's socket
+    monkeypatch.setattr(embedding_handles, "open_store", open_store)  # nobody serves this test's socket
     with within(15), pytest.raises(VLLMValidationError):
         loaded(ref.to_vllm_content_part())
 
@@ -265,7 +273,7 @@ def test_embedding_by_value_without_flag_is_refused(
     rows = loaded(part)
     with pytest.raises(VLLMValidationError, match="--enable-mm-embeds"):
         names(rows)
-    make(extra={"engine.embeddings_by_value": True})
+    make(extra={EMBEDDINGS_BY_VALUE: True})
     [name] = names(rows)
     assert key_of(final(name)) is None, "nobody says what it is of"
 
@@ -298,13 +306,13 @@ def test_connector_config_enable_mm_embeds_reaches_extra_config() -> None:
         return made.ec_transfer_config.ec_connector_extra_config
 
     for asked in (True, False):
-        assert config(asked)["engine.embeddings_by_value"] is asked
+        assert config(asked).get(EMBEDDINGS_BY_VALUE, False) is asked
 
 
 @pytest.mark.parametrize("by_value", [False, True])
 def test_embedding_missing_from_request_is_refused(make: Make, by_value: bool) -> None:
     """vLLM trusts that a connector like ours has it; its worker dies where it has not."""
-    make(extra={"engine.embeddings_by_value": by_value})
+    make(extra={EMBEDDINGS_BY_VALUE: by_value})
     with pytest.raises(VLLMValidationError, match="missing"):
         names({"image_grid_thw": torch.tensor([GRID])})
 
@@ -321,7 +329,7 @@ def test_embedding_handle_forged_rows_get_no_key(
     llava: Path,  # noqa: F811
     store: MemoryStore,
 ) -> None:
-    make(extra={"engine.embeddings_by_value": True})
+    make(extra={EMBEDDINGS_BY_VALUE: True})
     ref = kept(store, identity_of(llava))
     rows = loaded(ref.to_vllm_content_part())
     [name] = names(rows)

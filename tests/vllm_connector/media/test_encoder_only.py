@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from collaborators import kept
 from time_limits import TimeLimits
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -89,12 +90,13 @@ def test_ec_scheduler_of_encoder_alone_without_store_publishes_nothing_again(
 
 
 def test_ec_scheduler_of_encoder_alone_forgets_finished_requests(stage: Stage) -> None:
-    stage.half.available(request := stage.request("a", 1), 0)
+    name = "a request that ends"
+    stage.half.available(request := stage.request(name, 1), 0)
     stage.take_in(request)
     stage.half.available(request, 0)
+    assert name in kept(stage.half, str)
     stage.half.finished(request)
-    assert stage.half._lost is not None
-    assert stage.half._lost._looked == {}
+    assert name not in kept(stage.half, str)
 
 
 # -- worker half --------------------------------------------------------------------------------

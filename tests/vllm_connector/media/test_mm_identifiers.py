@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,12 @@ from cornplug.vllm_connector.media.video_digest import unshared_reason
 from cornplug.vllm_connector.model import model_config
 from cornplug.vllm_connector.model.model_config import embedding_width, kv_identity, tower_identity
 from devkit import checkpoints
+
+from ..wrapped import wrapper_of
+
+get_mm_hashes = wrapper_of(mm_identifiers, "BaseMultiModalProcessor._get_mm_hashes")
+process_inputs = wrapper_of(mm_identifiers, "InputProcessor.process_inputs")
+make_input_processor = wrapper_of(mm_identifiers, "InputProcessor.__init__")
 
 SECRET = bytes(range(32))
 
@@ -106,7 +113,7 @@ def names(
     def original(this: Any, inputs: ProcessorInputs) -> Any:
         return inputs.get_mm_hashes("model", "blake3")
 
-    return mm_identifiers._get_mm_hashes(original, None, inputs)
+    return get_mm_hashes(original, None, inputs)
 
 
 def final(
@@ -119,7 +126,7 @@ def final(
     """The identifier after `process_inputs`."""
     feature = SimpleNamespace(mm_hash=mm_hash, identifier=identifier or mm_hash, modality=modality)
     request = SimpleNamespace(mm_features=[feature], cache_salt=salt)
-    assert mm_identifiers._process_inputs(lambda this, request: request, None, request) is request
+    assert process_inputs(lambda this, request: request, None, request) is request
     return feature.identifier
 
 
@@ -175,7 +182,7 @@ def sent(name: str, *, lora: str = "") -> SimpleNamespace:
     name = json.loads(json.dumps(name))
     feature = SimpleNamespace(mm_hash=name, identifier=lora + name, modality="image")
     request = SimpleNamespace(mm_features=[feature], cache_salt=None)
-    mm_identifiers._process_inputs(lambda this, request: request, None, request)
+    process_inputs(lambda this, request: request, None, request)
     return feature
 
 
@@ -221,7 +228,7 @@ def test_process_inputs_sends_plain_strings(active: MmIdentifiers) -> None:
     [name] = names({"image": sample_image(1)})["image"]
     feature = SimpleNamespace(mm_hash=name, identifier=name, modality="image")
     request = SimpleNamespace(mm_features=[feature], cache_salt=None)
-    mm_identifiers._process_inputs(lambda this, request: request, None, request)
+    process_inputs(lambda this, request: request, None, request)
     assert feature.mm_hash == name
     assert type(feature.mm_hash) is type(feature.identifier) is str
 
@@ -248,7 +255,6 @@ def test_mm_identifiers_uuid_table_drops_oldest(
     for i, uuid in enumerate("abca"):
         names({"image": [sample_image(i)]}, {"image": [uuid]})
     assert names({"image": [None] * 2}, {"image": ["b", "z"]})["image"] == ["b", "z"]
-    assert len(active._uuids) == 2
     assert names({"image": [None]}, {"image": ["a"]}) == names({"image": sample_image(3)})
 
 
@@ -269,12 +275,12 @@ def test_mm_identifiers_array_is_named_by_its_pixels(active: MmIdentifiers) -> N
     array = np.asarray(sample_image(1))
     [name] = names({"image": array})["image"]
     assert key_of(name) is not None
-    assert mm_identifiers._media_digest(torch.from_numpy(array.copy())) == bytes.fromhex(name[4:])
+    assert active.media_name(torch.from_numpy(array.copy()), None, {}) == name
     assert names({"image": np.asfortranarray(array)})["image"] == [name]
     assert names({"image": array[:, ::-1]})["image"] != [name]
     assert names({"image": array.astype(np.int16)})["image"] != [name]
-    assert mm_identifiers._media_digest(torch.zeros(2, dtype=torch.bfloat16)) is None
-    assert mm_identifiers._media_digest({"image_embeds": 1}) is None
+    assert active.media_name(torch.zeros(2, dtype=torch.bfloat16), None, {}) is None
+    assert active.media_name({"image_embeds": 1}, None, {}) is None
 
 
 def test_mm_identifiers_audio_keeps_name_of_vllm(active: MmIdentifiers) -> None:
@@ -303,7 +309,7 @@ def test_mm_identifiers_tower_lora_gets_no_key(active: MmIdentifiers) -> None:
 
 def test_process_inputs_without_media_is_unchanged(active: MmIdentifiers) -> None:
     request = SimpleNamespace(mm_features=None, cache_salt=None)
-    mm_identifiers._process_inputs(lambda this, r: r, None, request)
+    process_inputs(lambda this, r: r, None, request)
     assert request.mm_features is None
 
 
@@ -313,7 +319,7 @@ def test_mm_identifiers_inactive_keeps_names_of_vllm(monkeypatch: pytest.MonkeyP
     assert names({"image": sample_image(1)}) == ProcessorInputs([1], items).get_mm_hashes("model", "blake3")
     feature = SimpleNamespace(mm_hash="cp1-" + "0" * 64, identifier="cp1-" + "0" * 64)
     request = SimpleNamespace(mm_features=[feature], cache_salt=None)
-    assert mm_identifiers._process_inputs(lambda this, r: r, None, request) is request
+    assert process_inputs(lambda this, r: r, None, request) is request
     assert feature.identifier == feature.mm_hash
 
 
@@ -361,10 +367,10 @@ def test_identifier_while_weights_are_read_waits_once(
     with within(25 * 0.3, "one wait for all images of all requests"):
         for _ in range(50):
             assert one.identifier(name, None).startswith("local-")
-            assert one._known_identity() is None
     go.set()
-    assert one._tower.now()[1].wait(30)
-    assert key_of(one.identifier(name, None)) is not None
+    end_s = time.monotonic() + 30
+    while key_of(one.identifier(name, None)) is None:
+        assert time.monotonic() < end_s, "the model stays unidentified"
 
 
 @pytest.mark.parametrize(
@@ -389,11 +395,9 @@ def test_input_processor_init_without_cornplug_stays_inactive(
     monkeypatch.setattr(mm_identifiers, "_active", None)
     monkeypatch.setattr(mm_identifiers, "_asked_for", False)
     calls: list[Any] = []
-    mm_identifiers._input_processor_init(
-        lambda *a, **k: calls.append((a, k)), "self", config(llava, **fields), x=1
-    )
+    make_input_processor(lambda *a, **k: calls.append((a, k)), "self", config(llava, **fields), x=1)
     assert len(calls) == 1
-    assert (mm_identifiers._active is not None) is wanted
+    assert names({"image": sample_image(1)})["image"][0].startswith("cp1-") is wanted
 
 
 def test_input_processor_init_without_secret_stays_inactive(
@@ -403,10 +407,9 @@ def test_input_processor_init_without_secret_stays_inactive(
     monkeypatch.setattr(mm_identifiers, "_active", None)
     monkeypatch.setattr(mm_identifiers, "_asked_for", False)
     extra = {"store.secret_file": str(tmp_path / "home" / "secret")}
-    mm_identifiers._input_processor_init(lambda *a: None, "self", config(llava, extra=extra))
-    assert mm_identifiers._active is None
+    make_input_processor(lambda *a: None, "self", config(llava, extra=extra))
     ours = "cp1-" + "0" * 64
-    got = mm_identifiers._get_mm_hashes(lambda *a: {"image": ["theirs", ours]}, None, None)
+    got = get_mm_hashes(lambda *a: {"image": ["theirs", ours]}, None, None)
     assert got == {"image": ["theirs", f"foreign-{ours}"]}, "a client's uuid still passes for none of ours"
 
 
@@ -488,4 +491,3 @@ def test_identifier_after_update_is_of_the_new_weights_and_their_epoch(tmp_path:
     assert key_of(after, 2) == embedding_key(SECRET, fresh, b"\x11" * 32, None)
     assert key_of(after) is None
     assert key_of(before, 2) is None
-    assert one._known_identity() == fresh

@@ -17,6 +17,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.multimodal.parse import MultiModalDataParser
 
 from cornplug.errors import ConfigError
+from cornplug.vllm_connector.carried_flags import IMAGES_PER_PROMPT
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR, validated_families
 from cornplug.vllm_connector.media import no_tower_settings
 from cornplug.vllm_connector.media.no_tower_settings import TAKES_EMBEDDINGS, check_model, leave_out
@@ -76,7 +77,7 @@ def test_leave_out_sets_vllms_flags_and_keeps_the_users_limit() -> None:
             assert args.enable_mm_embeds
             assert args.limit_mm_per_prompt == {"image": 0, "video": 0, "audio": 0}
             for said in no_tower_settings.settings_in(args):
-                assert said.get("engine.images_per_prompt") == want
+                assert said.get(IMAGES_PER_PROMPT) == want
             assert no_tower_settings.is_asked_for(args)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from collaborators import kept, recorded
 from time_limits import TimeLimits
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
@@ -22,11 +23,12 @@ from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.errors import CheckpointError, EncoderRefused, EncoderUnavailable
 from cornplug.metrics import Tally
 from cornplug.store.memory import MemoryStore
-from cornplug.store.payload import get_payload, put_payload
+from cornplug.store.payload import NewPayload, get_payload, put_payload
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector.engine_alarm import ALARM
 from cornplug.vllm_connector.media import encoder_requests
 from cornplug.vllm_connector.media import scheduler as ec_scheduler
+from cornplug.vllm_connector.media.encoder_requests import PendingEmbedding
 from cornplug.vllm_connector.media.metadata import CornplugECWorkerMetadata
 from cornplug.vllm_connector.media.scheduler import ECScheduler
 from cornplug.vllm_connector.media.video_digest import unshared_name
@@ -86,14 +88,17 @@ class Stage:
         )
         known = identity or (lambda config: TowerIdentity(b"i" * 32, b"s" * 32))
         self.tally = Tally()
+        self.preparer = ThreadPoolExecutor(1)
         with (
             mock.patch.object(encoder_requests, "MediaInputs", return_value=self.inputs),
             mock.patch.object(encoder_requests, "engine_encoder", return_value=self.service),
             mock.patch.object(encoder_requests, "tower_identity", known),
+            mock.patch.object(encoder_requests, "ThreadPoolExecutor", return_value=self.preparer),
+            recorded(encoder_requests, "CurrentIdentity") as identities,
         ):
             run: Any = runtime(store, **fields)
             self.half = ECScheduler(config, run, self.tally, encoder_only=encoder_only)  # type: ignore[arg-type]
-            assert self.half._service._tower.now()[1].wait(30)
+            assert identities[0].now()[1].wait(30)
         for module in (ec_scheduler, encoder_requests):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=self.now))
         self.counts: dict[tuple[str, ...], float] = {}
@@ -112,15 +117,23 @@ class Stage:
     def asked(self, count: int) -> None:
         """Wait until the preparing thread has sent so many requests."""
         end_s = time.monotonic() + 30
-        while len(self.service.asked) < count or any(
-            item.answer is None for item in self.half._items.values() if not item.settled
-        ):
+        while len(self.service.asked) < count:
             assert time.monotonic() < end_s
             time.sleep(0.001)
+        self.prepared()
 
     def prepared(self) -> None:
         """Wait until the preparing thread has nothing to do."""
-        self.half._service._preparer.submit(lambda: None).result(60)
+        self.preparer.submit(lambda: None).result(60)
+
+    def admits_more(self) -> bool:
+        """Whether no embedding that waits takes memory: with a limit of none, another request is begun."""
+        put(self.store, 999)
+        request = self.request("more", 999)
+        with mock.patch.object(ec_scheduler, "_MAX_WAITING_BYTES", 0):
+            admitted = self.half.available(request, 0)
+        self.half.finished(request)
+        return admitted
 
     def answer(self, nth: int = -1, **changes: Any) -> None:
         request, future = self.service.asked[nth]
@@ -180,8 +193,8 @@ def put(store: Any, image: int, **changes: Any) -> None:
         "shape": (ROWS, HIDDEN),
         **changes,
     }
-    payload = fields.pop("payload", embedding().tobytes())
-    assert put_payload(store, payload, app="other", deadline_s=1, **fields) == "stored"
+    payload = NewPayload(fields.pop("payload", embedding().tobytes()), **fields)
+    assert put_payload(store, payload, app="other", deadline_s=1) == "stored"
 
 
 @pytest.fixture
@@ -229,9 +242,10 @@ def test_ec_scheduler_rows_that_come_by_value_are_stored_for_the_next_engine(
     here.asked(1)
     here.answer(stored=False)
     assert here.half.available(request, 0)
-    here.half._publisher._thread.submit(lambda: None).result(60)
-    found = get_payload(here.store, key(2), deadline_s=1)
-    assert found is not None
+    end_s = time.monotonic() + 60
+    while (found := get_payload(here.store, key(2), deadline_s=1)) is None:
+        assert time.monotonic() < end_s, "the embedding is not saved"
+        time.sleep(0.001)
     assert bytes(found[1]) == embedding().tobytes()
     assert bytes(here.take_in(request).arrived[0].data) == embedding().tobytes()
 
@@ -464,26 +478,31 @@ def test_ec_scheduler_two_timeouts_count_as_one_failure(stage: Callable[..., Sta
     here.asked(3)
     here.answer()
     assert here.half.available(fourth, 0)
-    assert here.half._service.policy._backoff._failures == 0
     # The late answer is nobody's.
     here.answer(0)
     assert here.half.available(first, 0)
     assert not here.half.arrived(identifier(1))
+    # The answer ended the back-off: the next failure is the first one again.
+    fifth = here.request("e", 5)
+    assert not here.half.available(fifth, 0)
+    here.asked(4)
+    here.service.asked[-1][1].set_exception(EncoderRefused("full", reason="overloaded"))
+    assert here.half.available(fifth, 0)
+    here.skew += 0.6
+    assert not here.half.available(here.request("f", 6), 0)
 
 
 def test_ec_scheduler_backoff_grows_to_ten_seconds(stage: Callable[..., Stage]) -> None:
     here = stage()
-    pauses = []
-    for i in range(7):
+    for i, pause_s in enumerate([0.5, 1, 2, 5, 10, 10, 10]):
         request = here.request("r", 100 + i)
         assert not here.half.available(request, 0)
         here.asked(i + 1)
         here.service.asked[-1][1].set_exception(EncoderRefused("full", reason="overloaded"))
-        before = here.now()
         assert here.half.available(request, 0)
-        pauses.append(round(here.half._service.policy._backoff._ask_after - before, 1))
-        here.skew += pauses[-1] + 0.1
-    assert pauses == [0.5, 1, 2, 5, 10, 10, 10]
+        here.skew += pause_s / 2
+        assert here.half.available(here.request("early", 200 + i), 0), "the service is asked too early"
+        here.skew += pause_s / 2 + 0.05
 
 
 def test_ec_scheduler_two_requests_for_one_image_encode_once(stage: Callable[..., Stage]) -> None:
@@ -503,7 +522,7 @@ def test_ec_scheduler_two_requests_for_one_image_encode_once(stage: Callable[...
     third = here.request("c", 1)
     assert here.half.available(third, 0)
     assert len(here.service.asked) == 1
-    assert not here.half._items
+    assert not kept(here.half, PendingEmbedding)
 
 
 def test_ec_scheduler_failure_ends_wait_of_all_requests(stage: Callable[..., Stage]) -> None:
@@ -526,8 +545,8 @@ def test_ec_scheduler_aborted_request_leaves_nothing(stage: Callable[..., Stage]
     here.half.available(request, 0)
     here.asked(2)
     here.half.finished(request)
-    assert not here.half._items
-    assert here.half._waiting_bytes == 0
+    assert not kept(here.half, PendingEmbedding)
+    assert here.admits_more()
     here.answer(0)
     assert not here.half.arrived(identifier(1))
 
@@ -540,7 +559,7 @@ def test_ec_scheduler_image_behind_loaded_prefix_leaves_nothing(stage: Callable[
     # Another engine's prefix came in meanwhile: its image is behind what is computed.
     assert here.half.available(request, ROWS)
     here.half.finished(request)
-    assert not here.half._items
+    assert not kept(here.half, PendingEmbedding)
 
 
 def test_ec_scheduler_image_behind_computed_tokens_is_skipped(stage: Callable[..., Stage]) -> None:
@@ -559,7 +578,7 @@ def test_ec_scheduler_image_freed_by_engine_is_loaded_again(stage: Callable[...,
     here.half.available(request, 0)
     here.take_in(request)
     assert here.half.available(here.request("b", 1), 0)
-    assert not here.half._items
+    assert not kept(here.half, PendingEmbedding)
     here.moves(freed=[identifier(1)])
     again = here.request("c", 1)
     assert here.half.available(again, 0)
@@ -575,7 +594,7 @@ def test_ec_scheduler_image_freed_and_loaded_in_one_step_is_held(stage: Callable
     here.half.available(request, 0)
     here.take_in(request, freed=[identifier(1)])
     assert here.half.available(here.request("b", 1), 0)
-    assert not here.half._items
+    assert not kept(here.half, PendingEmbedding)
 
 
 def test_ec_scheduler_reset_of_encoder_cache_is_noticed(stage: Callable[..., Stage]) -> None:
@@ -601,7 +620,7 @@ def test_ec_scheduler_image_encoded_by_engine_is_held(stage: Callable[..., Stage
     assert here.counted() == {("misses", "embedding", "not_served"): 1}
     put(here.store, 1)
     assert here.half.available(here.request("b", 1), 0)
-    assert not here.half._items
+    assert not kept(here.half, PendingEmbedding)
 
 
 def test_ec_scheduler_video_is_asked_under_its_own_identity(stage: Callable[..., Stage]) -> None:
@@ -631,7 +650,7 @@ def test_ec_scheduler_unshared_video_is_one_counted_miss(stage: Callable[..., St
     assert not here.half.arrived(request.mm_features[0].identifier)
     assert here.take_in(request).arrived == []
     assert here.counted() == {("misses", "embedding", "video_metadata"): 1}
-    assert not here.half._items
+    assert not kept(here.half, PendingEmbedding)
     assert not here.service.asked
 
 
@@ -666,7 +685,7 @@ def test_ec_scheduler_foreign_identifier_is_one_counted_miss(
     assert faulty.calls == {}
     here.half.finished(request)  # type: ignore[arg-type]
     assert here.counted() == {("misses", "embedding", "foreign_name"): 1}
-    assert not here.half._items
+    assert not kept(here.half, PendingEmbedding)
 
 
 def test_ec_scheduler_share_embeddings_off_asks_no_store(
@@ -702,7 +721,7 @@ def test_ec_scheduler_replaced_weights_end_sharing(stage: Callable[..., Stage]) 
     assert moves.arrived == []
     assert not moves.publish
     assert here.half.available(here.request("b", 2), 0)
-    assert not here.half._items
+    assert not kept(here.half, PendingEmbedding)
     assert here.counted() == {}
 
 
@@ -715,7 +734,8 @@ def test_ec_scheduler_memory_limit_causes_no_deadlock(
     for request in requests:
         assert not here.half.available(request, 0)
     here.asked(4)
-    assert len(here.half._items) == 4, "whoever has begun goes on; others wait"
+    here.prepared()
+    assert len(here.service.asked) == 4, "whoever has begun goes on; others wait"
     for i in range(4):
         here.answer(i)
     for request in requests[:2]:
@@ -729,7 +749,7 @@ def test_ec_scheduler_memory_limit_causes_no_deadlock(
     for request in requests[2:]:
         assert here.half.available(request, 0)
         assert len(here.take_in(request).arrived) == 2
-    assert here.half._waiting_bytes == 0
+    assert here.admits_more()
 
 
 def test_ec_scheduler_save_outcomes_are_counted(stage: Callable[..., Stage]) -> None:
@@ -823,7 +843,7 @@ def test_ec_scheduler_computed_request_is_not_iterated(
 def test_ec_scheduler_deadline_follows_measured_tower_time(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch, within: TimeLimits
 ) -> None:
-    stage = Stage(store.connect(), monkeypatch)
+    stage = Stage(store.connect(), monkeypatch, load_when="pays")
     unmeasured = stage.request("a", 1)
     assert not stage.half.available(unmeasured, 0)
     stage.asked(1)
@@ -848,7 +868,7 @@ def test_ec_scheduler_load_dearer_than_encode_is_skipped(
         put(store.connect(), image)
     stage = Stage(connection, monkeypatch, load_when="pays")
     assert stage.half.available(stage.request("a", 1), 0)
-    assert stage.half._items[identifier(1)].arrived is not None, "nothing was measured: it is tried"
+    assert stage.half.arrived(identifier(1)), "nothing was measured: it is tried"
     stage.half.acknowledged(CornplugECWorkerMetadata(encoded=[(ROWS, 1e-9)]))
     asked = dict(connection.calls)
     request = stage.request("b", 2)

@@ -128,7 +128,12 @@ def make(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     for module, target, wrapper in served_images.WRAPS:
         compat.wrap(module, target, wrapper)
 
-    def make(family: str = "qwen2_vl", tower: TowerIdentity | None = TOWER, **settings: Any) -> ServedImages:
+    def make(
+        family: str = "qwen2_vl",
+        tower: TowerIdentity | None = TOWER,
+        max_images: int | None = None,
+        **settings: Any,
+    ) -> ServedImages:
         config = load(
             {
                 "encoder.engine_urls": "http://a:8750",
@@ -138,7 +143,9 @@ def make(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
             }
         )
         handles = ReceivedHandles(config, SECRET, lambda: IDENTITY, dtype="float32")
-        made = ServedImages(config, SECRET, lambda: tower, handles, family=family, dtype="float32")
+        made = ServedImages(
+            config, SECRET, lambda: tower, handles, family=family, dtype="float32", max_images=max_images
+        )
         monkeypatch.setattr(served_images, "_active", made)
         return made
 
@@ -308,7 +315,7 @@ def test_rows_that_are_not_proved_to_be_the_engines_are_never_used(
 
 
 def test_parse_image_refuses_what_only_an_engine_with_a_tower_does(make: Make) -> None:
-    make(**{"engine.images_per_prompt": 1})
+    make(max_images=1)
     with pytest.raises(VLLMValidationError, match="send the image together"):
         parsed(tracker(), None, uuid="known")
     with pytest.raises(VLLMValidationError, match="with vLLM's defaults"):

@@ -24,7 +24,10 @@ from cornplug.vllm_connector.model import model_config
 from cornplug.vllm_connector.model.model_config import tower_identity
 from devkit import checkpoints
 
+from ..wrapped import wrapper_of
 from .test_mm_identifiers import config, final, named, sample_image
+
+get_mm_hashes = wrapper_of(mm_identifiers, "BaseMultiModalProcessor._get_mm_hashes")
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8)
 METADATA: Mapping[str, Any] = {"total_num_frames": 4, "fps": 2.0, "frames_indices": [0, 1, 2, 3]}
@@ -69,7 +72,7 @@ def name(
     def original(this: Any, inputs: ProcessorInputs) -> Any:
         return inputs.get_mm_hashes("model", "blake3")
 
-    found: list[str] = mm_identifiers._get_mm_hashes(original, None, inputs)["video"]
+    found: list[str] = get_mm_hashes(original, None, inputs)["video"]
     return found[0]
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from collaborators import recorded
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.model_executor.layers.fusion.mm_input_norm import FusedMMInputNorm, IdentityInputNorm
 from vllm.multimodal.inputs import (
@@ -22,12 +24,15 @@ from vllm.multimodal.inputs import (
 
 from cornplug.codec import PayloadKind
 from cornplug.engine_common import embedding_publisher
+from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
 from cornplug.errors import EncoderRefused
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import get_payload
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector import ec_connector
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
+from cornplug.vllm_connector.media import encoder_requests
+from cornplug.vllm_connector.media import worker as ec_worker
 from cornplug.vllm_connector.media.encoder_requests import MediaInputs
 from cornplug.vllm_connector.media.metadata import ArrivedEmbedding, CornplugECMetadata
 from cornplug.vllm_connector.media.worker import ECWorker
@@ -37,9 +42,20 @@ from ..rig import runtime
 NAME, KEY = "cp1-" + "ab" * 32, b"\xab" * 32
 
 
+_publishers: list[EmbeddingPublisher] = []
+
+
+@pytest.fixture(autouse=True)
+def publishers() -> Iterator[None]:
+    """Record the publishers of this test's workers."""
+    with recorded(ec_worker, "EmbeddingPublisher") as made, mock.patch(f"{__name__}._publishers", made):
+        yield
+
+
 def published(worker: ECWorker) -> list[tuple[str, int]]:
-    """Outcomes, once the publisher has nothing to do."""
-    worker._publisher._thread.submit(lambda: None).result(60)
+    """Outcomes, once the publishers have nothing to do."""
+    for publisher in _publishers:
+        publisher.flush(60)
     acks = worker.acks()
     return acks.saves if acks is not None else []
 
@@ -98,8 +114,11 @@ def test_ec_worker_store_failure_is_save_outcome(faulty: FaultyStore) -> None:
 
 def test_ec_worker_publish_error_frees_queue_place(store: MemoryStore) -> None:
     worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")
-    with mock.patch.object(embedding_publisher, "put_payload", side_effect=RuntimeError("device")):
-        for _ in range(3 * embedding_publisher._MAX_WAITING):
+    with (
+        mock.patch.object(embedding_publisher, "put_payload", side_effect=RuntimeError("device")),
+        mock.patch.object(embedding_publisher, "_MAX_WAITING", 4),
+    ):
+        for _ in range(12):
             worker.save(NAME, torch.ones(2, 2), CornplugECMetadata())
             published(worker)
     worker.save(NAME, torch.ones(2, 2), CornplugECMetadata())
@@ -165,17 +184,27 @@ def test_ec_connector_worker_loads_and_saves(store: MemoryStore) -> None:
     connector.shutdown()
 
 
-def facade(store: MemoryStore | None, role: ECConnectorRole, *, consumer: bool = True) -> CornplugECConnector:
+def facade(
+    store: MemoryStore | None, role: ECConnectorRole, *, consumer: bool = True, half: Any = None
+) -> CornplugECConnector:
+    """A connector over a store, or with this scheduler half."""
     config: Any = SimpleNamespace(
         ec_transfer_config=SimpleNamespace(
             is_ec_producer=True, is_ec_consumer=consumer, ec_connector_extra_config={}
         ),
-        model_config=SimpleNamespace(multimodal_config=object() if store is not None else None),
+        model_config=SimpleNamespace(multimodal_config=object() if store or half else None),
         parallel_config=SimpleNamespace(rank=0),
         device_config=SimpleNamespace(device="cpu"),
     )
     over = runtime((store or MemoryStore(capacity_bytes=1 << 16)).connect())
-    with mock.patch.object(ec_connector, "runtime", side_effect=lambda extra: over):
+    early, scheduler = ec_connector.early_prefill, ec_connector.ECScheduler
+    if half is not None:
+        early, scheduler = (lambda config: None), (lambda *_, **__: half)  # type: ignore[assignment, misc]
+    with (
+        mock.patch.object(ec_connector, "runtime", side_effect=lambda extra: over),
+        mock.patch.object(ec_connector, "early_prefill", early),
+        mock.patch.object(ec_connector, "ECScheduler", scheduler),
+    ):
         return CornplugECConnector(config, role)
 
 
@@ -183,10 +212,13 @@ def facade(store: MemoryStore | None, role: ECConnectorRole, *, consumer: bool =
 
 
 def inputs(norm: Any) -> MediaInputs:
-    made = object.__new__(MediaInputs)
-    made._norm, made._in_workers_only = norm, False
-    made._wanted = {"image": ("pixel_values", "image_grid_thw")}
-    return made
+    model: Any = SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen2_vl"))
+    with (
+        mock.patch("vllm.config.set_current_vllm_config"),
+        mock.patch("vllm.model_executor.layers.fusion.mm_input_norm.build_mm_input_norm", return_value=norm),
+        mock.patch.object(encoder_requests, "in_workers_only", return_value=False),
+    ):
+        return MediaInputs(SimpleNamespace(model_config=model))  # type: ignore[arg-type]
 
 
 def item(**tensors: Any) -> MultiModalFeatureSpec:

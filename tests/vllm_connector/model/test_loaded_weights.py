@@ -16,6 +16,10 @@ from cornplug.engine_common.weight_comparison import differing
 from cornplug.vllm_connector.model import reloads, setting_verdicts
 from devkit import checkpoints
 
+from ..wrapped import wrapper_of
+
+load_model = wrapper_of(reloads, "Worker.load_model")
+
 
 class Loaded(torch.nn.Module):
     """A model that holds a checkpoint's tensors under vLLM's names (the published ones, for LLaVA)."""
@@ -85,8 +89,8 @@ def test_load_model_of_rewritten_file_ends_sharing(
     model = Loaded(folder, torch.float32)
     runner = SimpleNamespace(get_model=lambda: model)
     worker = SimpleNamespace(vllm_config=config(folder, kv), model_runner=runner)
-    reloads._load_model(lambda worker, **_: None, worker)
+    load_model(lambda worker, **_: None, worker)
     assert not weights_guard.replaced()
     rewrite(folder, "language_model")
-    reloads._load_model(lambda worker, **_: None, worker, load_dummy_weights=dummy)
+    load_model(lambda worker, **_: None, worker, load_dummy_weights=dummy)
     assert weights_guard.replaced() is ends

@@ -22,6 +22,13 @@ from cornplug.vllm_connector.model.model_config import kv_identity
 from devkit import checkpoints
 
 from ..media.test_mm_identifiers import config as described
+from ..wrapped import wrapper_of
+
+sleep = wrapper_of(weight_updates, "EngineCore.sleep")
+make_scheduler = wrapper_of(reloads, "Scheduler.__init__")
+reload_weights = wrapper_of(reloads, "Worker.reload_weights")
+collective_rpc = wrapper_of(weight_updates, "EngineCore.collective_rpc")
+reset_prefix_cache = wrapper_of(reloads, "EngineCore.reset_prefix_cache")
 
 
 class Model(torch.nn.Module):
@@ -60,7 +67,7 @@ class Rank:
                 worker.vllm_config.model_config.model = weights_path
             worker.model.load_weights(read(Path(worker.vllm_config.model_config.model)))
 
-        reloads._reload_weights(original, self, weights_path)
+        reload_weights(original, self, weights_path)
         self.then()
 
 
@@ -102,12 +109,10 @@ class Core(EngineCore):
 
     def reload(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM calls the hook."""
-        return weight_updates._collective_rpc(
-            EngineCore.collective_rpc, self, "reload_weights", None, args, kwargs
-        )
+        return collective_rpc(EngineCore.collective_rpc, self, "reload_weights", None, args, kwargs)
 
     def reset(self) -> bool:
-        return bool(reloads._reset_prefix_cache(EngineCore.reset_prefix_cache, self))
+        return bool(reset_prefix_cache(EngineCore.reset_prefix_cache, self))
 
 
 @pytest.fixture
@@ -170,7 +175,7 @@ def test_reload_of_the_same_folder_after_it_was_rewritten_names_its_weights(
 
 
 def test_reload_after_sleep_shares_again(core: Core, new: Path) -> None:
-    weight_updates._sleep(EngineCore.sleep, core, 2)
+    sleep(EngineCore.sleep, core, 2)
     assert weights_guard.replaced()
     assert core.reset()
     assert weights_guard.replaced(), "no weights are known"
@@ -199,7 +204,7 @@ def test_reload_that_waits_for_a_reset_is_over_once_the_engine_sleeps(core: Core
     core.pool.used = 3
     core.reload(weights_path=str(new))
     core.pool.used = 1
-    weight_updates._sleep(EngineCore.sleep, core, 2)
+    sleep(EngineCore.sleep, core, 2)
     assert core.reset()
     assert weights_guard.replaced()
 
@@ -291,8 +296,8 @@ def test_reload_without_cornplug_is_vllm_s_own(core: Core, new: Path) -> None:
 
 def test_scheduler_init_counts_engine_cores() -> None:
     scheduler = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=None, ec_transfer_config=None))
-    reloads._scheduler_init(lambda *_: None, scheduler)
+    make_scheduler(lambda *_: None, scheduler)
     assert not engine_state.current().one_core()
     scheduler.vllm_config.ec_transfer_config = SimpleNamespace(ec_connector="CornplugECConnector")
-    reloads._scheduler_init(lambda *_: None, scheduler)
+    make_scheduler(lambda *_: None, scheduler)
     assert engine_state.current().one_core()

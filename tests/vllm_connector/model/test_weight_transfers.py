@@ -18,7 +18,13 @@ from cornplug.vllm_connector.model import model_config, weight_updates
 from cornplug.vllm_connector.model.model_config import kv_identity, tower_identity
 from devkit import checkpoints
 
+from ..wrapped import wrapper_of
 from .test_reloads import Core, Pool, Rank, engine_config
+
+sleep = wrapper_of(weight_updates, "EngineCore.sleep")
+rpc_of_api = wrapper_of(weight_updates, "AsyncLLM.collective_rpc")
+collective_rpc = wrapper_of(weight_updates, "EngineCore.collective_rpc")
+set_weight_version = wrapper_of(weight_updates, "EngineCore.set_weight_version")
 
 TRUST = {"engine.trust_weight_version": "true"}
 
@@ -75,13 +81,13 @@ class TransferCore(Core):
         api = SimpleNamespace(vllm_config=self.vllm_config)
 
         def core(_: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-            return weight_updates._collective_rpc(EngineCore.collective_rpc, self, method, None, args, kwargs)
+            return collective_rpc(EngineCore.collective_rpc, self, method, None, args, kwargs)
 
-        return weight_updates._rpc_of_api(core, api, method, **kwargs)
+        return rpc_of_api(core, api, method, **kwargs)
 
     def name(self, version: str) -> None:
         """`/update_weight_version`"""
-        weight_updates._set_weight_version(EngineCore.set_weight_version, self, version)
+        set_weight_version(EngineCore.set_weight_version, self, version)
 
     def finish(self, version: str | None) -> None:
         """As vLLM's `finish_weight_update`."""
@@ -185,7 +191,7 @@ def test_weight_transfer_beside_blocks_of_old_weights_waits_for_a_reset(
 def test_weight_transfer_that_waits_is_over_once_the_engine_sleeps(core: TransferCore) -> None:
     core.pool.used = 3
     core.update("7")
-    weight_updates._sleep(EngineCore.sleep, core, 2)
+    sleep(EngineCore.sleep, core, 2)
     core.pool.used = 1
     core.reset()
     core.name("8")
@@ -321,7 +327,7 @@ def test_weight_transfer_in_any_order_never_shares_mixed_weights(steps: list[Any
                 case ["reset"]:
                     core.reset()
                 case ["sleep"]:
-                    weight_updates._sleep(EngineCore.sleep, core, 2)
+                    sleep(EngineCore.sleep, core, 2)
                     for rank in core.ranks:
                         rank.weights += 1
         except RuntimeError:

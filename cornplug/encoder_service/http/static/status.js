@@ -1,17 +1,22 @@
 // The status page: polls v1/status once a second and shows it; reports missing answers.
 
-import { Plot, element } from "./plots.js";
-
 const LATE_S = 4;             // seconds without an answer after which the figures are marked as old
 const LONGEST_WAIT_S = 15;    // longest pause between two polls of a service that does not answer
-const KEPT_S = 15 * 60;
-const ORIGINS = [["computed", 0], ["coalesced", 1], ["cached", 2]];
+const RATE_S = 10;            // seconds over which rates are shown
 
 const byId = (id) => document.getElementById(id);
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 const total = (counts) => sum(Object.values(counts));
 
-const page = { samples: [], last: undefined, answeredAt: 0, failures: 0, minutes: 5 };
+const page = { answers: [], last: undefined, answeredAt: 0, failures: 0 };
+
+function element(name, properties = {}, ...children) {
+  const made = document.createElement(name);
+  Object.assign(made, properties);
+  // Strings become text nodes: names from clients are never parsed as HTML.
+  made.append(...children);
+  return made;
+}
 
 // -- numbers as text ------------------------------------------------------------------------
 
@@ -39,81 +44,6 @@ function duration(value) {
 
 const percent = (part) => `${(part * 100).toFixed(part > 0 && part < 0.1 ? 1 : 0)} %`;
 
-// -- values that the plots show for a group of samples ---------------------------------------------
-
-const time = (bin) => sum(bin.map((s) => s.seconds));
-const rate = (bin, of) => sum(bin.map(of)) / time(bin);
-const largest = (bin, of) => Math.max(...bin.map(of));
-const known = (bin, of) => bin.map(of).filter((v) => v !== null);
-const keyed = (keys, of) => Object.fromEntries(keys.map((key) => [key, of(key)]));
-
-const plots = [];
-
-function makePlots(classes) {
-  byId("plots").replaceChildren();
-  plots.length = 0;
-  const add = (options) => plots.push(new Plot(byId("plots"), options));
-  // A single class needs no name.
-  const ofClass = classes.map((key, i) => ({ key, label: classes.length > 1 ? key : "requests", colour: i % 6 }));
-  const origins = ORIGINS.map(([key, colour]) => ({ key, label: key, colour }));
-  add({
-    title: "Requests", unit: "per second", stacked: true, format: count,
-    series: [...origins, { key: "refused", label: "refused", colour: 3 }],
-    read: (bin) => ({
-      ...keyed(ORIGINS.map(([key]) => key), (key) => rate(bin, (s) => s.answers[key] ?? 0)),
-      refused: rate(bin, (s) => total(s.refusals)),
-    }),
-  });
-  add({
-    title: "Latency", unit: "receipt to answer", format: seconds,
-    series: [{ key: "p50", label: "p50", colour: 1 }, { key: "p95", label: "p95", colour: 4 }],
-    read: (bin) => {
-      const half = known(bin, (s) => s.p50_s).sort((a, b) => a - b);
-      const high = known(bin, (s) => s.p95_s);
-      return { p50: half[half.length >> 1] ?? null, p95: high.length ? Math.max(...high) : null };
-    },
-  });
-  add({
-    title: "Shared", unit: "of the answers", format: percent,
-    series: [{ key: "shared", label: "shared", colour: 2 }],
-    read: (bin) => {
-      const all = sum(bin.map((s) => total(s.answers)));
-      return { shared: all ? 1 - sum(bin.map((s) => s.answers.computed ?? 0)) / all : null };
-    },
-  });
-  add({
-    title: "Queue", unit: "requests waiting for a batch", stacked: true, format: count, series: ofClass,
-    read: (bin) => keyed(classes, (key) => largest(bin, (s) => s.queue[key] ?? 0)),
-  });
-  add({
-    title: "Tower", unit: "tokens per second", stacked: true, format: count,
-    series: [{ key: "tokens", label: "tokens/s", colour: 0 }],
-    read: (bin) => ({ tokens: rate(bin, (s) => s.tokens) }),
-  });
-  add({
-    title: "Batch", unit: "media in a batch", format: count,
-    series: [{ key: "media", label: "mean", colour: 0 }],
-    read: (bin) => {
-      const batches = sum(bin.map((s) => s.batches));
-      return { media: batches ? sum(bin.map((s) => s.media)) / batches : null };
-    },
-  });
-  add({
-    title: "Executors", unit: "part of the time busy", format: percent,
-    series: [{ key: "busy", label: "busy", colour: 1 }],
-    read: (bin) => ({ busy: rate(bin, (s) => s.busy_s) / Math.max(page.last.executors.total, 1) }),
-  });
-  add({
-    title: "Refused", unit: "per second", stacked: true, format: count, series: ofClass,
-    read: (bin) => keyed(classes, (key) => rate(bin, (s) => s.refusals[key] ?? 0)),
-  });
-  add({
-    title: "Store", unit: "failed calls per second", stacked: true, format: count,
-    series: [{ key: "failures", label: "failures", colour: 3 }],
-    read: (bin) => ({ failures: rate(bin, (s) => s.store_failures) }),
-  });
-}
-
 // -- the parts of the page ------------------------------------------------------------------
 
 function showFacts(now) {
@@ -130,20 +60,19 @@ function showFacts(now) {
 }
 
 function showTiles(now) {
-  const recent = page.samples.filter((s) => s.at_s > now.now_s - 10.5);
-  const over = (of) => (recent.length ? sum(recent.map(of)) / time(recent) : 0);
-  const answered = sum(recent.map((s) => total(s.answers)));
-  const shared = answered ? percent(1 - sum(recent.map((s) => s.answers.computed ?? 0)) / answered) : "–";
-  const slow = known(recent, (s) => s.p95_s);
-  const refused = over((s) => total(s.refusals));
-  const waiting = recent.length ? recent[recent.length - 1].waiting : 0;
+  const before = page.answers[0];
+  const time = Math.max(now.now_s - before.now_s, 0.001);
+  const more = (of) => of(now) - of(before);
+  const refusals = (answer) => sum(answer.refusals.map((row) => row.refusals));
+  const answered = more((answer) => total(answer.answers));
+  const computed = more((answer) => answer.answers.computed);
+  const refused = more(refusals) / time;
   const ahead = Math.max(0, ...Object.values(now.predicted_s));
   const tiles = [
-    ["Answers", `${count(over((s) => total(s.answers)))}`, "per second"],
-    ["Shared", shared, "cached or coalesced"],
-    ["p95", slow.length ? seconds(Math.max(...slow)) : "–", "receipt to answer"],
-    ["Tower", count(over((s) => s.tokens)), "tokens per second"],
-    ["Waiting", count(waiting), ahead > 0 ? `${seconds(ahead)} predicted` : "for an answer"],
+    ["Answers", count(answered / time), "per second"],
+    ["Shared", answered ? percent(1 - computed / answered) : "–", "cached or coalesced"],
+    ["Tower", count(more((answer) => answer.tokens) / time), "tokens per second"],
+    ["Waiting", count(now.waiting), ahead > 0 ? `${seconds(ahead)} predicted` : "for an answer"],
     ["Refused", count(refused), "per second", refused > 0 ? "bad" : ""],
   ];
   byId("tiles").replaceChildren(...tiles.map(([label, value, what, className = ""]) =>
@@ -188,37 +117,20 @@ function show() {
   showBars("apps", now.apps.map((a) => [a.app, a.answers]), 0, "Nothing was answered yet.");
   const refusals = now.refusals.map((r) => [`${r.qos}: ${r.reason}`, r.refusals]).sort((a, b) => b[1] - a[1]);
   showBars("refusals", refusals, 3, "Nothing was refused.");
-  showPlots();
-}
-
-function showPlots() {
-  const span = page.minutes * 60;
-  const samples = page.samples.filter((s) => s.at_s > page.last.now_s - span);
-  for (const plot of plots) plot.show(samples, page.last.now_s, span);
 }
 
 // -- asking ---------------------------------------------------------------------------------
 
 function take(now) {
-  const before = page.last;
-  // Five minutes of a service that is up for one would be an empty plot.
-  if (!before && now.uptime_s < 120) choose(1);
-  if (before?.instance !== now.instance || before.classes.join() !== now.classes.join()) {
-    page.samples = [];
-    makePlots(now.classes);
-  }
-  const seen = lastSeq();
-  page.samples.push(...now.samples.filter((s) => s.seq > seen));
-  page.samples = page.samples.filter((s) => s.at_s > now.now_s - KEPT_S);
+  if (page.last?.instance !== now.instance) page.answers = [];
+  page.answers = [...page.answers.filter((answer) => answer.now_s > now.now_s - RATE_S), now];
   page.last = now;
 }
-
-const lastSeq = () => page.samples[page.samples.length - 1]?.seq ?? 0;
 
 async function ask() {
   let now;
   try {
-    const response = await fetch(`v1/status?since=${lastSeq()}`, { cache: "no-store", signal: AbortSignal.timeout(5000) });
+    const response = await fetch("v1/status", { cache: "no-store", signal: AbortSignal.timeout(5000) });
     if (!response.ok) throw new Error(`status ${response.status}`);
     now = await response.json();
   } catch {
@@ -226,22 +138,18 @@ async function ask() {
     watch();
     return setTimeout(ask, Math.min(2 ** (page.failures - 1), LONGEST_WAIT_S) * 1000);
   }
-  const restarted = page.last && page.last.instance !== now.instance;
   take(now);
   page.answeredAt = performance.now();
   page.failures = 0;
   show();
   watch();
-  // After a restart sample numbers begin anew: ask for all of them.
-  return setTimeout(ask, restarted ? 0 : document.hidden ? 5000 : 1000);
+  return setTimeout(ask, document.hidden ? 5000 : 1000);
 }
 
-// Reports missing answers, and answers without new samples.
+// Reports missing answers, and a service that is not serving.
 function watch() {
   const alarm = byId("alarm");
   const silent = (performance.now() - page.answeredAt) / 1000;
-  const newest = page.samples[page.samples.length - 1]?.at_s;
-  const still = page.last && newest !== undefined ? page.last.now_s - newest : 0;
   const lost = page.failures > 0 && (silent > LATE_S || page.failures > 1);
   alarm.classList.toggle("mild", !lost);
   alarm.hidden = false;
@@ -251,8 +159,6 @@ function watch() {
     document.title = "no answer · cornplug encoder";
     const since = page.answeredAt ? ` for ${duration(silent)}: what you see is old` : "";
     alarm.textContent = `The service does not answer${since}. Trying again.`;
-  } else if (still > LATE_S) {
-    alarm.textContent = `The service answers, but its figures are ${duration(still)} old: it is overloaded.`;
   } else if (page.last?.state === "draining") {
     alarm.textContent = "The service is stopping: it finishes what it has admitted and takes nothing new.";
   } else if (page.last?.state === "down") {
@@ -262,17 +168,5 @@ function watch() {
   }
 }
 
-function choose(minutes) {
-  page.minutes = minutes;
-  for (const button of byId("ranges").children) {
-    button.setAttribute("aria-pressed", button.dataset.minutes === String(minutes));
-  }
-  if (page.last) showPlots();
-}
-
-byId("ranges").addEventListener("click", (event) => {
-  if (event.target.dataset.minutes) choose(Number(event.target.dataset.minutes));
-});
-addEventListener("resize", () => { if (page.last) showPlots(); });
 setInterval(watch, 1000);
 ask();

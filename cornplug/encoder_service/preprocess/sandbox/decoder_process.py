@@ -1,4 +1,4 @@
-"""One decoding process as the service sees it: started on demand, killed when it is late.
+"""One decoding process on the service's side: started on demand, killed when it is late.
 
 `SandboxedDecoder` decodes one medium in such a process, and validates all of its results.
 """
@@ -243,8 +243,9 @@ def _environment() -> dict[str, str]:
 
 
 class SandboxedDecoder:
-    """Decoder for one medium. Its process is killed after `limit_s`, at `end_s` on the monotonic clock, or
-    when `wanted` becomes false."""
+    """Decoder of one medium in a separate process. The process is killed after `limit_s`, at `end_s` on the
+    monotonic clock, or when `wanted` becomes false.
+    """
 
     def __init__(
         self, process: DecoderProcess, *, limit_s: float, end_s: float, wanted: Callable[[], bool]

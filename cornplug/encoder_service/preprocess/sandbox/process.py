@@ -32,7 +32,7 @@ _GRACE_S: Final = 2.0
 
 
 class _JobStopped(Exception):
-    """The service needs this medium's memory for other media."""
+    """Raised when the service has stopped the job because it needs the memory for other media."""
 
 
 class DecoderLoop:

@@ -1,13 +1,12 @@
-"""Several media in one request: lines and parts as each finishes, errors each by itself."""
+"""Requests as a whole: refusals, disconnects, bodies that are slow or too many, and a service that stops."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import email.parser
-import email.policy
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 from time_limits import TimeLimits
 
 from cornplug.config import Config
+from cornplug.encoder_service.http import body_limits
 from cornplug.encoder_service.preprocess.preparer import OpenMedium
 from cornplug.encoder_service.towers.tiles import TileTower
 
@@ -30,8 +30,7 @@ def image64(data: bytes) -> str:
 
 @pytest.fixture
 def service(make_encoder: MakeEncoder, config: Config) -> Service:
-    small = config.encoder.model_copy(update={"max_items": 6})
-    return Service(make_encoder(), config.model_copy(update={"encoder": small}))
+    return Service(make_encoder(), config)
 
 
 @pytest.fixture
@@ -39,60 +38,17 @@ def llava(llava_pair: tuple[Path, Path]) -> str:
     return str(llava_pair[0])
 
 
-def lines(answer: httpx.Response) -> dict[int, dict[str, Any]]:
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"] == "application/x-ndjson"
-    rows = [json.loads(line) for line in answer.text.splitlines()]
-    assert sorted(row["index"] for row in rows) == list(range(len(rows)))
-    return {row.pop("index"): row for row in rows}
-
-
-def test_http_items_equal_single_requests(service: Service, llava: str) -> None:
-    images = [png(sample_image(seed)) for seed in (1, 2, 3, 1)]
-    rows = lines(service.post(json={"model": llava, "items": [{"image": image64(i)} for i in images]}))
-    for index, image in enumerate(images):
-        alone = service.post(data={"model": llava}, files={"image": image}).json()
-        assert {k: rows[index][k] for k in ("key", "shape", "data")} == {
-            k: alone[k] for k in ("key", "shape", "data")
-        }
-    metrics = service.call("GET", "/metrics").text
-    assert "cornplug_encoder_tower_passes_total 3.0" in metrics
-
-
-def test_http_form_files_are_items(service: Service, llava: str) -> None:
-    files = [("image", png(sample_image(seed))) for seed in (1, 2)]
-    by_form = lines(service.post(data={"model": llava}, files=files))
-    items = [{"image": image64(data)} for _, data in files]
-    by_json = lines(service.post(json={"model": llava, "items": items}))
-    assert [by_form[i]["data"] for i in (0, 1)] == [by_json[i]["data"] for i in (0, 1)]
-
-
-def test_http_bad_item_fails_alone(service: Service, llava: str) -> None:
-    items = [
-        {"image": "!!"},
-        {"image": image64(png(sample_image(1)))},
-        {"image": "https://192.0.2.1/a"},
-        {"image": ""},
-    ]
-    rows = lines(service.post(json={"model": llava, "items": items}))
-    assert rows[1]["shape"] == [16, 64]
-    assert [rows[i]["error"]["reason"] for i in (0, 2, 3)] == ["bad_input", "remote_url", "empty"]
-    assert "items.0.image" in rows[0]["error"]["message"]
-
-
 @pytest.mark.parametrize(
     ("body", "status", "reason"),
     [
-        ({"model": "nobody", "items": [{"image": "x"}, {"image": "y"}]}, 404, "unknown_model"),
-        ({"model": "M", "items": [{"image": ""}, {"image": ""}]}, 422, "empty"),
-        ({"model": "M", "items": []}, 422, "bad_input"),
-        ({"model": "M", "items": [{}]}, 422, "bad_input"),
-        ({"model": "M", "items": [{"image": "x", "audio": "y"}]}, 422, "bad_input"),
-        ({"model": "M", "items": [{"image": "x"}], "image": "y"}, 422, "bad_input"),
-        ({"model": "M", "items": [{"image": "x"}] * 7}, 413, "too_many_items"),
+        ({"model": "nobody", "image": "x"}, 404, "unknown_model"),
+        ({"model": "M", "image": ""}, 422, "empty"),
+        ({"model": "M"}, 422, "bad_input"),
+        ({"model": "M", "image": "x", "audio": "y"}, 422, "bad_input"),
+        ({"model": "M", "items": [{"image": "x"}]}, 422, "bad_input"),
     ],
 )
-def test_http_shared_refusal_is_the_status(
+def test_http_refusal_has_its_status(
     service: Service, llava: str, body: dict[str, Any], status: int, reason: str
 ) -> None:
     body = {**body, "model": llava if body["model"] == "M" else body["model"]}
@@ -100,43 +56,17 @@ def test_http_shared_refusal_is_the_status(
     assert (answer.status_code, answer.json()["error"]["reason"]) == (status, reason)
 
 
-def test_http_full_service_refuses_items_with_503(
-    make_encoder: MakeEncoder, config: Config, llava: str
-) -> None:
+def test_http_full_service_refuses_with_503(make_encoder: MakeEncoder, config: Config, llava: str) -> None:
     service = Service(make_encoder(max_waiting=0), config)
-    answer = service.post(json={"model": llava, "items": [{"image": image64(png(sample_image(1)))}] * 2})
+    answer = service.post(json={"model": llava, "image": image64(png(sample_image(1)))})
     assert answer.status_code == 503
     assert int(answer.headers["retry-after"]) >= 1
 
 
-@pytest.mark.parametrize("count", [7, 8, 20])
-def test_http_form_with_too_many_files_is_refused(service: Service, llava: str, count: int) -> None:
+@pytest.mark.parametrize("count", [2, 20])
+def test_http_form_with_several_files_is_refused(service: Service, llava: str, count: int) -> None:
     answer = service.post(data={"model": llava}, files=[("image", b"x")] * count)
-    assert (answer.status_code, answer.json()["error"]["reason"]) == (413, "too_many_items")
-
-
-def test_http_parts_hold_raw_bytes(service: Service, llava: str) -> None:
-    images = [png(sample_image(1)), b"no image", png(sample_image(2))]
-    answer = service.post(
-        json={"model": llava, "items": [{"image": image64(i)} for i in images]},
-        headers={"accept": "multipart/mixed"},
-    )
-    head = b"content-type: " + answer.headers["content-type"].encode() + b"\r\n\r\n"
-    message = email.parser.BytesParser(policy=email.policy.HTTP).parsebytes(head + answer.content)
-    parts = {int(part["x-cornplug-index"]): part for part in message.iter_parts()}
-    assert parts.keys() == {0, 1, 2}
-    for index in (0, 2):
-        alone = service.post(data={"model": llava}, files={"image": images[index]}).json()
-        assert parts[index].get_payload(decode=True) == base64.b64decode(alone["data"])
-        assert parts[index]["x-cornplug-key"] == alone["key"]
-        assert parts[index]["x-cornplug-shape"] == "16,64"
-    assert json.loads(parts[1].get_content())["error"]["reason"] == "unknown_format"
-
-
-def test_http_single_medium_as_lines_is_one_line(service: Service, llava: str) -> None:
-    accept = {"accept": "application/x-ndjson"}
-    rows = lines(service.post(data={"model": llava}, files={"image": png(sample_image(1))}, headers=accept))
-    assert rows[0]["shape"] == [16, 64]
+    assert (answer.status_code, answer.json()["error"]["reason"]) == (422, "bad_input")
 
 
 class Held:
@@ -155,35 +85,35 @@ class Held:
         monkeypatch.setattr(TileTower, "encode", encode)
 
 
-@pytest.mark.parametrize("items", [1, 4])
 def test_http_disconnect_cancels_unshared_work(
-    make_encoder: MakeEncoder, config: Config, llava: str, monkeypatch: pytest.MonkeyPatch, items: int
+    make_encoder: MakeEncoder, config: Config, llava: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """uvicorn tells an application of a lost client by `http.disconnect` only."""
     service = Service(make_encoder(max_batch_items=1), config)
     held = Held(monkeypatch)
 
-    def body(seeds: range) -> dict[str, Any]:
-        return {"model": llava, "items": [{"image": image64(png(sample_image(seed)))} for seed in seeds]}
+    def body(seed: int) -> dict[str, Any]:
+        return {"model": llava, "image": image64(png(sample_image(seed)))}
 
-    async def scenario() -> httpx.Response:
+    async def scenario() -> list[httpx.Response]:
         transport = httpx.ASGITransport(service.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://e") as client:
             # The first image is in the tower, the second waits for this caller too.
-            stays = asyncio.create_task(client.post("/v1/encode", json=body(range(2))))
-            await asyncio.to_thread(eventually, lambda: held.passes == 1 and service.encoder.waiting() == 2)
-            gone = asyncio.create_task(_post_and_leave(service, body(range(1, 1 + items)), leave))
-            waiting = 2 + items
-            await asyncio.to_thread(eventually, lambda: service.encoder.waiting() == waiting)
+            stay = [asyncio.create_task(client.post("/v1/encode", json=body(0)))]
+            await asyncio.to_thread(eventually, lambda: held.passes == 1)
+            stay.append(asyncio.create_task(client.post("/v1/encode", json=body(1))))
+            await asyncio.to_thread(eventually, lambda: service.encoder.waiting() == 2)
+            go = [asyncio.create_task(_post_and_leave(service, body(seed), leave)) for seed in (1, 2)]
+            await asyncio.to_thread(eventually, lambda: service.encoder.waiting() == 4)
             leave.set()
-            await gone
+            await asyncio.gather(*go)
             await asyncio.to_thread(eventually, lambda: service.encoder.waiting() == 2)
             held.release.set()
-            return await stays
+            return await asyncio.gather(*stay)
 
     leave = asyncio.Event()
-    rows = lines(anyio.run(scenario))
-    assert all(rows[i]["shape"] == [16, 64] for i in (0, 1))
+    for answer in anyio.run(scenario):
+        assert answer.json()["shape"] == [16, 64]
     assert held.passes == 2
 
 
@@ -244,8 +174,11 @@ def test_http_ready_without_towers_is_503(make_encoder: MakeEncoder, config: Con
     assert (answer.status_code, answer.json()["error"]["reason"]) == (503, "down")
 
 
-def test_body_guard_all_bodies_share_a_budget(make_encoder: MakeEncoder, config: Config, llava: str) -> None:
-    small = config.encoder.model_copy(update={"max_body_bytes": 100_000, "max_held_bytes": 1})
+def test_body_guard_all_bodies_share_a_budget(
+    make_encoder: MakeEncoder, config: Config, llava: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_limits, "_HELD_BODIES", 1)
+    small = config.encoder.model_copy(update={"max_body_bytes": 100_000})
     service = Service(make_encoder(), config.model_copy(update={"encoder": small}))
     image = png(sample_image(1))
 
@@ -273,9 +206,11 @@ def test_body_guard_all_bodies_share_a_budget(make_encoder: MakeEncoder, config:
     assert anyio.run(scenario) == [503, 422, 422, 422, 200]
 
 
-def test_body_guard_trickling_body_is_refused(make_encoder: MakeEncoder, config: Config) -> None:
-    short = config.encoder.model_copy(update={"body_deadline_s": 0.2})
-    service = Service(make_encoder(), config.model_copy(update={"encoder": short}))
+def test_body_guard_trickling_body_is_refused(
+    make_encoder: MakeEncoder, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_limits, "BODY_DEADLINE_S", 0.2)
+    service = Service(make_encoder(), config)
 
     async def trickle() -> Any:
         for _ in range(100):
@@ -299,13 +234,16 @@ def test_http_endless_preprocessing_is_too_late(
         return real(medium, *arguments, **options)
 
     monkeypatch.setattr(OpenMedium, "prepare", prepare)
-    items = [{"image": image64(b"slow")}, {"image": image64(png(sample_image(1)))}]
     # The image beside the slow one must not wait for a decoding process, nor long for its turn.
     service.encoder.start_decoding()
     eventually(service.encoder.decoding_ready)
-    lines(service.post(json={"model": llava, "items": [{"image": image64(png(sample_image(2)))}]}))
-    with within(10):
-        rows = lines(service.post(json={"model": llava, "items": items, "deadline_s": 6.0}))
+
+    def ask(data: bytes) -> httpx.Response:
+        return service.post(json={"model": llava, "image": image64(data), "deadline_s": 6.0})
+
+    assert ask(png(sample_image(2))).status_code == 200
+    with within(10), ThreadPoolExecutor(2) as threads:
+        slow, other = threads.map(ask, (b"slow", png(sample_image(1))))
     let_go.set()
-    assert rows[0]["error"]["reason"] == "too_late"
-    assert rows[1]["shape"] == [16, 64]
+    assert slow.json()["error"]["reason"] == "too_late"
+    assert other.json()["shape"] == [16, 64]

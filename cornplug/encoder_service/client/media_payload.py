@@ -1,0 +1,78 @@
+"""A medium that a client sends: what callers may pass, and its bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from PIL import Image
+
+from cornplug.checkpoints.families import Modality
+from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
+from cornplug.errors import CornplugError, MediaError
+from cornplug.identity import pixels_digest
+
+Medium = str | Path | bytes | Image.Image
+"""A path, the bytes of a file, or a PIL image."""
+Item = Medium | Mapping[Modality, Medium]
+"""An image, or {"image" | "video" | "audio": medium}."""
+Result = tuple[int, EmbeddingRef | CornplugError]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaPayload:
+    """One medium, ready to be sent as a file."""
+
+    modality: Modality
+    name: str
+    data: bytes = field(repr=False)
+    content: bytes
+    """SHA-256 of the bytes, or the digest of the pixels of a PIL image, because a PNG's bytes depend on
+    the encoder. It ranks the services and is not sent."""
+
+    @classmethod
+    def of(cls, item: Item) -> Self:
+        """Return the payload of an item. A path is read, and a PIL image is encoded as PNG without loss.
+
+        Raises MediaError: "not_found" for a path that cannot be read, "unprocessable" for a PIL image in a
+        mode that PNG lacks or as a video or audio, "bad_input" for an item without exactly one medium.
+        """
+        modality: Modality
+        medium: Medium
+        if not isinstance(item, Mapping):
+            modality, medium = "image", item
+        else:
+            if len(item) != 1:
+                raise MediaError(
+                    f'an item needs one of "image", "video" and "audio", this has {sorted(item) or "none"}',
+                    reason="bad_input",
+                )
+            ((modality, medium),) = item.items()
+        if isinstance(medium, Image.Image):
+            return cls._packed(modality, medium)
+        if isinstance(medium, bytes):
+            name, data = str(modality), medium
+        else:
+            try:
+                name, data = Path(medium).name, Path(medium).read_bytes()
+            except OSError as e:
+                raise MediaError(f"cannot read {medium}: {e.strerror}", reason="not_found") from e
+        return cls(modality=modality, name=name, data=data, content=hashlib.sha256(data).digest())
+
+    @classmethod
+    def _packed(cls, modality: Modality, image: Image.Image) -> Self:
+        if modality != "image":
+            raise MediaError(f"{modality}: send a path or the bytes of a file", reason="unprocessable")
+        out = io.BytesIO()
+        try:
+            image.save(out, "PNG", compress_level=1)
+        except OSError as e:
+            raise MediaError(
+                f"cannot encode the image as PNG; convert it to RGB first: {e}", reason="unprocessable"
+            ) from e
+        content = pixels_digest(image.mode, image.width, image.height, image.tobytes())
+        return cls(modality=modality, name="image.png", data=out.getvalue(), content=content)
