@@ -87,7 +87,8 @@ class EncoderConfig(Section):
     """Maximum time that a stopping service spends on admitted requests. The default fits within the usual
     30 s between SIGTERM and SIGKILL."""
     max_pixels: int = Field(default=64_000_000, gt=0)
-    """Maximum size of an image, in pixels after decoding."""
+    """Maximum size of an image, in pixels after decoding. The sampled frames of a video together may have
+    four times as many."""
     max_media_s: float = Field(default=600.0, gt=0)
     """Maximum length of an audio clip or a video."""
     max_body_bytes: ByteSize = Field(default=64 << 20, gt=0)
@@ -259,6 +260,10 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
         first = e.errors()[0]
         problem = first["msg"].removeprefix("Value error, ")
         field = ".".join(str(p) for p in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(
+                field, "unknown setting", "Remove it. docs/configuration.md lists the settings."
+            ) from None
         # Error messages must not contain a key, nor a value that may contain one.
         said = "key" not in field and not isinstance(first.get("input"), (dict, QosConfig))
         raise ConfigError(

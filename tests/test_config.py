@@ -127,7 +127,6 @@ def test_load_switch_reads_words(text: str, value: bool) -> None:
     [
         ({"CORNPLUG_STORE_SIZE_BYTES": "many"}, "store.size_bytes"),
         ({"CORNPLUG_STORE_SIZE_BYTES": "-1"}, "store.size_bytes"),
-        ({"CORNPLUG_STORE_NO_SUCH_FIELD": "1"}, "store.no_such_field"),
         ({"CORNPLUG_ENGINE_PAGE_TOKENS": "24"}, "engine.page_tokens"),
         ({"CORNPLUG_ENGINE_APP": "two words"}, "engine.app"),
         ({"CORNPLUG_ENCODER_PORT": "70000"}, "encoder.port"),
@@ -138,6 +137,12 @@ def test_load_wrong_value_names_field_and_variable(environ: dict[str, str], fiel
         load(environ=environ)
     assert caught.value.field == field
     assert next(iter(environ)) in str(caught.value)
+
+
+def test_load_unknown_setting_is_to_be_removed() -> None:
+    with pytest.raises(ConfigError, match="unknown setting") as caught:
+        load(environ={"CORNPLUG_STORE_NO_SUCH_FIELD": "1"})
+    assert caught.value.field == "store.no_such_field"
 
 
 def test_load_unknown_section_is_named(tmp_path: Path) -> None:

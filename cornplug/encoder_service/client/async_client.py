@@ -96,7 +96,7 @@ class AsyncEncoderClient:
             verify=tls_context(),
             follow_redirects=False,
             trust_env=False,
-            limits=httpx.Limits(max_keepalive_connections=CONCURRENCY),
+            limits=httpx.Limits(max_connections=100, max_keepalive_connections=CONCURRENCY),
         )
 
     async def encode(
