@@ -16,7 +16,7 @@ from cornplug.engine_common import engine_state
 from cornplug.engine_common.shared_flags import settings
 from cornplug.sharing_verdict import first_line
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.carried_flags import EMBEDDINGS_BY_VALUE
+from cornplug.config import EMBEDDINGS_BY_VALUE
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
 from cornplug.vllm_connector.media import no_tower_settings
 from cornplug.vllm_connector.several_connectors import (

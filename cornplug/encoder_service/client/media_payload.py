@@ -49,7 +49,7 @@ class MediaPayload:
         else:
             if len(item) != 1:
                 raise MediaError(
-                    f'an item needs one of "image", "video" and "audio", this has {sorted(item) or "none"}',
+                    f'an item needs one of "image", "video" and "audio", this has {list(item) or "none"}',
                     reason="bad_input",
                 )
             ((modality, medium),) = item.items()

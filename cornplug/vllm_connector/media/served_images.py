@@ -44,7 +44,7 @@ from cornplug.errors import CodecError, ConfigError, CornplugError, EncoderError
 from cornplug.identity import embedding_key
 from cornplug.private_paths import read_secret
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.carried_flags import IMAGES_PER_PROMPT
+from cornplug.config import IMAGES_PER_PROMPT
 from cornplug.vllm_connector.media.embedding_handles import ReceivedHandles
 from cornplug.vllm_connector.media.mm_identifiers import MmIdentifiers
 from cornplug.vllm_connector.media.no_tower_settings import (

@@ -76,7 +76,7 @@ def test_kv_request_of_two_epochs_saves_and_loads_nothing(
 
 
 def test_kv_last_page_of_earlier_weights_is_dropped_and_can_be_saved_later(
-    one: Engine, store: MemoryStore
+    one: Engine, engine: Make, store: MemoryStore
 ) -> None:
     request = one.add("a", PROMPT)
     one.step()
@@ -89,3 +89,10 @@ def test_kv_last_page_of_earlier_weights_is_dropped_and_can_be_saved_later(
     one.settle()
     assert not one.saves
     assert open_in(store) == (0, 0)
+    # Under the first weights again, nothing keeps the same pages from being saved.
+    update("start")
+    one.run("b", [9, *PROMPT])
+    one.settle()
+    one.run("c", PROMPT)
+    one.settle()
+    assert engine(identity=identity).run("d", PROMPT).external_tokens == 128
