@@ -60,9 +60,7 @@ class ImagePreprocessor:
         context: PreprocessContext,
     ) -> DecodedMedium:
         on_header = context.on_header(self._prepared_bytes)
-        pixels = context.decoder.image(
-            parts[0], self._max_pixels, on_header, decoding=decoding
-        )
+        pixels = context.decoder.image(parts[0], self._max_pixels, on_header, decoding=decoding)
         return DecodedMedium(
             digest=pixels.digest(),
             shape=(pixels.height, pixels.width),

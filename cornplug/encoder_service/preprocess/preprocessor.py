@@ -36,9 +36,7 @@ class MediumLimits:
         return cls(max_pixels=config.max_pixels, max_media_s=config.max_media_s)
 
     def video_limits(self) -> VideoLimits:
-        return VideoLimits(
-            max_s=self.max_media_s, max_frames=self.max_frames, max_pixels=self.max_pixels
-        )
+        return VideoLimits(max_s=self.max_media_s, max_frames=self.max_frames, max_pixels=self.max_pixels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

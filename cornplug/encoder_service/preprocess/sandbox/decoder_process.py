@@ -263,9 +263,7 @@ class SandboxedDecoder:
         *,
         decoding: Decoding = DEFAULT,
     ) -> RgbPixels:
-        job = ipc.ImageJob(
-            max_pixels=max_pixels, decoding=decoding, limit_s=self._limit()
-        )
+        job = ipc.ImageJob(max_pixels=max_pixels, decoding=decoding, limit_s=self._limit())
         assigned = self._begin(job, [data])
         opened = _read_header(assigned)
         if not 0 < opened.width * opened.height <= max_pixels:
