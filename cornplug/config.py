@@ -123,8 +123,9 @@ class EncoderConfig(Section):
     allow_hosts: tuple[str, ...] = ("*",)
     """Hosts ("images.example.org, *.cdn.example.org") from which http(s) URLs are fetched. "*" allows every
     host. An entry allows ports 80 and 443, or only the port that it names ("images.example.org:8080"). A URL
-    needs one entry that allows both its host and its port. Empty: URLs are not fetched. If a host resolves to a private, loopback or link-local address or to a
-    cloud's metadata address, it must also match `allow_networks`."""
+    needs one entry that allows both its host and its port. Empty: URLs are not fetched. If a host resolves to
+    a private, loopback or link-local address or to a cloud's metadata address, it must also match
+    `allow_networks`."""
     allow_networks: str = ""
     """Networks ("10.2.0.0/16") that are not public, but from which URLs of allowed hosts are fetched."""
 

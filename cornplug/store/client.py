@@ -32,6 +32,7 @@ from cornplug.store.base import (
     PurgeRule,
     Reservation,
     ReserveRefusal,
+    ReserveTerms,
     Tier,
     Unfound,
     WriterPart,

@@ -49,7 +49,8 @@ class AsyncEncoderClient:
             `encoder.host` and `encoder.port`.
         store: Store from which embeddings that the service saved are read and verified. By default this
             host's store if it responds, for services on this host that come from the configuration.
-        deadline_s: Maximum wait for one embedding, including reading the medium and retries. By default `encoder.deadline_s`.
+        deadline_s: Maximum wait for one embedding, including reading the medium and retries. By default
+            `encoder.deadline_s`.
         api_key: Key that is sent as `Authorization: Bearer`.
         app: App that the service uses to count and classify requests. By default the service's default.
         service_class: Class of service to request. By default the class of the key or app.

@@ -1,6 +1,7 @@
 """An embedding as a safetensors file, written and read without torch.
 
-The tensor is named "embedding". The other fields of a reply are JSON, under "cornplug" in the file's metadata.
+The tensor is named "embedding". The other fields of a reply are JSON, under "cornplug" in the file's
+metadata.
 Format: https://github.com/huggingface/safetensors#format
 """
 
