@@ -270,7 +270,10 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
         field = ".".join(str(p) for p in first["loc"])
         if first["type"] == "extra_forbidden":
             raise ConfigError(
-                field, "unknown setting", "Remove it. docs/configuration.md lists the settings."
+                field,
+                "unknown setting",
+                "Remove it from the file named by CORNPLUG_CONFIG, the environment, or the flags. "
+                "docs/configuration.md lists the settings.",
             ) from None
         # Error messages must not contain a key, nor a value that may contain one.
         said = "key" not in field and not isinstance(first.get("input"), (dict, QosConfig))
