@@ -27,6 +27,7 @@ from pydantic import Field, SecretStr, ValidationError, field_validator
 from cornplug.errors import ConfigError
 from cornplug.private_paths import runtime_dir
 from cornplug.settings import (
+    MAX_DEADLINE_S,
     STORE_PROTOCOL,
     ByteSize,
     ClassConfig,
@@ -49,8 +50,14 @@ __all__ = [
     "load",
 ]
 
-CARRIED: Final = "engine_flag."
-"""Prefix of an engine's own flags that travel beside the settings of `portable`."""
+IMAGES_PER_PROMPT: Final = "engine_flag.images_per_prompt"
+"""Maximum number of images in a prompt of a server without a tower (`--limit-mm-per-prompt`). Absent: no
+limit."""
+EMBEDDINGS_BY_VALUE: Final = "engine_flag.embeddings_by_value"
+"""True if requests may contain embeddings (`--enable-mm-embeds`)."""
+_ENGINE_FLAGS: Final[Mapping[str, type]] = {IMAGES_PER_PROMPT: int, EMBEDDINGS_BY_VALUE: bool}
+"""vLLM's own flags that the main process sends to the other processes of an engine, beside the settings of
+`portable`. They are not settings, so no file and no environment variable sets them."""
 
 
 class EncoderConfig(Section):
@@ -70,10 +77,10 @@ class EncoderConfig(Section):
     urls: tuple[str, ...] = ()
     """Services that `EncoderClient` uses, for example "http://a:8750, http://b:8750". Empty: the service at
     `host` and `port`."""
-    deadline_s: float = Field(default=10.0, gt=0)
+    deadline_s: float = Field(default=10.0, gt=0, le=MAX_DEADLINE_S)
     """Maximum time that an engine waits for an embedding before it runs its own tower. Once an engine has
     measured its own tower, it waits three times that duration, at least 0.5 s and at most this limit."""
-    language_only_timeout_s: float = Field(default=60.0, gt=0)
+    language_only_timeout_s: float = Field(default=60.0, gt=0, le=MAX_DEADLINE_S)
     """Maximum time that an engine without a tower waits for an embedding before the request fails."""
     max_batch_tokens: int | None = Field(default=None, gt=0)
     """Maximum number of tokens in one batch of a tower, which bounds the tower's memory. The tokens of the
@@ -87,7 +94,8 @@ class EncoderConfig(Section):
     """Maximum time that a stopping service spends on admitted requests. The default fits within the usual
     30 s between SIGTERM and SIGKILL."""
     max_pixels: int = Field(default=64_000_000, gt=0)
-    """Maximum size of an image, in pixels after decoding."""
+    """Maximum size of an image, in pixels after decoding. The sampled frames of a video together may have
+    four times as many."""
     max_media_s: float = Field(default=600.0, gt=0)
     """Maximum length of an audio clip or a video."""
     max_body_bytes: ByteSize = Field(default=64 << 20, gt=0)
@@ -114,9 +122,10 @@ class EncoderConfig(Section):
     A server that receives only embeddings that it requested itself needs no entry."""
     allow_hosts: tuple[str, ...] = ("*",)
     """Hosts ("images.example.org, *.cdn.example.org") from which http(s) URLs are fetched. "*" allows every
-    host. Ports 80 and 443 are allowed, or only the port that an entry names ("images.example.org:8080").
-    Empty: URLs are not fetched. If a host resolves to a private, loopback or link-local address or to a
-    cloud's metadata address, it must also match `allow_networks`."""
+    host. An entry allows ports 80 and 443, or only the port that it names ("images.example.org:8080"). A URL
+    needs one entry that allows both its host and its port. Empty: URLs are not fetched. If a host resolves to
+    a private, loopback or link-local address or to a cloud's metadata address, it must also match
+    `allow_networks`."""
     allow_networks: str = ""
     """Networks ("10.2.0.0/16") that are not public, but from which URLs of allowed hosts are fetched."""
 
@@ -259,6 +268,13 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
         first = e.errors()[0]
         problem = first["msg"].removeprefix("Value error, ")
         field = ".".join(str(p) for p in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(
+                field,
+                "unknown setting",
+                "Remove it from the file named by CORNPLUG_CONFIG, the environment, or the flags. "
+                "docs/configuration.md lists the settings.",
+            ) from None
         # Error messages must not contain a key, nor a value that may contain one.
         said = "key" not in field and not isinstance(first.get("input"), (dict, QosConfig))
         raise ConfigError(
@@ -287,9 +303,13 @@ def portable(config: Config) -> dict[str, Any]:
 def load_portable(values: Mapping[str, Any]) -> Config:
     """Restore settings from the result of `portable`. Any other mapping is passed to `load`.
 
-    Keys that begin with `CARRIED` are left out. Raises ConfigError like `load`.
+    Flags of the engine are checked and left out. Raises ConfigError like `load`.
     """
-    values = {name: value for name, value in values.items() if not name.startswith(CARRIED)}
+    for name in values.keys() & _ENGINE_FLAGS.keys():
+        kind = _ENGINE_FLAGS[name]
+        if type(values[name]) is not kind:
+            raise ConfigError(name, f"{values[name]!r} is not a value of type {kind.__name__}", "Remove it.")
+    values = {name: value for name, value in values.items() if name not in _ENGINE_FLAGS}
     complete = {f"{s}.{name}" for s, kind in _SECTIONS.items() if s != "qos" for name in kind.model_fields}
     # Complete settings ignore this process's file and environment, which may belong to another engine.
     is_complete = values.keys() >= complete - {"encoder.admin_key"}

@@ -21,6 +21,8 @@ STORE_PROTOCOL: Final = 6
 
 The default name of the socket contains it, so that each release uses its own store during a rolling upgrade.
 """
+MAX_DEADLINE_S: Final = 120.0
+"""Maximum deadline in seconds of a request to the encoder service. A longer one is shortened."""
 BACKGROUND_TIMEOUT_S: Final = 1.0
 """Minimum time in seconds that a background thread waits for one reply of the store."""
 DEFAULT_NAMESPACE: Final = "default"
@@ -212,7 +214,7 @@ class ClassConfig(Section):
     """Fraction of the tower's time that the class is guaranteed."""
     priority: int = 0
     """Order in which classes get the tower's time beyond their shares, highest first."""
-    deadline_s: float | None = Field(default=None, gt=0)
+    deadline_s: float | None = Field(default=None, gt=0, le=MAX_DEADLINE_S)
     """Deadline of requests that do not set one. None: `encoder.deadline_s`."""
     api_keys: tuple[str, ...] = ()
     """API keys of this class, in plain text or as "sha256:" followed by 64 hex digits. Only the digest is

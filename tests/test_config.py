@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from cornplug.config import (
-    CARRIED,
+    EMBEDDINGS_BY_VALUE,
+    IMAGES_PER_PROMPT,
     Config,
     EncoderConfig,
     EngineConfig,
@@ -127,7 +129,6 @@ def test_load_switch_reads_words(text: str, value: bool) -> None:
     [
         ({"CORNPLUG_STORE_SIZE_BYTES": "many"}, "store.size_bytes"),
         ({"CORNPLUG_STORE_SIZE_BYTES": "-1"}, "store.size_bytes"),
-        ({"CORNPLUG_STORE_NO_SUCH_FIELD": "1"}, "store.no_such_field"),
         ({"CORNPLUG_ENGINE_PAGE_TOKENS": "24"}, "engine.page_tokens"),
         ({"CORNPLUG_ENGINE_APP": "two words"}, "engine.app"),
         ({"CORNPLUG_ENCODER_PORT": "70000"}, "encoder.port"),
@@ -138,6 +139,12 @@ def test_load_wrong_value_names_field_and_variable(environ: dict[str, str], fiel
         load(environ=environ)
     assert caught.value.field == field
     assert next(iter(environ)) in str(caught.value)
+
+
+def test_load_unknown_setting_is_to_be_removed() -> None:
+    with pytest.raises(ConfigError, match="unknown setting") as caught:
+        load(environ={"CORNPLUG_STORE_NO_SUCH_FIELD": "1"})
+    assert caught.value.field == "store.no_such_field"
 
 
 def test_load_unknown_section_is_named(tmp_path: Path) -> None:
@@ -165,13 +172,39 @@ def test_load_unreadable_file_is_named(tmp_path: Path) -> None:
         load(environ={"CORNPLUG_CONFIG": str(broken)})
 
 
-def test_load_portable_leaves_carried_flags_out() -> None:
+def test_load_portable_leaves_engine_flags_out() -> None:
     here = load({"engine.app": "chat"}, environ={})
-    flag = f"{CARRIED}embeddings_by_value"
+    flag = EMBEDDINGS_BY_VALUE
     assert load_portable({**portable(here), flag: True}) == here
     assert load_portable({"engine.app": "chat", flag: True}).engine.app == "chat"
     with pytest.raises(ConfigError):
         load({flag: True}, environ={})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (EMBEDDINGS_BY_VALUE, "yes"),
+        (IMAGES_PER_PROMPT, True),
+        (IMAGES_PER_PROMPT, "2"),
+        ("engine_flag.other", 1),
+    ],
+)
+def test_load_portable_wrong_engine_flag_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_portable({name: value})
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["encoder.deadline_s", "encoder.language_only_timeout_s", "qos.classes"],
+)
+def test_load_deadline_above_the_services_limit_is_refused(setting: str) -> None:
+    value: Any = {"batch": {"deadline_s": 121}} if setting == "qos.classes" else 121
+    with pytest.raises(ConfigError, match="120") as caught:
+        load({setting: value}, environ={})
+    assert caught.value.field.startswith(setting)
 
 
 def test_store_background_timeout_is_at_least_a_second() -> None:

@@ -65,9 +65,8 @@ def main(argv: list[str]) -> int:
     if args.dry_run:
         print("\n\n".join(_dry(command) for command in to_start))
         return 0
-    console = Console()
     for remark in [remark for command in to_start if not command.argv for remark in command.remarks]:
-        console.print(remark, markup=False)
+        print(remark)
     if not any(command.argv for command in to_start):
         return 0
     stop = threading.Event()

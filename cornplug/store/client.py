@@ -32,6 +32,7 @@ from cornplug.store.base import (
     PurgeRule,
     Reservation,
     ReserveRefusal,
+    ReserveTerms,
     Tier,
     Unfound,
     WriterPart,
@@ -39,7 +40,7 @@ from cornplug.store.base import (
 from cornplug.store.connection import DaemonConnection
 from cornplug.store.daemon_link import DaemonLink
 from cornplug.store.entry_table import ABSENT, PRESENT, UNLISTED, EntryRecord, MappedEntryTable
-from cornplug.store.posted import PostedCommit, PostedReserve, ReserveTerms
+from cornplug.store.posted import PostedCommit, PostedReserve
 from cornplug.store.store_stats import StoreStat
 from cornplug.store.use_notes import ClientNotes
 from cornplug.store.validation import (

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from cornplug.errors import StoreUnavailable
 from cornplug.store import messages
-from cornplug.store.base import Reservation, ReserveRefusal, Store, WriterPart
+from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms, Store, WriterPart
 from cornplug.store.connection import DaemonConnection
 
 T = TypeVar("T")
@@ -58,16 +57,6 @@ class Answered(Generic[T]):
 
     def take(self) -> T:
         return self._answer
-
-
-@dataclass(frozen=True, slots=True)
-class ReserveTerms:
-    """Arguments that apply to all entries of one `reserve`, see `Store.reserve`."""
-
-    app: str
-    part: WriterPart | None
-    only_seen: bool
-    cost_s: float
 
 
 class PostedReserve:

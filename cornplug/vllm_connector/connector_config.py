@@ -11,12 +11,11 @@ import copy
 from collections.abc import Callable
 from typing import Any, Final
 
-from cornplug.config import portable
+from cornplug.config import EMBEDDINGS_BY_VALUE, portable
 from cornplug.engine_common import engine_state
 from cornplug.engine_common.shared_flags import settings
 from cornplug.sharing_verdict import first_line
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.carried_flags import EMBEDDINGS_BY_VALUE
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
 from cornplug.vllm_connector.media import no_tower_settings
 from cornplug.vllm_connector.several_connectors import (

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cornplug.encoder_service.media.image import as_received, decode
-from cornplug.encoder_service.wire.messages import SAFETENSORS
+from cornplug.encoder_service.wire.embedding_file import MEDIA_TYPE as SAFETENSORS
 from cornplug.errors import MediaError
 from devkit.processes import EncoderProcess
 

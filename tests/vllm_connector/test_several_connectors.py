@@ -11,8 +11,8 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from cornplug.config import EMBEDDINGS_BY_VALUE
 from cornplug.vllm_connector import plugin
-from cornplug.vllm_connector.carried_flags import EMBEDDINGS_BY_VALUE
 from cornplug.vllm_connector.several_connectors import has_ours, our_settings, with_offloading
 from devkit import checkpoints
 from devkit.vllm_cli import parse_serve

@@ -25,9 +25,8 @@ from cornplug.encoder_service.client.endpoints import configured, is_here, local
 from cornplug.encoder_service.client.media_payload import Item, MediaPayload, Medium, Result
 from cornplug.encoder_service.client.responses import RemoteFailure, RetryLater
 from cornplug.encoder_service.client.retry import CircuitBreakers, RetryPause, RetrySequence, SendAttempt
-from cornplug.encoder_service.wire import decodings
+from cornplug.encoder_service.wire import decodings, embedding_file
 from cornplug.encoder_service.wire.decodings import Decoding
-from cornplug.encoder_service.wire.messages import SAFETENSORS
 from cornplug.errors import CornplugError, EncoderError, EncoderUnavailable
 from cornplug.host import tls_context
 from cornplug.qos import APP_HEADER, CLASS_HEADER
@@ -50,7 +49,8 @@ class AsyncEncoderClient:
             `encoder.host` and `encoder.port`.
         store: Store from which embeddings that the service saved are read and verified. By default this
             host's store if it responds, for services on this host that come from the configuration.
-        deadline_s: Maximum wait for one embedding including retries. By default `encoder.deadline_s`.
+        deadline_s: Maximum wait for one embedding, including reading the medium and retries. By default
+            `encoder.deadline_s`.
         api_key: Key that is sent as `Authorization: Bearer`.
         app: App that the service uses to count and classify requests. By default the service's default.
         service_class: Class of service to request. By default the class of the key or app.
@@ -81,7 +81,7 @@ class AsyncEncoderClient:
             near = self._own_store = local_store(config)
             self._stores = {url: near if is_here(url) else None for url in self._services}
         self.circuits = CircuitBreakers(self._services, random.random)
-        headers = {"accept": SAFETENSORS, "accept-encoding": "identity"}
+        headers = {"accept": embedding_file.MEDIA_TYPE, "accept-encoding": "identity"}
         if api_key is not None:
             headers["authorization"] = f"Bearer {api_key}"
         if app is not None:
@@ -96,7 +96,7 @@ class AsyncEncoderClient:
             verify=tls_context(),
             follow_redirects=False,
             trust_env=False,
-            limits=httpx.Limits(max_keepalive_connections=CONCURRENCY),
+            limits=httpx.Limits(max_connections=100, max_keepalive_connections=CONCURRENCY),
         )
 
     async def encode(
@@ -123,13 +123,14 @@ class AsyncEncoderClient:
         self, item: Item, *, model: str, cache_salt: str | None = None, deadline_s: float | None = None
     ) -> EmbeddingRef:
         """Return the embedding of an image or of {"image" | "video" | "audio": medium}, as `encode` does."""
+        began = time.monotonic()
         # A PIL image is encoded as PNG, which takes 0.1 s for a large image.
         medium = await asyncio.to_thread(MediaPayload.of, item)
 
         async def send(url: str, timeout_s: float) -> EmbeddingRef:
             return await self._encode_at(url, timeout_s, medium, model, cache_salt)
 
-        return await self._attempt(medium.content, send, deadline_s)
+        return await self._attempt(medium.content, send, deadline_s, began)
 
     async def encode_many(
         self,
@@ -181,7 +182,7 @@ class AsyncEncoderClient:
                 await http_transport.exchange(self._http, "GET", f"{url}/v1/models", timeout_s)
             )
 
-        return await self._attempt(b"", send, None)
+        return await self._attempt(b"", send, None, time.monotonic())
 
     async def close(self) -> None:
         """Close the connections. References stay valid, because each holds its own copy of the bytes."""
@@ -198,15 +199,23 @@ class AsyncEncoderClient:
         await self.close()
 
     async def _attempt(
-        self, content: bytes, send: Callable[[str, float], Awaitable[T]], deadline_s: float | None
+        self,
+        content: bytes,
+        send: Callable[[str, float], Awaitable[T]],
+        deadline_s: float | None,
+        began: float,
     ) -> T:
-        """Return the result of `send(url, timeout_s)` at the first service where it succeeds."""
+        """Return the result of `send(url, timeout_s)` at the first service where it succeeds.
+
+        The deadline counts from `began`.
+        """
+        deadline_s = deadline_s or self._deadline_s
         order = endpoints.ranking(content, self._services)
         attempts = RetrySequence(
             order,
             self.circuits,
-            now=time.monotonic(),
-            deadline_s=deadline_s or self._deadline_s,
+            now=began,
+            deadline_s=deadline_s,
             random=random.random,
         )
         last: EncoderError | None = None
@@ -224,6 +233,11 @@ class AsyncEncoderClient:
                 # An earlier error is more informative than a timeout of the last, short attempt.
                 if last is None or e.reason != "encoder_timeout":
                     last = e
+        if last is None and time.monotonic() > began + deadline_s:
+            last = EncoderUnavailable(
+                f"reading the medium took longer than the deadline of {deadline_s:g} s",
+                reason="encoder_timeout",
+            )
         raise last or EncoderUnavailable(
             f"{', '.join(order)} failed recently or requested a pause", reason="encoder_backoff"
         )

@@ -38,8 +38,9 @@ class MediaPayload:
     def of(cls, item: Item) -> Self:
         """Return the payload of an item. A path is read, and a PIL image is encoded as PNG without loss.
 
-        Raises MediaError: "not_found" for a path that cannot be read, "unprocessable" for a PIL image in a
-        mode that PNG lacks or as a video or audio, "bad_input" for an item without exactly one medium.
+        Raises MediaError: "not_found" for a path that cannot be read, "unprocessable" for a PIL image that is
+        damaged, in a mode that PNG lacks, or sent as a video or audio, "bad_input" for an item of another
+        type or without exactly one medium.
         """
         modality: Modality
         medium: Medium
@@ -48,7 +49,7 @@ class MediaPayload:
         else:
             if len(item) != 1:
                 raise MediaError(
-                    f'an item needs one of "image", "video" and "audio", this has {sorted(item) or "none"}',
+                    f'an item needs one of "image", "video" and "audio", this has {list(item) or "none"}',
                     reason="bad_input",
                 )
             ((modality, medium),) = item.items()
@@ -56,11 +57,15 @@ class MediaPayload:
             return cls._packed(modality, medium)
         if isinstance(medium, bytes):
             name, data = str(modality), medium
-        else:
+        elif isinstance(medium, str | Path):
             try:
                 name, data = Path(medium).name, Path(medium).read_bytes()
-            except OSError as e:
-                raise MediaError(f"cannot read {medium}: {e.strerror}", reason="not_found") from e
+            except (OSError, ValueError) as e:  # ValueError: a null byte in the path
+                raise MediaError(f"cannot read {medium!r}: {e}", reason="not_found") from e
+        else:
+            raise MediaError(
+                f"a medium is a path, bytes or a PIL image, not {type(medium).__name__}", reason="bad_input"
+            )
         return cls(modality=modality, name=name, data=data, content=hashlib.sha256(data).digest())
 
     @classmethod
@@ -70,9 +75,9 @@ class MediaPayload:
         out = io.BytesIO()
         try:
             image.save(out, "PNG", compress_level=1)
-        except OSError as e:
+            content = pixels_digest(image.mode, image.width, image.height, image.tobytes())
+        except Exception as e:
             raise MediaError(
                 f"cannot encode the image as PNG; convert it to RGB first: {e}", reason="unprocessable"
             ) from e
-        content = pixels_digest(image.mode, image.width, image.height, image.tobytes())
         return cls(modality=modality, name="image.png", data=out.getvalue(), content=content)

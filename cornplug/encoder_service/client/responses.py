@@ -9,7 +9,7 @@ import msgspec
 
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef, from_store
 from cornplug.encoder_service.client.retry import retry_after_s
-from cornplug.encoder_service.wire.messages import EMBEDDING_TENSOR, SAFETENSORS
+from cornplug.encoder_service.wire import embedding_file
 from cornplug.errors import EncoderRefused, EncoderUnavailable
 from cornplug.store.base import Store
 
@@ -54,8 +54,8 @@ def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
     """
     check(answer)
     try:
-        if answer.headers.get("content-type", "").startswith(SAFETENSORS):
-            meta, data = _read_safetensors(answer.body)
+        if answer.headers.get("content-type", "").startswith(embedding_file.MEDIA_TYPE):
+            meta, data = embedding_file.unpack(answer.body)
             return EmbeddingRef.inline(
                 key=bytes.fromhex(meta["key"]),
                 shape=tuple(meta["shape"]),
@@ -107,16 +107,6 @@ def check(answer: HttpAnswer) -> None:
     if answer.status in _FAILED:
         raise RemoteFailure(refusal)
     raise refusal
-
-
-def _read_safetensors(body: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return the fields and the bytes of the only tensor of a file. The client does without the safetensors
-    library. Format: https://github.com/huggingface/safetensors#format"""
-    size = int.from_bytes(body[:8], "little")
-    header = msgspec.json.decode(body[8 : 8 + size])
-    meta: dict[str, Any] = msgspec.json.decode(header["__metadata__"]["cornplug"])
-    start, end = header[EMBEDDING_TENSOR]["data_offsets"]
-    return meta, body[8 + size + start : 8 + size + end]
 
 
 def _bad_response(answer: HttpAnswer, why: str) -> EncoderUnavailable:

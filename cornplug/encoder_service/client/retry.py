@@ -34,8 +34,7 @@ Random = Callable[[], float]
 
 def retry_after_s(value: object, *, now_s: float | None = None) -> float | None:
     """Return the seconds until the server accepts a retry, at least 0, from a Retry-After header (RFC 9110,
-    section
-    10.2.3).
+    section 10.2.3).
 
     Returns None if `value` is neither a number of seconds nor an HTTP date.
 

@@ -37,11 +37,10 @@ from cornplug.encoder_service.scheduling.admission import AdmissionRefusal
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 from cornplug.errors import EncoderRefused
 from cornplug.qos import QosCaller, ServiceClass
+from cornplug.settings import MAX_DEADLINE_S
 
 _FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG")
 """Formats whose header Pillow reads in Python and within the first bytes, so that no decoder runs."""
-MAX_DEADLINE_S: Final = 120.0
-"""Upper limit in seconds for the deadline that a client requests."""
 _HEAD_BYTES: Final = 64 << 10
 _WORK_A_BYTE: Final[Mapping[Modality, float]] = {"image": 8.0, "video": 50.0, "audio": 3.0}
 """Pixels or samples per byte of a typical file."""

@@ -1,6 +1,6 @@
 """The HTTP API, which turns media into embeddings. The service computes every digest and key itself.
 
-    POST /v1/encode   one medium, or several with a result as each finishes: see `requests`, `responses`
+    POST /v1/encode   one medium: see `requests`, `responses`
     POST /v1/engine   sealed requests from engines of other hosts that have the secret: see `engines`
     POST /v1/reload   for the operator: see `models`
     GET  /v1/models   GET /health   GET /ready   GET /metrics   GET /openapi.json

@@ -28,10 +28,12 @@ from cornplug.qos import QosClasses
 
 BODY_DEADLINE_S: Final = 30.0
 """Maximum time in seconds for receiving the body of an HTTP request."""
-_HELD_BODIES: Final = 16
-"""Number of bodies of the maximum size that are held at the same time. Half of their bytes is divided by the
-shares of the classes of service, and a quarter is reserved for engines."""
-MAX_FRAMES: Final = 4096
+_HELD_BYTES: Final = 1 << 30
+"""Bytes of bodies that are held at the same time. Half is divided by the shares of the classes of service,
+and a quarter is reserved for engines."""
+_LEAST_BODIES: Final = 4
+"""Number of bodies of the maximum size for which there is always capacity."""
+MAX_VIDEO_IMAGES: Final = 4096
 """Maximum number of images in a video that is sent as images, separated by commas."""
 _FORM_OVERHEAD_BYTES: Final = 64 << 10
 _SMALL_BYTES: Final = 64 << 10
@@ -57,7 +59,7 @@ class JsonShape:
         self._left = {
             (b'"',): quotes,
             (b"[", b"{"): _BRACKETS_A_MEDIUM * _MAX_MEDIA,
-            (b",",): MAX_FRAMES * _MAX_MEDIA + quotes,
+            (b",",): MAX_VIDEO_IMAGES * _MAX_MEDIA + quotes,
         }
 
     def add(self, piece: bytes) -> None:
@@ -73,7 +75,7 @@ def body_budget(classes: QosClasses, config: EncoderConfig) -> ByteBudget:
     """Return the budget for bytes of incoming bodies. It always has capacity for one body of each class."""
     return ByteBudget(
         {qos: _CLASSES_SHARE * qos.share for qos in classes.all()} | {ENGINES: _ENGINES_SHARE},
-        max(_HELD_BODIES * config.max_body_bytes, 4 * (config.max_body_bytes + _FORM_OVERHEAD_BYTES)),
+        max(_HELD_BYTES, _LEAST_BODIES * (config.max_body_bytes + _FORM_OVERHEAD_BYTES)),
         purpose="to receive it",
     )
 

@@ -8,7 +8,6 @@ read ─> fetch or decode base64 ─> MediaIntake: prepare ─> EncoderCore.subm
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
@@ -45,7 +44,6 @@ from cornplug.qos import QosCaller
 ResultT = TypeVar("ResultT")
 _MARGIN_S: Final = 1.0
 """Grace period after the deadline for work that started in time."""
-log = logging.getLogger(__name__)
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:

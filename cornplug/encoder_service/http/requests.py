@@ -20,7 +20,7 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from cornplug.checkpoints.families import Modality
-from cornplug.encoder_service.http.body_limits import MAX_FRAMES
+from cornplug.encoder_service.http.body_limits import MAX_VIDEO_IMAGES
 from cornplug.encoder_service.preprocess.preparer import medium_bytes
 from cornplug.encoder_service.preprocess.preprocessor import FrameSampling
 from cornplug.errors import EncoderRefused
@@ -97,7 +97,7 @@ class EncodeBody(pydantic.BaseModel):
     """Whether to return the data if it is in the host's store. If false, the reply then contains only the
     `key`."""
     deadline_s: float | None = pydantic.Field(default=None, gt=0, le=600, allow_inf_nan=False)
-    """Deadline in seconds, from the receipt of the body."""
+    """Deadline in seconds, from the receipt of the body. Values above 120 count as 120."""
     fps: float | None = pydantic.Field(default=None, gt=0, le=1000, allow_inf_nan=False)
     """Frames to sample per second of video. For a video sent as images, the frame rate of the images."""
     num_frames: int | None = pydantic.Field(default=None, gt=0, le=100_000)
@@ -143,9 +143,9 @@ class RequestMedium:
     def frames(self) -> list[bytes]:
         """Return the encoded frames. Raises EncoderRefused("bad_input")."""
         assert isinstance(self.content, str)
-        each = self.content.removeprefix(_VIDEO_URL).split(",", MAX_FRAMES)
-        if len(each) > MAX_FRAMES:
-            raise _bad(f"{self.field}: more than {MAX_FRAMES} frames")
+        each = self.content.removeprefix(_VIDEO_URL).split(",", MAX_VIDEO_IMAGES)
+        if len(each) > MAX_VIDEO_IMAGES:
+            raise _bad(f"{self.field}: more than {MAX_VIDEO_IMAGES} frames")
         return [medium_bytes(self.field, _IMAGE_URL + text) for text in each]
 
     def data(self) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,10 +10,9 @@ from typing import Any, Literal
 import pydantic
 from fastapi import Response
 from fastapi.responses import JSONResponse
-from safetensors.torch import save
 
-from cornplug.encoder_service.wire import tensors
-from cornplug.encoder_service.wire.messages import EMBEDDING_TENSOR, SAFETENSORS, EncodeRefusal, EncodeReply
+from cornplug.encoder_service.wire import embedding_file
+from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply
 from cornplug.encoder_service.wire.status_codes import status_of
 from cornplug.errors import EncoderRefused, MediaError
 
@@ -76,13 +74,6 @@ class EncodedMedium:
         data = base64.b64encode(tensor.data).decode() if tensor is not None else None
         return {**self.meta(), "data": data}
 
-    def safetensors(self) -> bytes:
-        """Return a safetensors file: the data as tensor `EMBEDDING_TENSOR`, the other fields as JSON in its
-        metadata, under "cornplug"."""
-        assert self.answer.tensor is not None
-        metadata = {"cornplug": json.dumps(self.meta())}
-        return bytes(save({EMBEDDING_TENSOR: tensors.from_wire(self.answer.tensor)}, metadata))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedMedium:
@@ -114,8 +105,9 @@ def reply(outcome: Outcome, accept: str) -> Response:
     """Return the reply to a request."""
     if isinstance(outcome, FailedMedium):
         return refused(outcome)
-    if SAFETENSORS in accept and outcome.answer.tensor is not None:
-        return Response(outcome.safetensors(), media_type=SAFETENSORS)
+    tensor = outcome.answer.tensor
+    if embedding_file.MEDIA_TYPE in accept and tensor is not None:
+        return Response(embedding_file.pack(outcome.meta(), tensor), media_type=embedding_file.MEDIA_TYPE)
     return JSONResponse(outcome.fields())
 
 

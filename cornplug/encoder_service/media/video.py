@@ -78,8 +78,6 @@ class VideoLimits:
     max_frames: int = MAX_FRAMES
     max_pixels: int = 64_000_000
     """Maximum pixels of one frame. All sampled frames together may have four times as many."""
-    image_formats: tuple[str, ...] = image.COMMON
-    """Formats of the frames when a video is sent as images."""
 
 
 def decode(data: bytes, choose: Callable[[VideoHeader], Sequence[int]], limits: VideoLimits) -> VideoFrames:
@@ -132,7 +130,7 @@ def decode_frames(
 
     for encoded in images:
         before_frame: image.Before = image.no_objection if taken else first
-        decoded = image.decode(encoded, limits.max_pixels, before=before_frame, formats=limits.image_formats)
+        decoded = image.decode(encoded, limits.max_pixels, before=before_frame)
         frame = image.as_received(decoded, decoding)
         if taken and frame.size != (taken[0].shape[1], taken[0].shape[0]):
             raise MediaError(f"frame {len(taken)} differs in size from the first frame", reason="frame_size")

@@ -43,7 +43,6 @@ class ImagePreprocessor:
     def __init__(self, loaded: LoadedModel, limits: MediumLimits) -> None:
         self._max_pixels = limits.max_pixels
         self._probes: tuple[int, int] | None = None
-        self._formats = limits.image_formats
         self._asked = loaded.checkpoint.family.processor_defaults.get("image", {})
         self._wanted = loaded.checkpoint.family.inputs["image"]
         self._grid = lru_cache(_SHAPES)(self._grid_of)
@@ -61,9 +60,7 @@ class ImagePreprocessor:
         context: PreprocessContext,
     ) -> DecodedMedium:
         on_header = context.on_header(self._prepared_bytes)
-        pixels = context.decoder.image(
-            parts[0], self._max_pixels, on_header, self._formats, decoding=decoding
-        )
+        pixels = context.decoder.image(parts[0], self._max_pixels, on_header, decoding=decoding)
         return DecodedMedium(
             digest=pixels.digest(),
             shape=(pixels.height, pixels.width),
@@ -72,7 +69,7 @@ class ImagePreprocessor:
 
     def decode_spec(self, form: MediumForm, sampling: FrameSampling, decoding: Decoding) -> Mapping[str, Any]:
         rule = {"modality": "image", "form": form, "mode": "RGB", "rule": decoding}
-        return {**rule, "max_pixels": self._max_pixels, "formats": list(self._formats)}
+        return {**rule, "max_pixels": self._max_pixels}
 
     def shape_inputs(self, shape: tuple[int, ...]) -> Inputs | None:
         return self._grid(shape)

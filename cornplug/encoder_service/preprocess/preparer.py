@@ -54,7 +54,7 @@ REMEMBERED_FILES: Final = 32_768
 salt.
 """
 _MAX_TENANTS: Final = 1024
-_CODECS: Final = ("jpg", "libjpeg_turbo", "jpg_2000", "webp", "avif", "zlib", "libtiff")
+_CODECS: Final = ("jpg", "libjpeg_turbo", "webp", "zlib")
 _BASE64_SLICE: Final = 1 << 20
 """Number of characters to decode at a time. Other threads can run between two slices."""
 APP: Final = "http"

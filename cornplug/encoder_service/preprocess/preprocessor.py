@@ -12,7 +12,6 @@ from typing import Any, Final, Literal, Protocol
 import torch
 
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.media.image import COMMON
 from cornplug.encoder_service.media.video import MAX_FRAMES, VideoLimits
 from cornplug.encoder_service.preprocess.sandbox.decoders import (
     InProcessDecoder,
@@ -31,19 +30,13 @@ class MediumLimits:
     max_pixels: int = 64_000_000
     max_media_s: float = 600.0
     max_frames: int = MAX_FRAMES
-    image_formats: tuple[str, ...] = COMMON
 
     @classmethod
     def of(cls, config: EncoderConfig) -> MediumLimits:
         return cls(max_pixels=config.max_pixels, max_media_s=config.max_media_s)
 
     def video_limits(self) -> VideoLimits:
-        return VideoLimits(
-            max_s=self.max_media_s,
-            max_frames=self.max_frames,
-            max_pixels=self.max_pixels,
-            image_formats=self.image_formats,
-        )
+        return VideoLimits(max_s=self.max_media_s, max_frames=self.max_frames, max_pixels=self.max_pixels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

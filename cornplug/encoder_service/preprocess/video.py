@@ -101,8 +101,7 @@ class VideoPreprocessor:
 
     def decode_spec(self, form: MediumForm, sampling: FrameSampling, decoding: Decoding) -> Mapping[str, Any]:
         rule = {"modality": "video", "form": form, "mode": "RGB", "rule": decoding, "sampler": self._kind}
-        limits = asdict(self._limits) | {"image_formats": list(self._limits.image_formats)}
-        return {**rule, "sampling": asdict(sampling), "limits": limits}
+        return {**rule, "sampling": asdict(sampling), "limits": asdict(self._limits)}
 
     def shape_inputs(self, shape: tuple[int, ...]) -> Inputs | None:
         return self._grid(shape)

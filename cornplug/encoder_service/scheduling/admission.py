@@ -188,8 +188,8 @@ class EncodeAdmission:
         self._lock = threading.Lock()
         self._latency_models: WeakKeyDictionary[object, BatchLatencyModel] = WeakKeyDictionary()
         self._arrivals = ArrivalRate()
-        self._last: tuple[Callable[[], object | None], int, str] = (lambda: None), 0, ""
-        """Tower, tokens and app of the last admitted request."""
+        self._last: dict[ServiceClass | None, tuple[Callable[[], object | None], int, str]] = {}
+        """Tower, tokens and app of the last admitted request by class, and of all classes (None)."""
         self._hit_rate = 0.0
         """Share of the latest requests that were cached or joined another request's job."""
         self._headroom: dict[ServiceClass, float] = {}
@@ -243,24 +243,23 @@ class EncodeAdmission:
                 for pending in job.requests:
                     pending.predicted_answer_s = now - pending.received_s + expected_s
                 self._note_deadline(job, now)
-                self._last = ref(job.tower), job.tokens, job.app
+                self._last[job.qos] = self._last[None] = ref(job.tower), job.tokens, job.app
                 self._arrivals.count(job.qos, job.tokens, now)
         return refusal
 
     def precheck(
         self, qos: ServiceClass, deadline_s: float, batcher: Batcher[Any]
     ) -> AdmissionRefusal | None:
-        """Return the `refusal` of a medium like the last one, before any work is done on it.
+        """Return the `refusal` of a medium like the last one of its class, before any work is done on it.
 
         Also None while many requests are cached or join others, which depends on the content.
         """
         now = self._clock()
         with self._lock:
-            reference, tokens, app = self._last
-            tower, high_hit_rate = reference(), self._hit_rate > _HIGH_HIT_RATE
-        if tower is None or high_hit_rate:
+            high_hit_rate = self._hit_rate > _HIGH_HIT_RATE
+        probe = self._like_the_last(qos, now + deadline_s)
+        if probe is None or high_hit_rate:
             return None
-        probe = _Probe(qos=qos, tower=tower, tokens=tokens, app=app, due_s=now + deadline_s)
         return self._evaluate(probe, deadline_s, batcher, now)[0]
 
     def record_cache_outcome(self, *, hit: bool) -> None:
@@ -297,18 +296,22 @@ class EncodeAdmission:
         return self._done_s(batcher.ahead(job, self._demand(job.tower, now)), job, now)
 
     def predicted_s(self, classes: Sequence[ServiceClass], batcher: Batcher[Any]) -> dict[str, float]:
-        """Return `done_s` of a medium like the last one, by class. 0 before the first medium."""
-        with self._lock:
-            reference, tokens, app = self._last
-            tower = reference()
-        if tower is None:
-            return dict.fromkeys((qos.name for qos in classes), 0.0)
-        probes = (_Probe(qos=qos, tower=tower, tokens=tokens, app=app) for qos in classes)
-        return {probe.qos.name: self.done_s(probe, batcher) for probe in probes}
+        """Return `done_s` of a medium like the last one of each class. 0 before the first medium."""
+        probes = {qos.name: self._like_the_last(qos) for qos in classes}
+        return {name: 0.0 if probe is None else self.done_s(probe, batcher) for name, probe in probes.items()}
 
     def predicted_of(self, qos: ServiceClass, batcher: Batcher[Any]) -> float:
         """Return `predicted_s` of one class."""
         return self.predicted_s([qos], batcher)[qos.name]
+
+    def _like_the_last(self, qos: ServiceClass, due_s: float = math.inf) -> _Probe | None:
+        """Return a job like the last one of this class, or of any class before the first one. None before the
+        first medium, and after its tower was unloaded."""
+        with self._lock:
+            last = self._last.get(qos) or self._last.get(None)
+        if last is None or (tower := last[0]()) is None:
+            return None
+        return _Probe(qos=qos, tower=tower, tokens=last[1], app=last[2], due_s=due_s)
 
     def half_drained_s(self, batcher: Batcher[Any]) -> float:
         """Return the predicted seconds until half of the queue is done, or 1 s before the first

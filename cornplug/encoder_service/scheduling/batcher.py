@@ -312,10 +312,13 @@ class Batcher(Generic[PayloadT]):
         """Return the backlog ahead of `new` if it arrived now. For `demand`, see
         `WeightedFairQueue.tokens_until_served`."""
         with self._changed:
-            running = self._running.items()
+            queue, running = self._queue, list(self._running.values())
             if self._has_urgent_lane:
-                running = {f: b for f, b in running if not self._overtakes(new, f, b)}.items()
-            return backlog_ahead(self._queue, [batch for _, batch in running], self._fair_queue, new, demand)
+                running = [b for job, b in self._running.items() if not self._overtakes(new, job, b)]
+                if len(running) < len(self._running):
+                    # The urgent lane takes it before the queued jobs of worse classes.
+                    queue = [job for job in queue if not _better(new.qos, job.qos)]
+            return backlog_ahead(queue, running, self._fair_queue, new, demand)
 
     def load(self) -> ServiceLoad:
         """Return the queue and the running batches."""

@@ -66,7 +66,7 @@ _FAMILIES: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_mo
 """Families that this release of SGLang runs with `--language-only` and whose rows fit its protocol."""
 _GRID: Final = "image_grid_thw"
 _AT_ONCE: Final = 2
-"""Maximum images of one part that are prepared concurrently, as for one request of `/v1/encode`."""
+"""Maximum images of one part that are prepared concurrently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

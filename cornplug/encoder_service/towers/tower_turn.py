@@ -43,7 +43,8 @@ class TowerPass:
         self._began_s = turn.clock()
         self.urgent: Final = urgent
         self.paused_s = 0.0
-        """Seconds for which the pass was paused for others."""
+        """Seconds for which the pass was paused for others, or waited for a layer of the pass that it
+        overtook."""
 
     def between_layers(self) -> None:
         """Pause for an urgent pass. Raises PassAbandoned."""
@@ -79,6 +80,7 @@ class TowerTurn:
         An `urgent` pass overtakes waiting passes, and the running pass between two layers. `share` is its
         share of the time while urgent passes run. `abandoned` returns whether no caller waits any more.
         """
+        asked_s = self.clock()
         with self._changed:
             self._urgent += urgent
             self._changed.wait_for(self._free_for_urgent if urgent else self._free)
@@ -86,6 +88,8 @@ class TowerTurn:
             self._granted = False
             self._busy = True
         _thread.current = current = TowerPass(self, urgent=urgent, share=share, abandoned=abandoned)
+        if urgent:
+            current.paused_s = self.clock() - asked_s
         try:
             yield current
         finally:

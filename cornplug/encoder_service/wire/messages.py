@@ -26,11 +26,6 @@ _TraceHeaders = Annotated[dict[str, str], msgspec.Meta(max_length=8)]
 # An unknown field is refused, not skipped. A new field needs a new PROTOCOL_VERSION.
 
 
-SAFETENSORS: Final = "application/vnd.safetensors"
-"""Media type of an HTTP reply with the bytes of an embedding, which are tensor `EMBEDDING_TENSOR`."""
-EMBEDDING_TENSOR: Final = "embedding"
-
-
 class WireTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """C-contiguous little-endian tensor. `dtype` is torch's name without "torch."."""
 

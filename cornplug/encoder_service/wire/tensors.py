@@ -21,8 +21,3 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 def to_wire(tensor: torch.Tensor) -> WireTensor:
     """Return a tensor as a message field."""
     return WireTensor(dtype_name(tensor.dtype), tuple(tensor.shape), raw_bytes(tensor).tobytes())
-
-
-def from_wire(wire: WireTensor) -> torch.Tensor:
-    """Return a copy of a message's tensor."""
-    return torch.frombuffer(bytearray(wire.data), dtype=getattr(torch, wire.dtype)).reshape(wire.shape)

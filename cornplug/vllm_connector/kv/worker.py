@@ -67,7 +67,6 @@ class KVWorker:
         """Set if the GPU copies pages directly."""
         self._on_gpu = False
         self._sizes = BlockSizes(block_size, block_size)
-        """Tokens per block of the caches. A block of the engine may be several blocks of the kernels."""
         self._share = share
         self._beside = beside
         self._mover: KVMover = (

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from PIL import Image
 
+from cornplug.config import EMBEDDINGS_BY_VALUE
 from cornplug.encoder_service.media.image import digest_image
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common.background_identity import CurrentIdentity
@@ -41,7 +42,6 @@ from cornplug.errors import ConfigError
 from cornplug.identity import array_digest, digest, embedding_key, medium_with_options
 from cornplug.private_paths import read_secret
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.carried_flags import EMBEDDINGS_BY_VALUE
 from cornplug.vllm_connector.compat import EC_CONNECTOR
 from cornplug.vllm_connector.media.embedding_handles import PREFIX as HANDLE
 from cornplug.vllm_connector.media.embedding_handles import ReceivedHandles, is_handle

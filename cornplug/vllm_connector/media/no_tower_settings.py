@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from cornplug.config import Config
+from cornplug.config import IMAGES_PER_PROMPT, Config
 from cornplug.engine_common.shared_flags import settings
 from cornplug.errors import ConfigError
-from cornplug.vllm_connector.carried_flags import IMAGES_PER_PROMPT
 from cornplug.vllm_connector.compat import EC_CONNECTOR
 from cornplug.vllm_connector.several_connectors import our_settings
 

@@ -32,7 +32,7 @@ from vllm.multimodal.media.base import MediaIO
 from vllm.renderers.chat_utils import AsyncMultiModalItemTracker
 
 from cornplug.checkpoints.numeric_class import PRECISION_VARIABLES
-from cornplug.config import Config
+from cornplug.config import IMAGES_PER_PROMPT, Config
 from cornplug.encoder_service.client.remote_client import RemoteEncoder
 from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
 from cornplug.encoder_service.wire.messages import MediumReply, MediumRequest
@@ -44,7 +44,6 @@ from cornplug.errors import CodecError, ConfigError, CornplugError, EncoderError
 from cornplug.identity import embedding_key
 from cornplug.private_paths import read_secret
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.carried_flags import IMAGES_PER_PROMPT
 from cornplug.vllm_connector.media.embedding_handles import ReceivedHandles
 from cornplug.vllm_connector.media.mm_identifiers import MmIdentifiers
 from cornplug.vllm_connector.media.no_tower_settings import (

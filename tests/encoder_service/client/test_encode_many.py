@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from cornplug.config import Config
 from cornplug.encoder_service.client.sync_client import AsyncEncoderClient, EmbeddingRef, EncoderClient
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.wire.messages import SAFETENSORS
-from cornplug.errors import EncoderRefused
+from cornplug.encoder_service.wire.embedding_file import MEDIA_TYPE as SAFETENSORS
+from cornplug.errors import EncoderRefused, MediaError
 
 from ..conftest import SECRET, MakeEncoder, png, sample_image
 from ..services import Behaviour, Misbehaving, Served, half, resets, says, says_nothing
@@ -52,9 +54,12 @@ def test_encode_many_equals_encode(app: Any, llava: str) -> None:
 
 def test_encode_many_bad_item_fails_alone(good: Served, llava: str) -> None:
     items = [png(sample_image(seed)) if seed % 5 else b"no image" for seed in range(20)]
+    damaged = Image.open(io.BytesIO(png(sample_image(1))[:200]))
+    bad: list[Any] = ["a\0path", 5, damaged]
     with EncoderClient(good.url, deadline_s=60) as client:
-        found = dict(client.encode_many(items, model=llava))
+        found = dict(client.encode_many([*items, *bad], model=llava))
         assert {i for i, r in found.items() if isinstance(r, EncoderRefused)} == {0, 5, 10, 15}
+        assert all(isinstance(found[len(items) + i], MediaError) for i in range(len(bad)))
         unknown = dict(client.encode_many(items, model="nobody"))
     assert {getattr(r, "reason", None) for r in unknown.values()} == {"unknown_model"}
 

@@ -24,7 +24,7 @@ from cornplug.encoder_service.client import endpoints
 from cornplug.encoder_service.client.media_payload import MediaPayload
 from cornplug.encoder_service.client.sync_client import AsyncEncoderClient, EmbeddingRef, EncoderClient
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.wire.messages import SAFETENSORS
+from cornplug.encoder_service.wire.embedding_file import MEDIA_TYPE as SAFETENSORS
 from cornplug.errors import EncoderRefused, EncoderUnavailable, MediaError
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import get_payload
@@ -279,6 +279,21 @@ def test_encoder_client_pause_beyond_deadline_fails_at_once(llava: str, within: 
                 client.encode(sample_image(1), model=llava)
             assert again.value.reason == "encoder_backoff"
         assert len(server.requests) == 1
+
+
+def test_encoder_client_deadline_includes_reading_the_medium(
+    client: EncoderClient, llava: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = MediaPayload.of
+
+    def slow(item: Any) -> MediaPayload:
+        time.sleep(0.2)
+        return read(item)
+
+    monkeypatch.setattr(MediaPayload, "of", slow)
+    with pytest.raises(EncoderUnavailable, match="reading the medium") as caught:
+        client.encode(png(sample_image(1)), model=llava, deadline_s=0.1)
+    assert caught.value.reason == "encoder_timeout"
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])

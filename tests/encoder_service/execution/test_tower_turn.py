@@ -14,6 +14,7 @@ import torch
 from cornplug.config import load
 from cornplug.encoder_service.models.registry import ModelRegistry
 from cornplug.encoder_service.models.torch_compile import layers_of
+from cornplug.encoder_service.towers.tower_turn import TowerTurn
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply
 from cornplug.qos import QosClasses
 
@@ -92,6 +93,31 @@ def test_encoder_better_class_overtakes_a_running_pass(
     again = make_encoder().submit(request_for(llava_pair[0], 1, app="albums")).result(60)
     assert isinstance(again, EncodeReply)
     assert answers[-1].tensor == again.tensor  # type: ignore[union-attr]
+
+
+def test_tower_turn_wait_of_an_urgent_pass_counts_as_a_pause() -> None:
+    """Otherwise a tiny medium that waited for a layer of a huge one would make its tower seem slow."""
+    now_s = 0.0
+    waits = threading.Event()
+    paused: list[float] = []
+
+    def clock() -> float:
+        if threading.current_thread() is thread:
+            waits.set()
+        return now_s
+
+    def urgent() -> None:
+        with turns.taken(urgent=True, share=0.5, abandoned=lambda: False) as current:
+            paused.append(current.paused_s)
+
+    turns, thread = TowerTurn(clock), threading.Thread(target=urgent)
+    with turns.taken(urgent=False, share=0.5, abandoned=lambda: False) as first:
+        thread.start()
+        assert waits.wait(30)
+        now_s = 7.0
+        first.between_layers()
+    thread.join(30)
+    assert paused == [7.0]
 
 
 def test_encoder_equal_class_does_not_overtake(

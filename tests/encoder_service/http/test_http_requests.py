@@ -177,7 +177,7 @@ def test_http_ready_without_towers_is_503(make_encoder: MakeEncoder, config: Con
 def test_body_guard_all_bodies_share_a_budget(
     make_encoder: MakeEncoder, config: Config, llava: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(body_limits, "_HELD_BODIES", 1)
+    monkeypatch.setattr(body_limits, "_HELD_BYTES", 1)
     small = config.encoder.model_copy(update={"max_body_bytes": 100_000})
     service = Service(make_encoder(), config.model_copy(update={"encoder": small}))
     image = png(sample_image(1))

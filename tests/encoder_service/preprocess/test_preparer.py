@@ -159,7 +159,7 @@ class Broken:
 
 @pytest.mark.parametrize(
     "limits",
-    [MediumLimits(max_pixels=100), MediumLimits(image_formats=("JPEG",)), MediumLimits(max_pixels=10_000)],
+    [MediumLimits(max_pixels=100), MediumLimits(max_pixels=10_000)],
 )
 def test_preparer_remembered_file_under_other_limits_is_decoded_anew(
     qwen_registry: ModelRegistry, qwen: Path, limits: MediumLimits

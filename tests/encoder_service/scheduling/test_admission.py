@@ -204,6 +204,25 @@ def test_admission_prediction_counts_arrivals_of_better_class() -> None:
     assert with_gold > 2 * alone
 
 
+def test_admission_prediction_leaves_out_what_an_urgent_job_overtakes() -> None:
+    service = Service().measured()
+    service.batcher = Batcher(
+        max_items=4, max_tokens=1000, clock=service.clock, on_late=service.late.append, has_urgent_lane=True
+    )
+    for _ in range(5):
+        service.batcher.join_or_add(service.job(TIN, tokens=30_000, deadline_s=120))
+    service.batcher.take()
+    gold = service.job(GOLD)
+    assert service.gate.done_s(gold, service.batcher) == pytest.approx(PASS_S + 100 * TOKEN_S)
+    assert service.come(gold) is None
+    urgent = service.batcher.take_urgent(1)
+    assert urgent is gold
+    # The next one waits for the urgent lane, and still overtakes the others.
+    wait_s = service.gate.done_s(service.job(GOLD), service.batcher)
+    assert wait_s == pytest.approx(2 * (PASS_S + 100 * TOKEN_S))
+    assert service.gate.done_s(service.job(TIN), service.batcher) > 30
+
+
 def test_batcher_joined_duplicate_of_better_class_lifts_job() -> None:
     service = Service()
     slow = [service.job(TIN) for _ in range(6)]
@@ -238,6 +257,19 @@ def test_predicted_s_each_class_has_its_own_time() -> None:
         service.come(service.job(TIN, deadline_s=100))
     predicted = service.gate.predicted_s([GOLD, TIN], service.batcher)
     assert 0.5 < predicted["gold"] < predicted["tin"] / 2
+
+
+def test_predicted_s_of_a_class_is_of_a_medium_like_its_own() -> None:
+    """A flood of huge media in one class does not make the small media of another look late."""
+    service = Service().measured()
+    service.come(service.job(GOLD))
+    service.work()
+    service.come(service.job(TIN, tokens=30_000, deadline_s=100))
+    service.work()
+    predicted = service.gate.predicted_s([GOLD, TIN], service.batcher)
+    assert predicted["gold"] == pytest.approx(PASS_S + 100 * TOKEN_S, rel=0.01)
+    assert predicted["tin"] > 30
+    assert service.gate.precheck(GOLD, 1.0, service.batcher) is None
 
 
 def wait_of(qos: ServiceClass) -> PendingRequest:

@@ -13,6 +13,7 @@ from cornplug.vllm_connector.kv import tracked_requests
 
 from ..conftest import open_in
 from ..rig import Engine
+from .core_rig import Core
 
 Make = Callable[..., Engine]
 PROMPT = list(range(100, 232))
@@ -76,16 +77,29 @@ def test_kv_request_of_two_epochs_saves_and_loads_nothing(
 
 
 def test_kv_last_page_of_earlier_weights_is_dropped_and_can_be_saved_later(
-    one: Engine, store: MemoryStore
+    core: Callable[..., Core], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = one.add("a", PROMPT)
-    one.step()
+    monkeypatch.setattr(tracked_requests, "kv_identity", identity)
+    one = core(save="always", identity=identity)
+    # The first four pages are saved, and the fifth is complete when the request ends.
+    request = one.add(PROMPT[:128], max_tokens=33)
+    while not request.is_finished():
+        one.step()
+        one.drain()
+    assert one.engine.saves
     state = engine_state.current()
-    one.finish(request)
-    assert one.saves
     odd = state.begin_update()
     one.step()
     state.end_update(odd, "/new", 2**62)
-    one.settle()
-    assert not one.saves
+    one.sleep()
+    assert not one.engine.saves
     assert open_in(store) == (0, 0)
+    assert entries(store) == 4
+    # Under the first weights again, nothing keeps it from being saved.
+    update("start")
+    one.answer([9, *PROMPT])  # The first request of an epoch may be a miss.
+    one.sleep()
+    before = entries(store)
+    one.answer([*request.all_token_ids])
+    one.sleep()
+    assert entries(store) == before + 1

@@ -24,7 +24,7 @@ from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.codec import PayloadKind
-from cornplug.config import Config
+from cornplug.config import EMBEDDINGS_BY_VALUE, Config
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
 from cornplug.engine_common import engine_state
@@ -33,7 +33,6 @@ from cornplug.store.backends import open_store
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import NewPayload, put_payload
 from cornplug.vllm_connector import compat, connector_config
-from cornplug.vllm_connector.carried_flags import EMBEDDINGS_BY_VALUE
 from cornplug.vllm_connector.media import embedding_handles, mm_identifiers
 from cornplug.vllm_connector.media.embedding_handles import ReceivedHandles
 from cornplug.vllm_connector.media.mm_identifiers import MmIdentifiers, key_of

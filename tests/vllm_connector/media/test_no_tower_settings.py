@@ -16,8 +16,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.multimodal.parse import MultiModalDataParser
 
+from cornplug.config import IMAGES_PER_PROMPT
 from cornplug.errors import ConfigError
-from cornplug.vllm_connector.carried_flags import IMAGES_PER_PROMPT
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR, validated_families
 from cornplug.vllm_connector.media import no_tower_settings
 from cornplug.vllm_connector.media.no_tower_settings import TAKES_EMBEDDINGS, check_model, leave_out

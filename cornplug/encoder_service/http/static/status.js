@@ -61,7 +61,7 @@ function showFacts(now) {
 
 function showTiles(now) {
   const before = page.answers[0];
-  const time = Math.max(now.now_s - before.now_s, 0.001);
+  const time = Math.max(now.uptime_s - before.uptime_s, 0.001);
   const more = (of) => of(now) - of(before);
   const refusals = (answer) => sum(answer.refusals.map((row) => row.refusals));
   const answered = more((answer) => total(answer.answers));
@@ -123,7 +123,7 @@ function show() {
 
 function take(now) {
   if (page.last?.instance !== now.instance) page.answers = [];
-  page.answers = [...page.answers.filter((answer) => answer.now_s > now.now_s - RATE_S), now];
+  page.answers = [...page.answers.filter((answer) => answer.uptime_s > now.uptime_s - RATE_S), now];
   page.last = now;
 }
 

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from cornplug.encoder_service.media.audio import MAX_SAMPLES, AudioSamples
-from cornplug.encoder_service.media.image import COMMON, RgbPixels
+from cornplug.encoder_service.media.image import RgbPixels
 from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, VideoLimits
 from cornplug.encoder_service.preprocess.sandbox import ipc, jail
 from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader, OnHeader, choose_frames
@@ -260,13 +260,10 @@ class SandboxedDecoder:
         data: bytes,
         max_pixels: int,
         on_header: OnHeader,
-        formats: Sequence[str] = COMMON,
         *,
         decoding: Decoding = DEFAULT,
     ) -> RgbPixels:
-        job = ipc.ImageJob(
-            max_pixels=max_pixels, formats=tuple(formats), decoding=decoding, limit_s=self._limit()
-        )
+        job = ipc.ImageJob(max_pixels=max_pixels, decoding=decoding, limit_s=self._limit())
         assigned = self._begin(job, [data])
         opened = _read_header(assigned)
         if not 0 < opened.width * opened.height <= max_pixels:
@@ -317,7 +314,6 @@ class SandboxedDecoder:
             fps=fps,
             max_frames=limits.max_frames,
             max_pixels=limits.max_pixels,
-            formats=limits.image_formats,
             decoding=decoding,
             limit_s=self._limit(),
         )

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 from cornplug.encoder_service.media import audio, image, video
 from cornplug.encoder_service.media.audio import AudioSamples
-from cornplug.encoder_service.media.image import COMMON, RgbPixels
+from cornplug.encoder_service.media.image import RgbPixels
 from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, VideoLimits
 from cornplug.encoder_service.wire.decodings import DEFAULT, Decoding
 
@@ -64,7 +64,6 @@ class MediumDecoder(Protocol):
         data: bytes,
         max_pixels: int,
         on_header: OnHeader,
-        formats: Sequence[str] = COMMON,
         *,
         decoding: Decoding = DEFAULT,
     ) -> RgbPixels:
@@ -100,12 +99,11 @@ class InProcessDecoder:
         data: bytes,
         max_pixels: int,
         on_header: OnHeader,
-        formats: Sequence[str] = COMMON,
         *,
         decoding: Decoding = DEFAULT,
     ) -> RgbPixels:
         before = _image_header(on_header)
-        decoded = image.decode(data, max_pixels, before=before, formats=formats)
+        decoded = image.decode(data, max_pixels, before=before)
         return RgbPixels.of(image.as_received(decoded, decoding))
 
     def audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples:

@@ -27,7 +27,6 @@ _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | f
 
 class ImageJob(msgspec.Struct, frozen=True, tag="image"):
     max_pixels: int
-    formats: tuple[str, ...]
     decoding: Decoding
     limit_s: float
 
@@ -51,7 +50,6 @@ class FramesJob(msgspec.Struct, frozen=True, tag="frames"):
     fps: float
     max_frames: int
     max_pixels: int
-    formats: tuple[str, ...]
     decoding: Decoding
     limit_s: float
 

@@ -90,7 +90,7 @@ class DecoderLoop:
         def before(width: int, height: int) -> None:
             self._confirm(ipc.MediumOpened(width=width, height=height))
 
-        decoded = image.decode(data, job.max_pixels, before=before, formats=job.formats)
+        decoded = image.decode(data, job.max_pixels, before=before)
         return image.as_received(decoded, job.decoding)
 
     def _audio(self, job: ipc.AudioJob, data: bytes) -> audio.Samples:
@@ -105,7 +105,7 @@ class DecoderLoop:
 
         ends = np.cumsum(job.sizes).tolist()
         images = [data[end - size : end] for end, size in zip(ends, job.sizes, strict=True)]
-        limits = VideoLimits(max_frames=job.max_frames, max_pixels=job.max_pixels, image_formats=job.formats)
+        limits = VideoLimits(max_frames=job.max_frames, max_pixels=job.max_pixels)
         return video.decode_frames(images, job.fps, limits, decoding=job.decoding, before=before)
 
     def _confirm(self, opened: ipc.MediumOpened) -> tuple[int, ...]:
