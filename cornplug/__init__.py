@@ -1,4 +1,4 @@
-"""cornplug: engines share embeddings and KV pages, keyed by the weights and the content that they depend on.
+"""cornplug: shares embeddings and KV pages between engines, with keys that depend on weights and content.
 
 Clients are imported on first use, because engines import this package in each of their processes.
 """

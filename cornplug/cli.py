@@ -1,6 +1,6 @@
-"""The `cornplug` command: a table of subcommands, each imported only when it runs.
+"""The `cornplug` command. Each subcommand is a function `main(argv) -> exit status`.
 
-A subcommand is a function `main(argv) -> exit status`.
+The module of a subcommand is imported only when the subcommand runs.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ EXTRAS: Mapping[str, str] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit status, or 2 for a CornplugError (one line on stderr)."""
+    """Run one subcommand and return its exit status.
+
+    If it raises a CornplugError, print the error on stderr and return 2.
+    """
     args = _parser().parse_args(argv)
     try:
         return _load(COMMANDS[args.command].target)(args.args)

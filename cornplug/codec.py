@@ -1,4 +1,4 @@
-"""Header of a payload: its kind, key and shape, and checksums of its data.
+"""Header of a payload: the payload's kind, key and shape, and checksums of its data.
 
 The header is stored as an entry's `meta`, separate from the payload, so that several ranks can write a
 payload in place:
@@ -7,15 +7,15 @@ payload in place:
     u16 segments | 32-byte key | dtype name | u64 dimension ... | u64 segment checksum ... |
     u64 checksum of all the above
 
-A writer of a part of a payload encodes the checksums of its part (`encode_part`). `join_parts` creates the
-header:
+If several ranks write a payload, each rank encodes the checksums of its part (`encode_part`), and
+`join_parts` creates the header from the parts. A part has this format:
 
-    magic "CPPT" | u16 segments of the whole | u16 segments of this part | u16 index ... | a header
-    as above, of this part's checksums alone
+    magic "CPPT" | u16 segments of the payload | u16 segments of this part | u16 index ... | a header
+    as above, with only this part's checksums
 
-All integers are little-endian. A payload consists of `segments` equal parts, each with its own checksum
-(XXH3-64), so that a tensor-parallel rank verifies only the heads it reads. Checksums detect damage, but do
-not protect against an attacker. Only holders of the secret can compute keys.
+All integers are little-endian. A payload consists of `segments` segments of equal size, each with its own
+checksum (XXH3-64), so that a tensor-parallel rank verifies only the heads that it reads. Checksums detect
+damage, but do not protect against an attacker. Only processes with the secret can compute keys.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ MAGIC: Final = b"CPLG"
 VERSION: Final = 1
 _FIXED: Final = struct.Struct("<4sHBBBBH32s")
 KEY_AT: Final = _FIXED.size - 32
-"""Offset of the key in a header."""
+"""Offset of the key in a header, in bytes."""
 PART_MAGIC: Final = b"CPPT"
 _PART: Final = struct.Struct("<4sHH")
 
 ITEM_BYTES: Final[Mapping[str, int]] = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Size of one value of each dtype that embeddings and KV pages have, by torch's name without "torch."."""
+"""Size in bytes of one value, for each dtype of embeddings and KV pages (torch's name without "torch.")."""
 
 
 class PayloadKind(enum.IntEnum):
@@ -64,13 +64,13 @@ def checksum(payload: bytes | memoryview) -> int:
 
 
 def header_checksums(headers: Sequence[bytes]) -> list[int]:
-    """Return the checksum that each of these headers ends with if it is undamaged."""
+    """Return the checksum with which each of these headers ends if it is not damaged."""
     digest = xxhash.xxh3_64_intdigest
     return [digest(header[:-8]) for header in headers]
 
 
 def encode_header(header: PayloadHeader) -> bytes:
-    """Encode a header. Raises CodecError if a field does not fit the format."""
+    """Encode a header. Raises CodecError if a field is too large for the format."""
     name = header.dtype.encode()
     if len(header.key) != 32 or len(name) > 255 or len(header.shape) > 255:
         raise CodecError(f"header does not fit its format: {header}", reason="codec")
@@ -86,7 +86,7 @@ def encode_header(header: PayloadHeader) -> bytes:
 
 
 def decode_header(meta: bytes | memoryview, *, key: bytes) -> PayloadHeader:
-    """Read a header and check that it belongs to `key`.
+    """Decode a header, and verify that it belongs to the entry `key`.
 
     Raises CodecError with reason "codec" (not a cornplug header, or damaged), "version" (format of another
     release) or "wrong_key" (header of another entry).
@@ -105,7 +105,7 @@ def decode_header(meta: bytes | memoryview, *, key: bytes) -> PayloadHeader:
     at = _FIXED.size + name_len
     try:
         named, dtype = PayloadKind(kind), data[_FIXED.size : at].decode()
-    except ValueError as e:  # whole, but not written by this format
+    except ValueError as e:  # The checksum is correct, but another release wrote the header.
         raise CodecError(f"header of a kind of another release: {e}", reason="version") from e
     return PayloadHeader(
         kind=named,
@@ -117,7 +117,7 @@ def decode_header(meta: bytes | memoryview, *, key: bytes) -> PayloadHeader:
 
 
 def segment_checksums(meta: bytes) -> tuple[int, ...]:
-    """Return the checksums of the segments in a header that `decode_header` has validated."""
+    """Return the segments' checksums from a header that `decode_header` has validated."""
     segments = _FIXED.unpack_from(meta)[6]
     return struct.unpack_from(f"<{segments}Q", meta, len(meta) - 8 * segments - 8)
 
@@ -130,9 +130,13 @@ def encode_part(
     segments: int,
     checksums: Mapping[int, int],
 ) -> bytes:
-    """Encode the checksums of one writer's segments, by index, of a payload with `segments` segments.
+    """Encode one writer's part of a header, for a payload that several writers write.
 
-    Raises CodecError if a field does not fit the format.
+    Args:
+        segments: number of segments of the payload.
+        checksums: index -> checksum, for the segments of this writer.
+
+    Raises CodecError if a field is too large for the format.
     """
     if not checksums or not 1 <= segments <= 0xFFFF or not all(0 <= i < segments for i in checksums):
         raise CodecError(f"a part of segments {sorted(checksums)} of {segments}", reason="codec")
@@ -142,9 +146,9 @@ def encode_part(
 
 
 def join_parts(parts: Iterable[bytes], *, key: bytes) -> bytes:
-    """Join the parts of `key` into a header with the same bytes as from a single writer.
+    """Join the parts of the header for `key`. The result equals the header that a single writer would encode.
 
-    Raises CodecError like `decode_header`, and with reason "parts" if parts contradict each other, overlap or
+    Raises CodecError as `decode_header`, and with reason "parts" if parts contradict each other, overlap or
     do not cover all segments.
     """
     found: dict[int, int] = {}
@@ -171,9 +175,9 @@ def join_parts(parts: Iterable[bytes], *, key: bytes) -> bytes:
 
 
 def verify(header: PayloadHeader, payload: memoryview, segments: Sequence[int] | None = None) -> None:
-    """Verify a payload, or only the given segments, against the header.
+    """Verify the checksums of a payload, or of only the given segments, against the header.
 
-    Raises CodecError("corrupt") at the first segment that does not match.
+    Raises CodecError("corrupt") at the first segment whose checksum differs.
     """
     count = len(header.checksums)
     if payload.nbytes % count:

@@ -1,4 +1,4 @@
-"""Public exceptions of cornplug, in one tree.
+"""Public exceptions of cornplug.
 
     CornplugError
     ├── ConfigError            a setting is wrong (names the field and the remedy)
@@ -70,12 +70,12 @@ class CodecError(CornplugError):
 
     @property
     def is_damage(self) -> bool:
-        """Whether the entry is damaged. False if another release wrote it: a miss, but not deleted."""
+        """Whether the entry is damaged and should be deleted. False if another release wrote the entry."""
         return self.reason != "version"
 
 
 class LayoutError(CornplugError):
-    """An engine's KV cache does not map to engine-neutral pages."""
+    """An engine's KV cache cannot be mapped to engine-neutral pages."""
 
 
 class PlanInfeasible(CornplugError):
@@ -87,7 +87,7 @@ class ProtocolError(CornplugError):
 
 
 class PlanUnfinished(CornplugError):
-    """The solver reached its time limit without a plan or a proof that the problem is infeasible."""
+    """The solver reached its time limit before it found a plan or proved that there is none."""
 
 
 class ProcessFailed(CornplugError):
@@ -101,8 +101,8 @@ class StoreError(CornplugError):
 class StoreUnavailable(StoreError):
     """The store cannot be used.
 
-    `reason` is "store_timeout" if it did not reply within the deadline, "store_slow" if no request was sent
-    because it has been slow, and "store_down" if it is not running.
+    `reason` is "store_timeout" if the store did not reply within the deadline, "store_slow" if no request was
+    sent because the store has been slow, and "store_down" if the store is not running.
     """
 
 
@@ -120,7 +120,7 @@ class EncoderRefused(EncoderError):
     def __init__(self, message: str, *, reason: str = "error", retry_after_s: float | None = None) -> None:
         super().__init__(message, reason=reason)
         self.retry_after_s = retry_after_s
-        """Seconds after which a retry can succeed, if known."""
+        """Seconds after which a retry can succeed, or None if the service has not sent a time."""
 
 
 class ReplicaLost(EncoderError):

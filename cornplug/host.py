@@ -1,4 +1,4 @@
-"""Helpers about this host for launchers, profilers and tests: ports, GPUs, proxies, TLS."""
+"""Helpers for ports, GPUs, proxies and TLS of this host, used by launchers, profilers and tests."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import httpx
 _PORTS: Final = range(20_000, 32_768)
 """Ports below the range that Linux uses for outgoing connections (`ip_local_port_range`).
 
-A server binds its port seconds after it was chosen. In the meantime, an outgoing connection of any process
-could take a port from that range.
+A server binds its port only seconds after the port was chosen. In the meantime, an outgoing connection of any
+process could use a port in Linux's range.
 """
 
 
@@ -31,8 +31,8 @@ def free_port(*, room: int = 0) -> int:
     """Return a TCP port of the loopback address on which no process listens.
 
     Args:
-        room: Number of further ports above it that the server uses. They are below the range for outgoing
-            connections too.
+        room: Number of additional ports above the returned port that the server uses. They are also below the
+            range for outgoing connections.
     """
     for port in random.sample(_PORTS[: len(_PORTS) - room], 64):
         with socket.socket() as s, contextlib.suppress(OSError):
@@ -42,12 +42,12 @@ def free_port(*, room: int = 0) -> int:
 
 
 def reachable(host: str) -> str:
-    """Return the address at which processes of this host reach a server that listens on `host`."""
+    """Return the address at which processes on this host can reach a server that listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
 
 
 def without_proxies(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without proxy variables, for a process that uses only configured services."""
+    """Return the environment without proxy variables, for a process that must not use a proxy."""
     return {name: value for name, value in environ.items() if name.lower() not in _PROXIES}
 
 
@@ -64,7 +64,8 @@ def has_gpu() -> bool:
 def tls_context() -> ssl.SSLContext:
     """Return a TLS context that all HTTP clients of this process share.
 
-    Otherwise each httpx client creates its own context, even for plain HTTP, and reads the host's certificate
-    authorities. That takes 66 ms of CPU time on a small machine, for each poll of a starting engine.
+    Otherwise each httpx client would create its own context, even for plain HTTP, and read the host's
+    certificate authorities. On a small machine, this takes 66 ms of CPU time, for example each time a
+    starting engine is polled.
     """
     return httpx.create_ssl_context()

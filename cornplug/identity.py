@@ -1,8 +1,8 @@
-"""Keys of entries: 32-byte digests of all inputs of a result. Pure functions without I/O.
+"""Keys of entries: 32-byte digests of everything on which a result depends. Pure functions without I/O.
 
 Each digest is SHA-256 over a domain name and length-prefixed parts, so that different inputs always have
-different encodings. The domain contains a version. Golden vectors in tests/golden/identity.json keep the
-schemes stable.
+different encodings. The domain name contains a version. Golden vectors in tests/golden/identity.json ensure
+that the digests do not change.
 
     tower fp ─┐
     projector fp ┼─ model identity ─┐
@@ -31,14 +31,14 @@ from typing import Any, Final
 
 DIGEST_BYTES: Final = 32
 LINK_TOKENS: Final = 16
-"""Tokens in one link of the page chain, independent of an engine's page size."""
+"""Number of tokens in one link of the page chain, independent of an engine's page size."""
 
 _WIDE_TAG: Final = b"sglang-mm-wide-pad-v1"
 _WIDE_BASE: Final = 1_000_000
 _WIDE_MASK: Final = (1 << 62) - 1
 _U32_MAX: Final = (1 << 32) - 1
 _LINK_BYTES: Final = 4 * LINK_TOKENS
-"""Size of a link whose tokens all fit in 32 bits."""
+"""Size in bytes of a link whose tokens all fit in 32 bits."""
 
 
 def digest(domain: str, *parts: bytes) -> bytes:
@@ -51,24 +51,27 @@ def _framed(*parts: bytes) -> bytes:
 
 
 def keyed(secret: bytes, domain: str, *parts: bytes) -> bytes:
-    """Return the HMAC-SHA256 of `digest` under the store's secret, so that only its holders can compute
-    keys."""
+    """Return the HMAC-SHA256 of `digest` with the store's secret.
+
+    Only processes with the secret can compute keys.
+    """
     return hmac.digest(secret, digest(domain, *parts), "sha256")
 
 
 def canonical(value: Mapping[str, Any]) -> bytes:
     """Encode a spec as canonical JSON (sorted keys, no spaces, no NaN).
 
-    Raises TypeError or ValueError for a value that JSON cannot represent. If such a field were left out,
-    different results would get the same key.
+    Raises TypeError or ValueError for a value that JSON cannot represent. Such a value must not be omitted,
+    because different results would then have the same key.
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def tensors_fingerprint(tensors: Iterable[tuple[str, str, Sequence[int], bytes]]) -> bytes:
-    """Return the fingerprint of tensors: (normalised name, safetensors dtype, shape, SHA-256 of raw bytes).
+    """Return the fingerprint of a set of tensors.
 
-    The order does not matter. Raises ValueError if a name occurs twice.
+    Each tensor is (normalised name, safetensors dtype, shape, SHA-256 of raw bytes). Their order does not
+    affect the result. Raises ValueError if a name occurs twice.
     """
     rows: dict[str, bytes] = {}
     for name, dtype, shape, data in tensors:
@@ -80,12 +83,12 @@ def tensors_fingerprint(tensors: Iterable[tuple[str, str, Sequence[int], bytes]]
 
 
 def spec_fingerprint(spec: Mapping[str, Any]) -> bytes:
-    """Return the fingerprint of everything that changes a tower's output, except weights and media."""
+    """Return the fingerprint of the settings on which a tower's output depends, without weights and media."""
     return digest("cornplug-spec-v1", canonical(spec))
 
 
 def model_identity(tower_fp: bytes, projector_fp: bytes, spec_fp: bytes) -> bytes:
-    """Return the digest of all inputs of an embedding except the medium.
+    """Return the digest of everything except the medium on which an embedding depends.
 
     It is the same for every fine-tune, merge or quantisation that does not change the tower and projector.
     """
@@ -93,7 +96,8 @@ def model_identity(tower_fp: bytes, projector_fp: bytes, spec_fp: bytes) -> byte
 
 
 def pixels_digest(mode: str, width: int, height: int, pixels: bytes | memoryview) -> bytes:
-    """Return the media digest of a decoded image: mode ("RGB", "RGBA", "L"), size, row-major bytes."""
+    """Return the media digest of a decoded image, from its mode ("RGB", "RGBA", "L"), size and row-major
+    bytes."""
     h = hashlib.sha256(b"cornplug-pixels-v1")
     h.update(struct.pack(">16sQQ", mode.encode(), width, height))
     h.update(pixels)
@@ -110,9 +114,9 @@ def frames_digest(
             different ways to compute them agree.
         frames: Row-major RGB bytes of each frame, width * height * 3.
 
-    The sampling settings are not an input, because the frames and times depend on them. Raises ValueError for
-    a frame of another size, for a number of frames that differs from the number of times, and for a time that
-    is not finite.
+    The digest does not include the sampling settings, because they determine the frames and times. Raises
+    ValueError if a frame has another size, if the numbers of frames and times differ, or if a time is not
+    finite.
     """
     h = hashlib.sha256(b"cornplug-frames-v1")
     h.update(struct.pack(">16sQQQ", b"RGB", width, height, len(times_s)))
@@ -129,7 +133,10 @@ def frames_digest(
 
 
 def samples_digest(rate: int, samples: bytes | memoryview) -> bytes:
-    """Return the media digest of a decoded audio clip: sample rate, mono samples as little-endian float32."""
+    """Return the media digest of a decoded audio clip.
+
+    `rate` is the sample rate, and `samples` are the mono samples as little-endian float32.
+    """
     h = hashlib.sha256(b"cornplug-samples-v1")
     h.update(struct.pack(">QQ", rate, len(samples)))
     h.update(samples)
@@ -137,9 +144,9 @@ def samples_digest(rate: int, samples: bytes | memoryview) -> bytes:
 
 
 def array_digest(dtype: str, shape: Sequence[int], data: bytes | memoryview) -> bytes:
-    """Return the digest of a C-contiguous tensor: numpy dtype name, shape, little-endian bytes.
+    """Return the digest of a C-contiguous tensor, for the input tensors of a tower.
 
-    It is used for the input tensors of a tower.
+    `dtype` is numpy's name of the dtype, and `data` contains the values as little-endian bytes.
     """
     h = hashlib.sha256(b"cornplug-array-v1")
     h.update(struct.pack(">16sB", dtype.encode(), len(shape)))
@@ -154,9 +161,9 @@ def processor_video_digest(frames: bytes, metadata: Mapping[str, Any]) -> bytes:
     Args:
         frames: `array_digest` of the sampled frames.
         metadata: Rate, duration and numbers of the sampled frames. They determine positions and timestamps in
-            the language model, on which `frames_digest` does not depend.
+            the language model, which `frames_digest` does not cover.
 
-    Raises TypeError or ValueError like `canonical`.
+    Raises TypeError or ValueError as `canonical`.
     """
     return digest("cornplug-processor-video-v1", frames, canonical(metadata))
 
@@ -167,7 +174,7 @@ def embedding_key(secret: bytes, model: bytes, media: bytes, salt: str | None) -
     Args:
         model: `model_identity`.
         media: `pixels_digest`, `frames_digest`, `processor_video_digest`, `samples_digest` or `array_digest`.
-        salt: The request's salt. None means entries shared by all requests without a salt. "" is a salt.
+        salt: The request's salt, or None. All requests without a salt share entries. "" is also a salt.
     """
     return keyed(secret, "cornplug-embedding-v1", model, media, _salt(salt))
 
@@ -177,8 +184,8 @@ def feature_key(
 ) -> bytes:
     """Return the key of a tower's output before the projector, which different models share.
 
-    `inputs` are the `array_digest`s of the tower's input tensors in a fixed order. Preprocessing is not an
-    input, because the tensors depend on it.
+    `inputs` are the `array_digest`s of the tower's input tensors in a fixed order. The key does not include
+    the preprocessing, because it determines these tensors.
     """
     return keyed(
         secret, "cornplug-feature-v1", tower_fp, tower_spec_fp, digest("inputs", *inputs), _salt(salt)
@@ -186,9 +193,10 @@ def feature_key(
 
 
 def kv_root(secret: bytes, language_model_fp: bytes, kv_spec: Mapping[str, Any], salt: str | None) -> bytes:
-    """Return the digest of all inputs of KV except the tokens.
+    """Return the digest of everything except the tokens on which KV depends.
 
-    These are the language model (with adapters and quantisation), cache dtype, rope, page geometry and salt.
+    This includes the language model (with adapters and quantisation), cache dtype, rope, page geometry and
+    salt.
     """
     return keyed(secret, "cornplug-kv-root-v2", language_model_fp, canonical(kv_spec), _salt(salt))
 
@@ -198,11 +206,11 @@ def medium_lineage(key: bytes, rows: int) -> bytes:
 
     Args:
         key: Embedding key of the medium.
-        rows: Number of rows of its embedding in this prompt: its placeholder tokens without those that are
-            ordinary tokens. The number can differ between prompts, because some processors take the other
-            media of a prompt into account. The first rows differ then too.
+        rows: Number of rows of the medium's embedding in this prompt, which is the number of its placeholder
+            tokens without ordinary tokens. The number can differ between prompts, because some processors
+            take the other media of a prompt into account. In this case the first rows differ too.
 
-    Raises ValueError for a key of another size and for a negative number.
+    Raises ValueError if the key has another size or the number is negative.
     """
     if len(key) != DIGEST_BYTES:
         raise ValueError(f"key must be {DIGEST_BYTES} bytes, not {len(key)}")
@@ -212,11 +220,11 @@ def medium_lineage(key: bytes, rows: int) -> bytes:
 
 
 def placeholder_tokens(lineage: bytes) -> tuple[int, int, int, int]:
-    """Return the four values that represent, in rotation, the placeholder tokens of a medium.
+    """Return the four token values that represent, in rotation, the placeholder tokens of a medium.
 
     `lineage` is the result of `medium_lineage`. SGLang's `MultimodalDataItem.set_identity(lineage)` puts the
-    same values into its token stream (sglang/srt/managers/schedule_batch.py, 0.5.23). Each is 1_000_000 plus
-    62 bits of sha256(tag || lineage), above every vocabulary.
+    same values into the prompt's tokens (sglang/srt/managers/schedule_batch.py, 0.5.23). Each value is
+    1_000_000 plus 62 bits of sha256(tag || lineage), which is larger than any vocabulary.
     """
     if len(lineage) != DIGEST_BYTES:
         raise ValueError(f"lineage must be {DIGEST_BYTES} bytes, not {len(lineage)}")
@@ -232,9 +240,9 @@ def placeholder_tokens(lineage: bytes) -> tuple[int, int, int, int]:
 def chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
     """Return the chain values of all links in `tokens`, whose number must be a multiple of LINK_TOKENS.
 
-    A link is SGLang's published page hash: sha256(prior || tokens as little-endian u32). If a token exceeds
-    32 bits, it is sha256(prior || 0xff || tokens as little-endian u64) (sglang/srt/mem_cache/utils.py,
-    0.5.23). `prior` is b"" for the first link.
+    A chain value is SGLang's published page hash: sha256(prior || tokens as little-endian u32). If a token
+    exceeds 32 bits, it is sha256(prior || 0xff || tokens as little-endian u64)
+    (sglang/srt/mem_cache/utils.py, 0.5.23). `prior` is the previous chain value, or b"" for the first link.
     """
     if len(tokens) % LINK_TOKENS:
         raise ValueError(f"{len(tokens)} tokens are not a multiple of {LINK_TOKENS}")
@@ -244,8 +252,8 @@ def chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
         return _chain_with_wide_tokens(prior, tokens)
     if sys.byteorder == "big":
         packed.byteswap()
-    # A prompt has thousands of links, and this runs on an engine's thread. The loop therefore calls no Python
-    # function.
+    # The loop does not call Python functions, because a prompt has thousands of links and this runs on an
+    # engine's thread.
     data, sha256, out = packed.tobytes(), hashlib.sha256, []
     for start in range(0, len(data), _LINK_BYTES):
         prior = sha256(prior + data[start : start + _LINK_BYTES]).digest()
@@ -273,7 +281,7 @@ def page_key(secret: bytes, root: bytes, page_tokens: int, chain_value: bytes) -
 
 def page_keys(secret: bytes, root: bytes, page_tokens: int, chain_values: Iterable[bytes]) -> list[bytes]:
     """Return `page_key` for each chain value."""
-    # This inlines `keyed`, and frames the bytes common to all keys of a root only once.
+    # This is an inlined `keyed` that encodes the bytes common to all keys of a root only once.
     before = _before_link(root, page_tokens)
     sha256, hmac_sha256 = hashlib.sha256, hmac.digest
     return [hmac_sha256(secret, sha256(before + value).digest(), "sha256") for value in chain_values]
@@ -290,21 +298,21 @@ def _salt(salt: str | None) -> bytes:
 
 
 def medium_with_options(media: bytes, options: Mapping[str, Any]) -> bytes:
-    """Return the media digest of a medium with the processor arguments of a request.
+    """Return the media digest of a medium that is processed with a request's processor arguments.
 
-    Without `options` the digest is unchanged, so that an image has the same key in all APIs.
+    If `options` is empty, the digest is unchanged, so that an image has the same key in all APIs.
     """
     return digest("cornplug-media-options-v1", media, canonical(options)) if options else media
 
 
 def of_trainer(identity: bytes, start: bytes, version: str) -> bytes:
-    """Return the identity of weights to which a trainer assigned a version.
+    """Return the identity of weights to which a trainer has assigned a version.
 
     Args:
-        identity: Identity of the weights at the start.
-        start: Fingerprint of all weights of the checkpoint at the start. Two checkpoints can share the part
-            that `identity` covers, each with a trainer that counts from 1.
-        version: The trainer's version.
+        identity: Identity of the weights with which the engine started.
+        start: Fingerprint of all weights of the checkpoint with which the engine started. It is necessary,
+            because two checkpoints can have the same `identity`, and their trainers the same versions.
+        version: Version that the trainer has assigned.
 
     The result differs from the identity of every checkpoint.
     """
@@ -314,6 +322,8 @@ def of_trainer(identity: bytes, start: bytes, version: str) -> bytes:
 
 
 def overridden(identity: bytes, overrides: Mapping[str, Any]) -> bytes:
-    """Return the identity of a model whose settings the deployment overrides. Without overrides:
-    `identity`."""
+    """Return the identity of a model with settings that override the checkpoint's.
+
+    Returns `identity` if there are no overrides.
+    """
     return digest("cornplug-overridden-v1", identity, canonical(overrides)) if overrides else identity

@@ -1,18 +1,19 @@
-"""Engine-neutral KV page: its geometry, and the bytes that each rank owns.
+"""Engine-neutral KV page: its geometry, and the part of it that each rank holds.
 
-A page holds `page_tokens` tokens of every layer, head outermost:
+A page contains the KV of `page_tokens` tokens in every layer. The head is the outermost dimension:
 
     [kv_head][layer][K, V][token][dim]
 
-With MLA there is one head and one plane of latent vectors. Every rank holds it, and the first rank writes it.
+With MLA there is one head and one plane of latent vectors. Every rank holds the latents, and the first rank
+writes them.
 
-A tensor-parallel rank has a contiguous range of heads, so it reads and writes contiguous bytes. Pages can be
-read with another TP or PP degree than they were written with. The unit of integrity is the *segment*: one
-head of all layers, or of a run of layers that no pipeline stage of the writer splits. A page has few
-segments, because each costs a call per copy and 8 bytes of the header. Keys are cached after rotary
+A tensor-parallel rank has a contiguous range of heads, so it reads and writes contiguous bytes. A page can be
+read with another TP or PP degree than it was written with. Each *segment* has its own checksum. A segment is
+one head in all layers, or in a run of layers that no pipeline stage of the writer splits. A page has few
+segments, because each segment costs a call per copy and 8 bytes of the header. Keys are cached after rotary
 embedding, as in both engines.
 
-A page of recurrent states has one row per layer, and a rank's part of the state in place of a head. It can
+A page of recurrent states has one row per layer, and a rank's part of the state instead of a head. It can
 only be read with the same TP degree.
 """
 
@@ -30,14 +31,14 @@ PLANES = 2
 """K and V. MLA caches one latent plane instead."""
 
 QUANTISED = frozenset({"fp8_e4m3", "fp8_e5m2"})
-"""Formats of one-byte values in pages."""
+"""Formats of values that pages store in one byte each."""
 
 MAX_SEGMENTS = 0xFFFF
 """Maximum number of segments in a header."""
 
 
 class PageSize(Protocol):
-    """Size of a page, or of one page of each of several kinds."""
+    """Size of a page, or total size of several kinds of pages for the same tokens."""
 
     @property
     def page_tokens(self) -> int: ...
@@ -47,7 +48,7 @@ class PageSize(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WholePage:
-    """Size of one page of each kind together."""
+    """Total size of several kinds of pages for the same tokens."""
 
     page_tokens: int
     page_bytes: int
@@ -55,7 +56,8 @@ class WholePage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageGeometry:
-    """Shape of the pages of a model. It does not depend on the parallelism of the engine."""
+    """Shape of a model's pages. It does not depend on the engine's parallelism, except for recurrent
+    states."""
 
     page_tokens: int
     heads: int
@@ -68,24 +70,26 @@ class PageGeometry:
     planes: int = PLANES
     """2 for keys and values, 1 for MLA's latent (compressed KV and rotary key side by side in `dim`)."""
     layer_runs: int = 1
-    """Number of segments per head, with equally many layers each. The writer chooses it, and readers accept
-    any."""
+    """Number of segments per head. Each segment has the same number of layers. The writer chooses the number,
+    and readers accept any number."""
     engine: str = ""
-    """The only engine that shares these pages, if no test compares both engines' bytes. "" for both
-    engines."""
+    """Name of the only engine that shares these pages, because no test compares both engines' bytes. "" if
+    both engines share them."""
     group: tuple[int, ...] = ()
-    """Numbers of the model's layers in this page, if other pages contain the others. () for all layers."""
+    """Numbers of the model's layers in this page, if the other layers are in other pages. () for all
+    layers."""
     window: int = 0
-    """Number of tokens that the layers of such a group attend to. 0 for all tokens."""
+    """Number of tokens to which the layers in `group` attend, or 0 for all tokens."""
     quantised: str = ""
-    """Format of values that are stored in one byte each with scale 1. "" for values of `dtype`."""
+    """Format of values that are stored in one byte each with scale 1, or "" if values have the dtype
+    `dtype`."""
     state: str = ""
-    """Kind, shapes and dtypes of a recurrent state. Such a page contains one state of `dim` bytes per layer
-    instead of `page_tokens` rows: the state after the page's last token. Each of the `heads` is the part of
-    the state on one rank."""
+    """Kind, shapes and dtypes of a recurrent state, or "" for KV. A page with a state has one state of `dim`
+    bytes per layer instead of `page_tokens` rows: the state after the page's last token. Each of the `heads`
+    is the part of the state on one rank."""
     beside: str = ""
-    """`state` of the model's other layers, whose precision affects the values of these layers. "" for
-    none."""
+    """`state` of the model's recurrent layers, if this page belongs to the attention layers: its precision
+    affects their KV. "" if the model has no recurrent layers."""
 
     def __post_init__(self) -> None:
         of_bytes = self.dtype == "uint8"
@@ -103,7 +107,7 @@ class PageGeometry:
 
     @property
     def rows(self) -> int:
-        """Number of rows in a plane of a layer: one per token, or one state."""
+        """Number of rows in a plane of a layer: one row per token, or one row for a state."""
         return 1 if self.state else self.page_tokens
 
     @property
@@ -113,12 +117,12 @@ class PageGeometry:
 
     @property
     def segments(self) -> int:
-        """Number of segments of a page as written by this engine."""
+        """Number of segments in a page that is written with this geometry."""
         return self.heads * self.layer_runs
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one head of one layer."""
+        """Number of bytes of one head in one layer."""
         return self.planes * self.rows * self.dim * ITEM_BYTES.get(self.dtype, 1)
 
     @property
@@ -130,13 +134,15 @@ class PageGeometry:
         return self.heads * self.layers * self.layer_bytes
 
     def runs_in(self, segments: int) -> int | None:
-        """Return the runs of layers in a page with this number of segments, or None if no page can have
-        it."""
+        """Return the number of runs of layers in a page with this number of segments.
+
+        Returns None if a page with this geometry cannot have this number of segments.
+        """
         runs, rest = divmod(segments, self.heads)
         return runs if runs and not rest and not self.layers % runs else None
 
     def spec(self) -> dict[str, Any]:
-        """Return the fields of the geometry that are part of a page's identity."""
+        """Return the fields of the geometry that are part of a page's key."""
         fields: dict[str, Any] = {
             "layout": "head-layer-kv-token-dim/1",
             "shape": list(self.shape),
@@ -153,15 +159,16 @@ class PageGeometry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSlice:
-    """Heads and layers of a page on one rank."""
+    """Heads and layers of a page that one rank holds."""
 
     heads: range
     layers: range
     writes: bool
-    """False if another rank writes the same heads (TP degree above the number of KV heads)."""
+    """Whether this rank writes the heads. False if another rank writes the same heads, because the TP degree
+    is above the number of KV heads."""
 
     def runs(self, page: PageGeometry, runs: int) -> range:
-        """Return the runs that contain the layers of this slice, in a page with `runs` runs per head."""
+        """Return the runs that contain this rank's layers, in a page with `runs` runs of layers per head."""
         size = page.layers // runs
         return range(self.layers.start // size, -(-self.layers.stop // size))
 
@@ -172,12 +179,12 @@ def layer_runs(layers: int, first_layers: Iterable[int]) -> int:
 
 
 def tensor_parallel_heads(total_heads: int, tp_size: int, tp_rank: int) -> tuple[range, bool]:
-    """Return the KV heads of a tensor-parallel rank, and whether this rank writes them.
+    """Return (KV heads of a tensor-parallel rank, whether this rank writes them).
 
-    Like in both engines, heads are split evenly. If there are more ranks than heads, each head is on
-    `tp_size / total_heads` neighbouring ranks, of which the first writes it.
+    As in both engines, heads are divided evenly among the ranks. If there are more ranks than heads, each
+    head is on `tp_size / total_heads` neighbouring ranks, and the first of these ranks writes it.
 
-    Raises LayoutError if neither number divides the other.
+    Raises LayoutError if neither number is a multiple of the other.
     """
     if total_heads % tp_size == 0:
         per_rank = total_heads // tp_size
@@ -190,5 +197,5 @@ def tensor_parallel_heads(total_heads: int, tp_size: int, tp_rank: int) -> tuple
 
 
 def pages_between(start_token: int, end_token: int, page_tokens: int) -> range:
-    """Return the pages that contain tokens [start, end), where `end` is rounded down to a page boundary."""
+    """Return the numbers of the pages from the page of `start_token` that end at or before `end_token`."""
     return range(start_token // page_tokens, end_token // page_tokens)

@@ -1,12 +1,13 @@
-"""Unix sockets for processes of one user: frames, exclusive claims of a path, and the user of the peer.
+"""Unix sockets for processes of one user: frames, exclusive claims of a path, and the peer's user.
 
     frame   u32 little-endian length, then a body of that length, at least 1 byte
-    claim   PATH.lock    locked by the server; if the name refers to another file, the lock is void
+    claim   PATH.lock    file that the server has locked; the lock is void if PATH.lock is another file
             PATH         socket of the process that holds the lock, mode 0600
     peer    SO_PEERCRED: the user that connected, or that started to listen
 
-A claim compares the inodes of these names with its open files. If a cleaner of /tmp removed a name, or
-another process replaced it, the claim creates it again. A claim never removes a name of another process.
+A claim compares the inodes of these files with its open files. If a cleaner of /tmp has removed a file, or
+another process has replaced it, the claim creates the file again. A claim never removes another process's
+file.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ if TYPE_CHECKING:
 
 _LENGTH: Final = struct.Struct("<I")
 _CREDENTIALS: Final = struct.Struct("3i")
-"""pid, uid and gid of Linux's `struct ucred`."""
+"""Layout of Linux's `struct ucred`: pid, uid and gid."""
 _CHUNK_BYTES: Final = 1 << 20
 _BACKLOG: Final = 128
 _RETRY_S: Final = 0.05
 _TOUCH_S: Final = 3600.0
-"""Interval for updating timestamps, because cleaners of /tmp remove files that are some days old."""
+"""Interval in seconds at which the timestamps of the socket, its lock and its folder are updated, because
+cleaners of /tmp remove files that are some days old."""
 
 _log = logging.getLogger("cornplug.local_socket")
 
@@ -56,7 +58,7 @@ def frame(body: bytes, *, limit: int) -> bytes:
 def take_frame(buffer: bytearray, *, limit: int) -> bytes | None:
     """Remove the first frame from `buffer` and return its body, or None if the frame is incomplete.
 
-    Raises ProtocolError for a length of 0 or above `limit`.
+    Raises ProtocolError if the length is 0 or above `limit`.
     """
     if len(buffer) < _LENGTH.size:
         return None
@@ -71,7 +73,7 @@ def take_frame(buffer: bytearray, *, limit: int) -> bytes | None:
 def receive_frame(sock: socket.socket, *, limit: int) -> bytes:
     """Receive a frame from a blocking socket and return its body.
 
-    Raises ProtocolError for a length of 0 or above `limit`, ConnectionResetError if the peer closed the
+    Raises ProtocolError if the length is 0 or above `limit`, ConnectionResetError if the peer closed the
     connection, and TimeoutError after the socket's timeout.
     """
     (size,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size))
@@ -81,13 +83,14 @@ def receive_frame(sock: socket.socket, *, limit: int) -> bytes:
 async def read_frame(reader: StreamReader, *, limit: int) -> bytes:
     """Read a frame from a stream and return its body.
 
-    Raises ProtocolError for a length of 0 or above `limit`, and IncompleteReadError at the end of the stream.
+    Raises ProtocolError if the length is 0 or above `limit`, and IncompleteReadError at the end of the
+    stream.
     """
     return await reader.readexactly(await read_frame_length(reader, limit=limit))
 
 
 async def read_frame_length(reader: StreamReader, *, limit: int) -> int:
-    """Read the length of the next body in a stream. Raises like `read_frame`."""
+    """Read the length of the next frame's body from a stream. Raises as `read_frame`."""
     (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return _checked(size, limit)
 
@@ -109,7 +112,7 @@ def _receive_exactly(sock: socket.socket, size: int) -> bytes:
 
 
 class FrameBuffer:
-    """Buffer for unsent and received frames of a non-blocking socket. Not thread-safe.
+    """Buffers unsent and partially received frames of a non-blocking socket. Not thread-safe.
 
     Args:
         limit: Maximum size of a body in bytes, in both directions.
@@ -123,13 +126,14 @@ class FrameBuffer:
         self.unsent_bytes = 0
 
     def add(self, number: int, body: bytes) -> None:
-        """Queue a frame. `number` identifies it for `drop`. Raises ValueError if it exceeds the limit."""
+        """Queue a frame. `number` identifies the frame for `drop`. Raises ValueError if the body is too
+        large."""
         whole = memoryview(frame(body, limit=self._limit))
         self._out.append((number, whole))
         self.unsent_bytes += len(whole)
 
     def drop(self, numbers: set[int]) -> None:
-        """Remove these frames from the queue, except a frame that has been sent in part."""
+        """Remove the frames with these numbers from the queue, except a frame that has been sent in part."""
         kept: collections.deque[tuple[int, memoryview]] = collections.deque()
         for place, (number, whole) in enumerate(self._out):
             if number in numbers and not (place == 0 and self._sent_of_first):
@@ -139,14 +143,17 @@ class FrameBuffer:
         self._out = kept
 
     def clear(self) -> None:
-        """Discard all data, as after the end of a connection."""
+        """Discard all unsent and received data, for example after the end of a connection."""
         self._out.clear()
         self._in.clear()
         self._sent_of_first = 0
         self.unsent_bytes = 0
 
     def send(self, sock: socket.socket) -> None:
-        """Send as much as the socket accepts without blocking. Raises OSError if the connection is closed."""
+        """Send as many queued bytes as the socket accepts without blocking.
+
+        Raises OSError if the connection is closed.
+        """
         while self._out:
             whole = self._out[0][1]
             try:
@@ -162,8 +169,8 @@ class FrameBuffer:
     def receive(self, sock: socket.socket) -> Iterator[bytes]:
         """Receive data and yield the bodies of all complete frames.
 
-        Raises ProtocolError for an invalid length, ConnectionResetError if the peer closed the connection,
-        and OSError if it failed.
+        Raises ProtocolError if a length is invalid, ConnectionResetError if the peer closed the connection,
+        and OSError if the connection failed.
         """
         try:
             data = sock.recv(_CHUNK_BYTES)
@@ -180,7 +187,7 @@ class FrameBuffer:
 
 
 def foreign_user(sock: socket.socket) -> int | None:
-    """Return the peer's user id if it is another user's, or None if it is the user of this process.
+    """Return the peer's user id if the peer is another user, or None if it is this process's user.
 
     The peer of a server is the user that connected. The peer of a client is the user that started to listen.
     """
@@ -190,11 +197,14 @@ def foreign_user(sock: socket.socket) -> int | None:
     return None if uid == os.getuid() else uid
 
 
-# -- the right to serve a path --
+# -- claims of a path --
 
 
 def try_lock(fd: int) -> bool:
-    """Try to lock this open file exclusively. The lock lasts until the last descriptor is closed."""
+    """Try to lock an open file exclusively, and return whether it is locked now.
+
+    The lock lasts until the last descriptor of the file is closed.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -206,8 +216,8 @@ class SocketClaim:
     """Exclusive claim of a socket path, with the socket that listens on it.
 
     Args:
-        setting: The setting that contains the path, for error messages.
-        wait_s: Maximum time to wait for the lock if another process is about to end.
+        setting: Name of the setting that contains the path, for error messages.
+        wait_s: Maximum time in seconds to wait for the lock if another process is about to end.
 
     Raises SocketTaken if another process is listening on the path. Raises ConfigError if the path cannot be a
     socket, or if another user could create a socket there.
@@ -232,7 +242,10 @@ class SocketClaim:
             raise
 
     def renew(self) -> socket.socket | None:
-        """Return the listening socket, which may be a new one, or None if another process took the path."""
+        """Claim the path again if its files were removed, and return the listening socket.
+
+        The socket may be a new socket. Returns None if another process has claimed the path.
+        """
         try:
             if not self._stands():
                 _log.warning("%s or its lock was removed or replaced, creating it again", self._path)
@@ -242,14 +255,15 @@ class SocketClaim:
         except SocketTaken:
             return None
         except (OSError, ConfigError) as e:
-            # Keep serving connected clients. Without the folder, another process cannot take the path either.
+            # Keep serving connected clients. Without the folder, another process cannot claim the path
+            # either.
             if str(e) != self._logged:
                 _log.warning("new clients cannot connect to %s: %s", self._path, e)
             self._logged = str(e)
         return self.listener
 
     def close(self) -> None:
-        """Give up the path. Remove the socket's file if it still belongs to this claim."""
+        """Release the claim, and remove the socket's file if it still belongs to this claim."""
         with contextlib.suppress(OSError):
             if self._stands():
                 os.unlink(self._path.name, dir_fd=self._folder)

@@ -1,7 +1,7 @@
 """Folders and files that only this user can change, including the secret.
 
-All checks use the descriptor that is used afterwards, and symbolic links are not followed. In /tmp, another
-user could have created the folder first, or have replaced the log by a link.
+Files are checked through the same descriptor through which they are used later, and symbolic links are not
+followed. Otherwise another user could create the folder in /tmp first, or replace the log by a link.
 """
 
 from __future__ import annotations
@@ -20,28 +20,30 @@ _REMEDY = "Use a folder that belongs to you, with mode 0700."
 def runtime_dir() -> Path:
     """Return the folder for sockets: `$CORNPLUG_RUNTIME_DIR`, or a folder of this user in /tmp (mode 0700).
 
-    It does not depend on XDG_RUNTIME_DIR, because all engines of a user must use the same folder. Services,
-    cron jobs and `docker exec` do not have that variable, Slurm copies it to hosts where the folder does not
-    exist, and systemd removes the folder when the user logs out.
+    The folder does not depend on XDG_RUNTIME_DIR, because all engines of a user must use the same folder.
+    Services, cron jobs and `docker exec` do not have that variable, Slurm copies it to hosts on which the
+    folder does not exist, and systemd removes the folder when the user logs out.
     """
     named = os.environ.get("CORNPLUG_RUNTIME_DIR")
     return Path(named).absolute() if named else Path(f"/tmp/cornplug-{os.getuid()}")
 
 
 def cache_dir() -> Path:
-    """Return the folder for fingerprints and the secret, `$XDG_CACHE_HOME/cornplug` or
-    `~/.cache/cornplug`."""
+    """Return the folder for fingerprints and the secret.
+
+    This is `$XDG_CACHE_HOME/cornplug`, or `~/.cache/cornplug` if the variable is not set.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
     if base:
         return Path(base) / "cornplug"
     try:
         return Path.home() / ".cache" / "cornplug"
-    except RuntimeError:  # a user in a container without a name or HOME
+    except RuntimeError:  # The user has no name and no HOME, for example in a container.
         return runtime_dir()
 
 
 def open_folder(path: Path, *, setting: str) -> int:
-    """Return a descriptor of the folder `path`, which is created with mode 0700 if it does not exist.
+    """Open the folder `path`, and return its descriptor. The folder is created with mode 0700 if necessary.
 
     Raises ConfigError, which names `setting`, if another user owns the folder or can write to it.
     """
@@ -61,7 +63,7 @@ def open_folder(path: Path, *, setting: str) -> int:
 
 
 def folder_problem(about: os.stat_result) -> str:
-    """Return why a folder is not writable by this user alone, or "" if it is."""
+    """Return the reason why other users may write to a folder, or "" if only this user can."""
     if about.st_uid != os.getuid():
         return f"belongs to user {about.st_uid}"
     if about.st_mode & 0o022:
@@ -70,15 +72,16 @@ def folder_problem(about: os.stat_result) -> str:
 
 
 def open_file(folder: int, name: str, flags: int) -> int:
-    """Open a regular file in a folder that `open_folder` opened. It is created with mode 0600.
+    """Open a file in a folder that `open_folder` has opened, and return its descriptor.
 
-    Raises OSError, also if the file is a symbolic link.
+    The file is created with mode 0600 if it does not exist. Raises OSError, also if the file is a symbolic
+    link.
     """
     return os.open(name, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
 
 
 def secret_problem(about: os.stat_result) -> str:
-    """Return why a file cannot be used as this user's secret, or "" if it can.
+    """Return the reason why a file cannot be used as this user's secret, or "" if it can.
 
     A file that belongs to root may be readable by its group. Kubernetes creates such files in pods with an
     fsGroup.
@@ -92,10 +95,11 @@ def secret_problem(about: os.stat_result) -> str:
 
 
 def read_secret(path: Path, *, setting: str = "store.secret_file", make: bool = True) -> bytes:
-    """Read the 32-byte secret from a file. With `make`, create the file on first use, with mode 0600.
+    """Read the 32-byte secret from a file.
 
-    Raises ConfigError, which names `setting`, if the file cannot be read or created, does not have exactly
-    32 bytes, or can be read by other users.
+    With `make`, the file is created with mode 0600 if it does not exist. Raises ConfigError, which names
+    `setting`, if the file cannot be read or created, does not have exactly 32 bytes, or can be read by other
+    users.
     """
     try:
         if make and not path.exists():
@@ -118,19 +122,19 @@ def read_secret(path: Path, *, setting: str = "store.secret_file", make: bool = 
 
 
 def is_own_secret(path: Path) -> bool:
-    """Return whether this is the default secret file, which each host creates with random content."""
+    """Return whether a path is the default secret file, which each host creates with random content."""
     return path.absolute() == (cache_dir() / "secret").absolute()
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace the content of a file atomically, so that readers see either the old or the new content."""
+    """Replace the content of a file atomically. Readers get either the old or the new content."""
     beside = path.with_name(f".{path.name}.new")
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
 
 
 def _make_secret(path: Path) -> None:
-    """Write a temporary file and link it to `path`, so that concurrent first users get the same secret."""
+    """Create the secret file so that processes that do this at the same time get the same secret."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     draft.touch(mode=0o600)

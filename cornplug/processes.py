@@ -1,8 +1,8 @@
-"""Child processes that are started, awaited, and terminated together with all their descendants.
+"""Starts child processes, waits for them, and terminates them together with all their descendants.
 
-Each process leads its own session. All its descendants can therefore be found and terminated, even if they
-form process groups. A Ctrl-C in the terminal reaches only the parent, which stops its children in order.
-Used by `cornplug launch`, `cornplug profile`, tests, benchmarks and the demo.
+Each child process leads its own session. All its descendants can therefore be found and terminated, even if
+they form process groups. A Ctrl-C in the terminal reaches only the parent, which stops its children in order.
+This module is used by `cornplug launch`, `cornplug profile`, tests, benchmarks and the demo.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cornplug.errors import ProcessFailed
 from cornplug.host import tls_context
 
 GRACE_S: Final = 20.0
-"""Seconds from SIGTERM to SIGKILL."""
+"""Default time in seconds between SIGTERM and SIGKILL."""
 _POLL_S: Final = 0.1
 _KILL_S: Final = 30.0
 _PR_SET_PDEATHSIG: Final = 1
@@ -36,17 +36,21 @@ _running: set[ManagedProcess] = set()
 
 
 class ManagedProcess:
-    """One process and its descendants.
+    """Child process and its descendants.
 
-    As a context manager, it starts the process and waits until it is ready, and stops it on exit.
+    As a context manager, it starts the process, waits until the process is ready, and stops it on exit.
 
-    Args: argv: Program and arguments. log: File to which stdout and stderr are appended. env: The complete
-    environment. None: the environment of this process. name: Name for messages. None: the program with its
-    first two arguments. health: Returns True once the process is ready. None: it is ready immediately.
-    Subclasses may override `ready` instead. ready_s: Maximum time that `start` waits, in seconds.
-    ends_with_parent: Send SIGTERM to the leader if this process ends without stopping it, even by SIGKILL.
-    The kernel sends the signal when the thread that spawned the process ends, so `spawn` must run in the main
-    thread.
+    Args:
+        argv: Program and arguments.
+        log: File to which stdout and stderr are appended.
+        env: Complete environment of the process, or None for the environment of this process.
+        name: Name for messages, or None for the program with its first two arguments.
+        health: Function that returns whether the process is ready. None means that it is ready immediately.
+            Subclasses may override `ready` instead.
+        ready_s: Maximum time in seconds that `start` waits until the process is ready.
+        ends_with_parent: Whether the child process gets SIGTERM if this process ends without stopping it,
+            even by SIGKILL. The kernel sends the signal when the thread that spawned the child process ends,
+            so `spawn` must run in the main thread.
     """
 
     def __init__(
@@ -76,7 +80,10 @@ class ManagedProcess:
         return self._health is None or self._health()
 
     def start(self) -> Self:
-        """Spawn the process and wait until it is ready. If it raises ProcessFailed, no descendant is left."""
+        """Spawn the process and wait until it is ready.
+
+        Raises ProcessFailed after all processes of the session were killed.
+        """
         self.spawn()
         try:
             while not self.serves():
@@ -87,8 +94,10 @@ class ManagedProcess:
         return self
 
     def spawn(self) -> None:
-        """Start the process without waiting. Raises ProcessFailed if it is running, and OSError like
-        Popen."""
+        """Start the process without waiting until it is ready.
+
+        Raises ProcessFailed if it is already running, and OSError as `subprocess.Popen`.
+        """
         if self.alive():
             raise ProcessFailed(f"{self.name} is already running as process {self.pid}")
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -108,14 +117,15 @@ class ManagedProcess:
     def serves(self) -> bool:
         """Return whether the process is ready. Raises ProcessFailed if it has ended, or after `ready_s`."""
         ready = self.ready()
-        if not ready or self._health is not None:  # another process may respond at its address
+        # Check even if it is ready, because another process may respond at its address.
+        if not ready or self._health is not None:
             self.check("before it was ready")
         if not ready and time.monotonic() - self.began_s > self.ready_s:
             raise ProcessFailed(f"{self.name}: not ready after {self.ready_s:g} s; {self.log_end()}")
         return ready
 
     def check(self, when: str = "") -> None:
-        """Raise ProcessFailed, with the end of the log, if the leader has ended."""
+        """Raise ProcessFailed with the end of the log if the leader has ended."""
         status = None if self._process is None else self._process.poll()
         if status is not None:
             moment = f" {when}" if when else ""
@@ -141,14 +151,15 @@ class ManagedProcess:
         return self._process is not None and self._process.poll() is None
 
     def pids(self) -> list[int]:
-        """Return the ids of all processes in the session except zombies, the leader first."""
+        """Return the ids of all processes in the session except zombies, beginning with the leader."""
         return _session_members(self.pid)
 
     def stop(self, *, grace_s: float = GRACE_S) -> int | None:
-        """Terminate the leader, wait, and kill what is left of the session.
+        """Terminate the leader, wait up to `grace_s` seconds, and kill all remaining processes of the
+        session.
 
-        Returns the leader's exit status, or None if it was never started. Raises ProcessFailed if a process
-        of the session survives SIGKILL.
+        Returns the leader's exit status, or None if the process was never started. Raises ProcessFailed if a
+        process of the session survives SIGKILL.
         """
         self.terminate()
         return self.wait_end(grace_s)
@@ -162,7 +173,11 @@ class ManagedProcess:
             self._process.terminate()
 
     def wait_end(self, grace_s: float) -> int | None:
-        """Wait until the leader ends, then kill what is left of the session. Returns like `stop`."""
+        """Wait up to `grace_s` seconds until the leader ends, then kill all remaining processes of the
+        session.
+
+        Returns and raises as `stop`.
+        """
         if self._process is None:
             return None
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -170,11 +185,14 @@ class ManagedProcess:
         return self.kill()
 
     def kill(self) -> int | None:
-        """Send SIGKILL to every process of the session, like an OOM killer."""
+        """Send SIGKILL to every process of the session, and wait until they have ended.
+
+        Returns and raises as `stop`.
+        """
         if self._process is None:
             return None
-        # The leader's id can be reused after it is reaped. The session exists as long as it has members, and
-        # only members are signalled.
+        # The leader's id can be reused after the leader is reaped, so only members of the session are
+        # signalled. The session exists as long as it has members.
         deadline = time.monotonic() + _KILL_S
         while members := self.pids():
             if time.monotonic() > deadline:
@@ -202,15 +220,15 @@ class ManagedProcess:
         return f"its log {self.log} ends with:\n{self.log_tail()}"
 
     def end_with_parent(self) -> None:
-        """Kill the session, unless this is a fork of the process that started it."""
+        """Kill the session, unless the current process is a fork of the process that started the session."""
         if self._parent == os.getpid():
             self.kill()
 
     def _in_child(self) -> Callable[[], None] | None:
-        """Return a function for the child to run between fork and exec, or None.
+        """Return a function that the child runs between fork and exec, or None.
 
-        It makes only system calls, because another thread of the parent could have held a lock during the
-        fork.
+        The function makes only system calls, because another thread of the parent could have held a lock
+        during the fork.
         """
         if not self._ends_with_parent:
             return None
@@ -248,7 +266,7 @@ def _session_members(session: int) -> list[int]:
             stat = (entry / "stat").read_text()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        # "pid (name) state ppid pgrp session ...": the name may contain spaces and parentheses.
+        # The format is "pid (name) state ppid pgrp session ...". The name may contain spaces and parentheses.
         state, _, _, sid = stat[stat.rindex(")") + 2 :].split()[:4]
         if int(sid) == session and state not in "ZX":
             members.append(int(entry.name))

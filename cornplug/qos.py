@@ -1,4 +1,4 @@
-"""Classes of service: the class of each caller and its guarantees. Pure policy, without I/O or a clock.
+"""Classes of service: determines the class of each caller, and its guarantees. Without I/O or a clock.
 
     [qos]
     default = "standard"                 # for callers that match no other class
@@ -6,10 +6,10 @@
     [qos.classes.premium]
     share = 0.5                          # guaranteed fraction of the tower's time
     priority = 10                        # order for the remaining time, highest first
-    deadline_s = 2                       # of requests without a deadline
+    deadline_s = 2                       # deadline of requests that do not set one
     api_keys = ["sha256:9f86d081884c..."]  # Authorization: Bearer KEY
     tenants = { acme = ["sha256:60303ae22b99..."] }  # entries are shared only within the tenant
-    apps = ["checkout"]                  # engines, by their app
+    apps = ["checkout"]                  # apps whose engines belong to this class
 
     [qos.classes.standard]
     share = 0.3
@@ -46,11 +46,11 @@ class ServiceClass:
     """Guaranteed fraction of the tower's time, above 0. All shares add up to at most 1."""
     priority: int = field(default=0, compare=False)
     deadline_s: float | None = field(default=None, compare=False)
-    """Deadline of requests that do not set one. None: the default of the service."""
+    """Deadline of requests that do not set a deadline, or None for the service's default."""
 
     @property
     def rank(self) -> tuple[int, float, str]:
-        """Sort key of classes, lowest rank first."""
+        """Sort key of classes. Classes with a higher rank are served first."""
         return self.priority, self.share, self.name
 
 
@@ -59,21 +59,23 @@ ONE_CLASS: Final = ServiceClass(name="default")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QosCaller:
-    """Class, app and tenant of a caller. The app is set only if it selected the class, the tenant by a
-    key."""
+    """Class, app and tenant of a caller."""
 
     qos: ServiceClass
     app: str | None = None
+    """Name of the app if it determined the class, else None."""
     tenant: str | None = None
+    """Name of the tenant to which the caller's key belongs, or None."""
 
     @property
     def account(self) -> str:
-        """Account to which the caller's store entries are charged: its tenant, or its class without one."""
+        """Account to which the caller's store entries are charged: its tenant, or its class if it has
+        none."""
         return f"class {self.qos.name}" if self.tenant is None else f"tenant {self.tenant}"
 
 
 class QosClasses:
-    """All classes of one service. Immutable."""
+    """All classes of service of one encoder service. Immutable."""
 
     def __init__(self, config: QosConfig | None = None) -> None:
         config = config or QosConfig()
@@ -103,22 +105,25 @@ class QosClasses:
 
     @classmethod
     def single(cls) -> Self:
-        """Return a single class for all callers, for a service without `[qos]`."""
+        """Create a single class for all callers, for a service without `[qos]`."""
         return cls()
 
     def all(self) -> Sequence[ServiceClass]:
-        """Return all classes, highest rank first."""
+        """Return all classes, beginning with the highest rank."""
         return sorted(self._by_name.values(), key=lambda c: c.rank, reverse=True)
 
     def of_app(self, app: str) -> ServiceClass:
-        """Return the class for an app, as reported by an engine of this host and user, which is trusted."""
+        """Return the class of an app.
+
+        The name of the app is trusted, because an engine of the same host and user has sent it.
+        """
         return self._by_app.get(app, self.default)
 
     def of_headers(self, headers: Mapping[str, str]) -> QosCaller:
-        """Return the caller that sent these headers (names in lower case).
+        """Return the caller that sent these HTTP headers (names in lower case).
 
-        A class with keys requires one of its keys. If a caller requests such a class without a key, or a
-        class that does not exist, the class header is ignored.
+        A class with keys requires one of its keys. If a caller requests a class with keys but has none of its
+        keys, or requests a class that does not exist, the class header is ignored.
         """
         mine, tenant = self._of_key(headers.get("authorization", ""))
         app = headers.get(APP_HEADER)
@@ -137,7 +142,7 @@ class QosClasses:
         return bool(self._by_key)
 
     def knows(self, authorization: str) -> bool:
-        """Return whether this header contains a key of any class."""
+        """Return whether this Authorization header contains a key of any class."""
         return self._of_key(authorization)[0] is not None
 
     def _of_key(self, authorization: str) -> tuple[ServiceClass | None, str | None]:
@@ -146,7 +151,7 @@ class QosClasses:
             return None, None
         given = b"sha256:" + hashlib.sha256(key.strip().encode()).hexdigest().encode()
         found: tuple[ServiceClass | None, str | None] = (None, None)
-        # Compare every key in full, so that the duration does not reveal which key matched.
+        # Compare with every key, so that the duration does not reveal which key matched.
         for known, qos, tenant in self._by_key:
             if hmac.compare_digest(known, given):
                 found = qos, tenant

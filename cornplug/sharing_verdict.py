@@ -1,5 +1,7 @@
-"""Verdicts on whether a checkpoint is shared. An engine's process produces them, and the doctor prints
-them."""
+"""Verdicts on whether an engine shares a checkpoint's KV and embeddings.
+
+A process of the engine determines the verdicts, and the doctor prints them.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +16,28 @@ from cornplug.errors import CornplugError
 T = TypeVar("T")
 
 _COUNTED: Final = re.compile(r"\d+ validation errors? for ")
-"""Start of pydantic's message."""
+"""Matches the first line of pydantic's error messages, which does not contain the reason."""
 
 NO_TOWER: Final = "the engine runs no tower for it"
-"""Reason for models that run without media inputs, which have no embeddings to share."""
+"""Reason for models that an engine runs without media inputs. They have no embeddings to share."""
 
 
 class SharingVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether KV, or embeddings, of one checkpoint are shared."""
+    """Whether an engine shares a checkpoint's KV, or its embeddings."""
 
     what: Literal["KV", "embeddings"]
     shared: bool | None
-    """None if this can only be determined by a running engine."""
+    """None if only a running engine can determine this."""
     why: str = ""
-    """Reason, or "" if it is shared."""
+    """Reason why it is not shared, or "" if it is."""
     remedy: str = ""
 
 
 def asked(what: Literal["KV", "embeddings"], *questions: Callable[[], object]) -> SharingVerdict:
-    """Return the verdict of an engine's functions. The first CornplugError that they raise is the reason."""
+    """Call `questions`, functions that an engine also calls, and return the resulting verdict.
+
+    If a function raises CornplugError, nothing is shared, and the error is the reason.
+    """
     try:
         for question in questions:
             question()
@@ -51,7 +56,10 @@ def does_not_run(engine: str, error: Exception) -> list[SharingVerdict]:
 
 
 def first_line(error: Exception) -> str:
-    """Return the error's class and first relevant line, because engines append their whole configuration."""
+    """Return the error's class and the first relevant line of its message.
+
+    Engines append their complete configuration to some messages.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and _COUNTED.match(lines[0]):
         lines = lines[1:]
@@ -59,7 +67,7 @@ def first_line(error: Exception) -> str:
 
 
 def last_line(verdicts: Sequence[SharingVerdict]) -> str:
-    """Encode the verdicts as one line of JSON for `verdicts_of`."""
+    """Encode the verdicts as one line of JSON, which `verdicts_of` decodes."""
     return msgspec.json.encode(list(verdicts)).decode()
 
 

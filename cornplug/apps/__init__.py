@@ -1,4 +1,4 @@
-"""Components, applications and routes of a deployment, described once in Python or TOML.
+"""Description of a deployment in Python or TOML: its components, applications and routes.
 
     from cornplug.apps import Application, AppsFile, Component, Route
 
@@ -8,7 +8,7 @@
     file.application("chat").client(routes=run_dir)    # an openai.OpenAI
 
 `Component`, `Application` and `Route` are tables of the planner's input. `cornplug plan` can read the same
-file if it has a pool.
+file if the file has a pool.
 """
 
 from cornplug.apps.apps_file import AppsFile

@@ -1,6 +1,6 @@
-"""Apps file: the planner's input with the resources of one host, read from TOML and written as TOML.
+"""Reads and writes the apps file: the planner's input with the resources of one host, as TOML.
 
-The pool is optional. The standard library cannot write TOML, so `toml_text` does.
+The pool is optional. `toml_text` writes TOML, because the standard library can only read it.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ class RoutedApplication(Application):
         Needs `cornplug[client]`. Raises ConfigError.
 
         Args:
-            routes: `routes.json` of a launch or its run folder, or the engines' URLs, optionally as a
-                mapping to weights. By default the only launch of this user that has the class.
-            request: Request class. By default the application's only class.
+            routes: Path of a launch's `routes.json` or run folder, or URLs of engines, optionally as a
+                mapping from URLs to weights. The default is this user's only launch that has the request
+                class.
+            request: Name of the request class. The default is the application's only class.
             retry_s: Time in seconds during which a request may be sent again if no engine has executed it.
-            price: Speeds used to compare a cache miss with a longer queue.
+            price: Speeds with which the client compares a cache miss with a longer queue.
             openai_arguments: Arguments for `openai.OpenAI`, such as `timeout` or `api_key`.
         """
         from cornplug.apps.client import openai_clients
@@ -67,7 +68,7 @@ class RoutedApplication(Application):
         price: MissPrice | None = None,
         **openai_arguments: Any,
     ) -> openai.AsyncOpenAI:
-        """Create an `openai.AsyncOpenAI` client, with the same arguments as `client`."""
+        """Create an `openai.AsyncOpenAI` client. The arguments are the same as in `client`."""
         from cornplug.apps.client import openai_clients
 
         return openai_clients.async_client(self._router(routes, request, retry_s, price), openai_arguments)
@@ -87,7 +88,7 @@ class RoutedApplication(Application):
 
 
 def toml_text(data: Mapping[str, Any]) -> str:
-    """Return a document of tables, lists, strings, numbers and booleans."""
+    """Return `data` as TOML. Its values are tables, lists, strings, numbers and booleans."""
     return "\n".join(_table((), data)).lstrip("\n") + "\n"
 
 
@@ -116,7 +117,7 @@ def _value(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, str):
-        # JSON strings are TOML strings, except for one control character.
+        # JSON strings are valid TOML strings, except for one control character.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
@@ -133,18 +134,20 @@ class AppsFile(PlanInput):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read the file. Raises ConfigError with the line of each error and its remedy."""
+        """Read an apps file. Raises ConfigError with the line and the remedy of each error."""
         return toml_reader.read_as(cls, path, launch_checks.errors)
 
     def check(self) -> Self:
-        """Check a file that was created in Python, and return it. Raises ConfigError for its first
-        contradiction."""
+        """Check an apps file that was created in Python, and return it.
+
+        Raises ConfigError with the first error.
+        """
         for error in launch_checks.errors(self):
             raise error
         return self
 
     def application(self, name: str) -> RoutedApplication:
-        """Return the application with this name, for its client. Raises ConfigError("application")."""
+        """Return the application with this name, to create a client. Raises ConfigError("application")."""
         for one in self.applications:
             if one.name == name:
                 return RoutedApplication.model_validate(one.model_dump(exclude_unset=True))
@@ -152,10 +155,13 @@ class AppsFile(PlanInput):
         raise ConfigError("application", f"unknown application {name!r}", nearest(name, names))
 
     def to_toml(self) -> str:
-        """Return the file as TOML that `read` accepts: values that were set, and paths unchanged."""
+        """Return the file as TOML that `read` accepts.
+
+        It contains only values that were set, and paths are unchanged.
+        """
         return toml_text(self.model_dump(mode="json", exclude_unset=True, exclude_none=True))
 
     @classmethod
     def schema_of_file(cls) -> dict[str, Any]:
-        """Return the JSON schema (draft 2020-12) of its TOML form."""
+        """Return the JSON schema (draft 2020-12) of an apps file."""
         return plan_schema(cls)

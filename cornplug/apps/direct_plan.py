@@ -1,5 +1,6 @@
-"""Conversion of an apps file into a plan for one host, without a solver, because the launcher reads only
-plans.
+"""Converts an apps file into a plan for one host, because the launcher reads only plans.
+
+No solver is needed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _CACHED: Final[tuple[Literal["prefix", "embedding"], ...]] = ("prefix", "embeddi
 
 
 def plan_of(file: AppsFile) -> Plan:
-    """Return the plan that `cornplug launch` starts from a checked file."""
+    """Return the plan with which `cornplug launch` starts a deployment. The file must have been checked."""
     started = [c for c in file.components if c.resources is not None]
     groups = _Groups(file, started)
     found = [groups.of(component) for component in started]
@@ -81,7 +82,7 @@ def plan_of(file: AppsFile) -> Plan:
 
 
 class _Groups:
-    """Replica groups of a file: tasks, devices and ports."""
+    """Creates the replica groups and routes of an apps file, with their tasks, devices and ports."""
 
     def __init__(self, file: AppsFile, started: list[Component]) -> None:
         self._file = file
@@ -94,7 +95,7 @@ class _Groups:
         self._ports = dict(_ports(file, started))
 
     def of(self, component: Component) -> ReplicaGroup:
-        """Return the group of one launched component."""
+        """Return the replica group of one launched component."""
         its = _resources(component)
         users = self._users(component)
         encodes = component.kind == "encoder"
@@ -143,8 +144,10 @@ class _Groups:
         return PlanRoute(app=app.name, request=request.name, structure=structure, rate=rate, stages=stages)
 
     def _tasks(self, component: Component) -> str:
-        """Return the component's tasks. An LLM's engine encodes if it receives media without an encoder
-        before it."""
+        """Return the component's tasks, such as "EPD".
+
+        The engine of an LLM also encodes ("E") unless all its requests with media pass through an encoder.
+        """
         if component.kind != "llm":
             return "E" if component.kind == "encoder" else "G"
         with_media = [
@@ -166,8 +169,11 @@ class _Groups:
 
 
 def priority_of(file: AppsFile, app: Application) -> int:
-    """Return the priority of an application's requests in an engine, higher first: by class of service,
-    then by workload. A class that the file does not define has priority 0, as in the encoder service."""
+    """Return the priority of an application's requests in an engine. Higher priorities are served first.
+
+    The class of service decides, then the workload. A class that the file does not define has priority 0, as
+    in the encoder service.
+    """
     of_class = next((c.priority for c in file.qos if c.name == app.qos), 0)
     return of_class * len(PRIORITY) + PRIORITY[app.workload]
 
@@ -191,7 +197,10 @@ def _placement(component: Component, first: int) -> Iterator[list[int]]:
 
 
 def _first_devices(started: list[Component]) -> Iterator[tuple[str, int]]:
-    """Yield the first device of each component: as configured, or the next after all configured devices."""
+    """Yield (component name, number of its first device).
+
+    A component without configured devices uses the next devices after all configured devices.
+    """
     free = {
         device: max(
             (d + 1 for c in started if _resources(c).device == device for d in _resources(c).devices),
@@ -209,7 +218,11 @@ def _first_devices(started: list[Component]) -> Iterator[tuple[str, int]]:
 
 
 def _ports(file: AppsFile, started: list[Component]) -> Iterator[tuple[str, list[int]]]:
-    """Yield the ports of each component: from the configured port on, or the next free ports of its kind."""
+    """Yield (component name, its ports).
+
+    The ports begin with the component's configured port. A component without a port uses the next free ports
+    for its kind.
+    """
     written = {
         port
         for c in started
@@ -235,7 +248,8 @@ def _ports(file: AppsFile, started: list[Component]) -> Iterator[tuple[str, list
 
 
 def _forecast(file: AppsFile, app: Application, request: RequestSpec) -> LatencyForecast:
-    """Return the bounds of the class. There are no times, because nothing was simulated."""
+    """Return the forecast of a request class. It contains only the latency targets, because nothing was
+    simulated."""
     first, *more = (request.slo or app.slo).tables
     rate = request.rate * request.peak
     return LatencyForecast(
@@ -256,7 +270,7 @@ def _forecast(file: AppsFile, app: Application, request: RequestSpec) -> Latency
 
 
 def _caches(file: AppsFile, started: list[Component]) -> Iterator[CacheSize]:
-    """Yield the store as a cache for each LLM's prefixes and embeddings. Namespaces divide it."""
+    """Yield a prefix cache and an embedding cache for each LLM, all with equal shares of the store."""
     llms = [c for c in started if c.kind == "llm"]
     size = file.launch.store_gib
     if size == 0:

@@ -1,7 +1,7 @@
-"""Checks of an apps file before it is launched: resources, routes, namespaces, classes of service.
+"""Checks an apps file before it is launched: resources, routes, namespaces and classes of service.
 
-Also lists the components of an apps file that a launch starts, and the path of each request class through
-them.
+This module also determines which components of an apps file a launch starts, and the path of each request
+class through these components.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from cornplug.settings import metrics_address
 from cornplug.store.daemon.main import store_parser
 
 STORE_FLAGS: Final = ("--far", "--disk", "--disk-size", "--metrics", "--quarantine-s", "--clamp")
-"""Flags that an apps file may set. The launch itself sets socket, size (`launch.store_gib`), secret, and
-when the process ends."""
+"""Store flags that an apps file may set. The launch itself sets the flags for the socket, the size
+(`launch.store_gib`), the secret, and when the process ends."""
 _STORE_FLAGS_PLACE: Final[Place] = ("launch", "store_flags")
 _STORE_FLAGS_HELP: Final = "Run `cornplug serve-store --help` for the values of each flag."
 
@@ -33,8 +33,10 @@ def launched(file: PlanInput, name: str) -> bool:
 
 
 def encoder_of(file: PlanInput, name: str) -> Component | None:
-    """Return the launched encoder that runs this encoder's tower: itself, or one with the same fingerprint
-    or model."""
+    """Return the launched encoder that runs the tower of encoder `name`, or None.
+
+    This is the encoder itself if it is launched, otherwise an encoder with the same fingerprint or model.
+    """
     wanted = file.component[name]
     started = [c for c in file.components if c.kind == "encoder" and c.resources is not None]
     for candidate in started:
@@ -49,19 +51,22 @@ def encoder_of(file: PlanInput, name: str) -> Component | None:
 
 
 def models_of(file: PlanInput, encoder: Component) -> list[str]:
-    """Return the models whose towers a launched encoder runs, its own model first."""
+    """Return the models whose towers a launched encoder runs, beginning with its own model."""
     served = [c for c in file.components if c.kind == "encoder" and encoder_of(file, c.name) is encoder]
     first = sorted(served, key=lambda c: c is not encoder)
     return list(dict.fromkeys(model_of(c) for c in first))
 
 
 def model_of(component: Component) -> str:
-    """Return the component's model for a command line."""
+    """Return the component's model as a command-line argument."""
     return component.model or str(component.checkpoint or component.name)
 
 
 def path_of(file: PlanInput, application: Application, request: RequestSpec) -> list[Component]:
-    """Return the launched components of one request class in processing order: those of its route, or all."""
+    """Return the launched components that process the requests of a class, in processing order.
+
+    If the class has a route, only components of the route are returned.
+    """
     named = next((route.path for route in application.routes if route.request == request.name), None)
     encoders = [encoder_of(file, m.encoder) for m in request.media if named is None or m.encoder in named]
     generator = request.generates.generator if request.generates else None
@@ -72,10 +77,12 @@ def path_of(file: PlanInput, application: Application, request: RequestSpec) -> 
 
 
 def store_flag_errors(file: PlanInput) -> Iterator[InputError]:
-    """Yield one error for each flag that is not allowed, or else one for values that the store would
-    reject."""
+    """Yield an error for each store flag that is not allowed.
+
+    If all flags are allowed, yield an error if the store would reject their values.
+    """
     words = file.launch.store_flags
-    # Only full names are allowed, although argparse accepts abbreviations.
+    # Only complete names of flags are allowed, although argparse accepts abbreviations.
     named = [word.partition("=")[0] for word in words if word.startswith("-")]
     if strange := [flag for flag in named if flag not in STORE_FLAGS]:
         for flag in strange:
@@ -89,7 +96,7 @@ def store_flag_errors(file: PlanInput) -> Iterator[InputError]:
 
 
 def _refused(words: list[str]) -> tuple[str, str] | None:
-    """Return problem and remedy if `cornplug serve-store` rejects these words, else None."""
+    """Return (problem, remedy) if `cornplug serve-store` rejects these arguments, else None."""
     parser = store_parser(StoreConfig())
     parser.exit_on_error = False
     try:
@@ -107,8 +114,10 @@ def _refused(words: list[str]) -> tuple[str, str] | None:
 
 
 def errors(file: PlanInput) -> Iterator[InputError]:
-    """Yield all errors of the first stage that has any. Stages are names, then resources, then routes and
-    shares."""
+    """Yield all errors of the first stage that has errors.
+
+    The stages are names, then resources, then routes and shares.
+    """
     for stage in (application_errors, _resources_and_store, _paths_and_shares):
         found = list(stage(file))
         yield from found
@@ -280,7 +289,10 @@ def _classes(file: PlanInput) -> Iterator[InputError]:
 
 
 def _of_settings(error: ValidationError, place: Place, names: list[str], key: str) -> InputError:
-    """Convert an error of the resulting settings, at the table it refers to, or at all tables."""
+    """Convert an error of the store's or the classes' settings into an error of the apps file.
+
+    Its position is the table to which it refers, or all tables if it refers to none.
+    """
     text = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
     problem, _, remedy = text.rpartition(": ")
     named: list[Any] = [i for i, name in enumerate(names) if f"namespaces.{name}:" in text]

@@ -1,4 +1,4 @@
-"""Location of a checkpoint's files, and fingerprints and specs of its parts.
+"""Locates a checkpoint's files, and computes fingerprints and specs of its parts.
 
 This module reads config.json, the preprocessor's JSON and safetensors. It does not need torch, downloads
 nothing, and never runs code from a checkpoint.
@@ -34,21 +34,26 @@ _PROCESSORS: Final[Mapping[Modality, tuple[str, tuple[str, ...]]]] = {
     "video": ("video_processor", ("video_preprocessor_config.json", "preprocessor_config.json")),
     "audio": ("feature_extractor", ("preprocessor_config.json",)),
 }
-"""Places where transformers 5 finds a processor: a field in processor_config.json, then separate files."""
+"""Locations at which transformers 5 looks for a processor: a field of processor_config.json, then separate
+files."""
 __all__ = ["Checkpoint", "ModelIdentity", "Part"]
 _FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
 _OTHER_PARTS: Final = frozenset({"vision_config", "audio_config", "text_config"})
 
 
 def processor_jsons(path: Path) -> dict[Modality, dict[str, Any]]:
-    """Return the JSON of each modality's processor, or an empty dictionary if there is none."""
+    """Return the JSON of each modality's processor, or {} for a modality without a processor."""
     together = read_json(path / "processor_config.json") or {}
     return {modality: _processor(path, together, modality) for modality in _PROCESSORS}
 
 
 def cached_snapshot(model: str, revision: str | None, cache_dir: str | None = None) -> Path:
-    """Return the folder of a hub id in the local or given cache. Raises CheckpointError("not_found")."""
-    # Its import takes longer than reading a checkpoint folder.
+    """Return the folder of a model in the local Hugging Face cache, or in `cache_dir`.
+
+    Raises CheckpointError("not_found").
+    """
+    # Import huggingface_hub only when it is needed, because this takes longer than reading a checkpoint
+    # folder.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -86,7 +91,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Digests of all inputs of a model's embeddings except the medium, 32 bytes each."""
+    """Digests of everything except the medium on which a model's embeddings depend, 32 bytes each."""
 
     identity: bytes
     tower_fp: bytes
@@ -100,17 +105,18 @@ class Checkpoint:
 
     path: Path
     config: dict[str, Any]
-    """config.json"""
+    """Content of config.json."""
     preprocessors: Mapping[Modality, dict[str, Any]]
-    """JSON of each modality's processor. Empty if the model has none."""
+    """JSON of each modality's processor, or {} for a modality without a processor."""
     base: Checkpoint | None = None
-    """Other checkpoint that contains the family's base part, if any."""
+    """Other checkpoint that contains one of this model's parts (`ModelFamily.base`), or None."""
 
     @classmethod
     def open(cls, model: str, revision: str | None = None, *, cache_dir: str | None = None) -> Checkpoint:
-        """Open a folder, or a hub id from the local Hugging Face cache (or the one in `cache_dir`).
+        """Open a checkpoint in a folder, or in the local Hugging Face cache (or in the cache `cache_dir`).
 
-        Nothing is downloaded. Raises CheckpointError: "not_found", "bad_config".
+        `model` is the path of the folder or the model's id on the hub. Nothing is downloaded. Raises
+        CheckpointError: "not_found", "bad_config".
         """
         path = Path(model) if Path(model).is_dir() else cached_snapshot(model, revision, cache_dir)
         config = read_json(path / "config.json")
@@ -123,16 +129,16 @@ class Checkpoint:
             return cls(path, config, processors)
         assert family is not None
         assert family.base is not None
-        # Like the engines: no revision, and the base's config in place of config.json's field.
+        # As in the engines, the base has no revision, and its config replaces the field of config.json.
         base = cls.open(str(elsewhere))
         processors = {modality: own or base.preprocessors[modality] for modality, own in processors.items()}
         return cls(path, {**config, family.base.config_field: base.config}, processors, base)
 
     @property
     def family(self) -> ModelFamily:
-        """Family of its model_type if that fits, or a generic family.
+        """Family that describes this checkpoint: the family of its `model_type`, or a generic family.
 
-        Raises CheckpointError("unknown_family") for a model without image and audio inputs.
+        Raises CheckpointError("unknown_family") if the model has neither image nor audio inputs.
         """
         described = FAMILIES.get(str(self.config.get("model_type")))
         if described is not None and described.fits(self.config):
@@ -155,26 +161,27 @@ class Checkpoint:
     def fingerprint(self, part: Part, modality: Modality | None = None) -> bytes:
         """Return the fingerprint of a part's weights.
 
-        It does not depend on the naming scheme or on how the tensors are split into files. Only the tensors
-        of a tower up to the cut are included (`ModelFamily.before_cut`). For a model without a described
-        family, all tensors belong to the language model, and its tower is everything outside the decoder.
+        The fingerprint does not depend on the naming scheme or on how the tensors are split into files. Only
+        the tensors of a tower up to the cut are included (`ModelFamily.before_cut`). If the model's family is
+        generic, the language model consists of all tensors, and the tower of all tensors outside the decoder.
         `modality` None means the family's first modality. A modality with its own tower has its own
-        fingerprint. Raises CheckpointError like `locate`, and with "unreadable" and "changed".
+        fingerprint. Raises CheckpointError as `locate`, and with "unreadable" and "changed".
         """
         return _fingerprint(self._part(part, modality))
 
     def locate(self, part: Part, modality: Modality | None = None) -> dict[str, tuple[Path, str]]:
-        """Return (file, name in that file) by normalised name for a part's tensors up to the cut.
+        """Return the location of a part's tensors up to the cut, as normalised name -> (file, name in the
+        file).
 
-        Names of tower and projector are relative to their part: `encoder.layers.0...`, `linear_1.weight`,
-        `blocks.0...`, `ln_q.weight`. Names of language models are `model.layers.0...`, `lm_head.weight`.
-        Raises CheckpointError: "unknown_family" (for tower or projector), "no_weights" (the part has no
-        tensors), and like `tensor_files`.
+        Names of the tower's and the projector's tensors are relative to the part: `encoder.layers.0...`,
+        `linear_1.weight`, `blocks.0...`, `ln_q.weight`. Names of the language model's tensors are
+        `model.layers.0...`, `lm_head.weight`. Raises CheckpointError: "unknown_family" (for tower or
+        projector), "no_weights" (the part has no tensors), and as `tensor_files`.
         """
         return {normal: (file, name) for normal, (file, name, _) in self._part(part, modality).items()}
 
     def changed_since(self, moment_ns: int) -> Path | None:
-        """Return a file of weights or settings that was modified after a time in file timestamps, or None.
+        """Return a file with weights or settings whose timestamp is later than `moment_ns`, or None.
 
         Files in the hub's cache are not checked, because they are named by their content and never modified.
         Raises CheckpointError("unreadable").
@@ -189,17 +196,17 @@ class Checkpoint:
         return None
 
     def tensors(self, part: Part) -> list[tuple[str, Path, TensorEntry]]:
-        """Return (normalised name, file, entry) for a part's tensors up to the cut. Raises like `locate`."""
+        """Return (normalised name, file, entry) for a part's tensors up to the cut. Raises as `locate`."""
         return [(normal, file, entry) for normal, (file, _, entry) in self._part(part).items()]
 
     def shapes(self, part: Part) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a part's tensors up to the cut, by normalised name. Raises like `locate`."""
+        """Return the shapes of a part's tensors up to the cut, by normalised name. Raises as `locate`."""
         return {normal: tuple(entry.shape) for normal, (_, _, entry) in self._part(part).items()}
 
     def tensor_layout(self) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
         """Return part -> normalised name -> (dtype, shape) for all tensors that engines read.
 
-        Raises like `locate`.
+        Raises as `locate`.
         """
         return {
             part: {normal: (entry.dtype, tuple(entry.shape)) for normal, (_, _, entry) in rows.items()}
@@ -208,16 +215,20 @@ class Checkpoint:
 
     @property
     def generation(self) -> dict[str, Any]:
-        """Return the content of generation_config.json, or {} if it does not exist."""
+        """Content of generation_config.json, or {} if the file does not exist."""
         return read_json(self.path / "generation_config.json") or {}
 
     def tower_spec(
         self, dtype: str, *, modality: Modality | None = None, numeric_class: str | None = None
     ) -> dict[str, Any]:
-        """Return the inputs of the tower's output except weights: family, config up to the cut, dtype.
+        """Return all settings on which the tower's output depends: family, config up to the cut, dtype.
 
-        `dtype` is the dtype in which the tower runs, by torch's name without "torch.". `modality` None means
-        the family's first modality. `numeric_class` None means the class of this process.
+        Weights are not included.
+
+        Args:
+            dtype: dtype in which the tower runs, as torch's name without "torch.".
+            modality: modality, or None for the family's first modality.
+            numeric_class: numeric class, or None for the class of this process.
         """
         family = self.family
         chosen = modality or family.first_modality
@@ -238,11 +249,11 @@ class Checkpoint:
         processor_kwargs: Mapping[str, Any] | None = None,
         numeric_class: str | None = None,
     ) -> dict[str, Any]:
-        """Return `tower_spec` with the projector and the modality's preprocessor.
+        """Return all settings on which an embedding depends: `tower_spec`, projector and preprocessor.
 
-        `modality` None means the family's first modality. `processor_kwargs` are an engine's overrides
-        (vLLM's `mm_processor_kwargs`). Raises CheckpointError("modality") if the family does not support the
-        modality.
+        Arguments are those of `tower_spec`, and `processor_kwargs`, an engine's overrides of the
+        preprocessor's settings (vLLM's `mm_processor_kwargs`). Raises CheckpointError("modality") if the
+        family does not support the modality.
         """
         family = self.family
         chosen = modality or family.first_modality
@@ -252,7 +263,7 @@ class Checkpoint:
                 reason="modality",
             )
         asked = {**family.processor_defaults.get(chosen, {}), **(processor_kwargs or {})}
-        # transformers reads these two from a caller's arguments only, never from the JSON.
+        # transformers reads `backend` and `use_fast` only from a caller's arguments, never from the JSON.
         published = {k: v for k, v in self.preprocessors[chosen].items() if k not in ("backend", "use_fast")}
         preprocessor = {**published, **asked}
         pixels = family.preprocess_spec_of(chosen)(preprocessor)
@@ -260,10 +271,12 @@ class Checkpoint:
             files = {name: read_json(self.path / name) or {} for name in PROCESSOR_FILES}
             pixels = {"files": processor_spec(files, chosen), "asked": asked}
         if "size" in asked and not {"min_pixels", "max_pixels"}.isdisjoint(published):
-            # It depends on the call whether the file's limits or the caller's size apply: transformers'
-            # `from_pretrained` uses the limits, and a call of the processor uses the size.
+            # Whether the file's limits or the caller's size apply depends on where the caller passes the
+            # size: transformers' `from_pretrained` uses the limits, and a call of the processor uses the
+            # size.
             pixels["asked_size"] = asked["size"]
-        # The first modality is not named, because its identities are older than the second modality.
+        # The first modality is not part of the spec, because its identities existed before other modalities
+        # were added.
         named = {} if chosen == family.first_modality else {"modality": chosen}
         return named | {
             "tower": self.tower_spec(dtype, modality=chosen, numeric_class=numeric_class),
@@ -282,7 +295,7 @@ class Checkpoint:
     ) -> ModelIdentity:
         """Return the identity under which this model's embeddings of one modality are shared.
 
-        It reads the weights. Arguments and errors are those of `embedding_spec`.
+        This reads the weights. Arguments and errors are those of `embedding_spec`.
         """
         spec = self.embedding_spec(
             dtype, modality=modality, processor_kwargs=processor_kwargs, numeric_class=numeric_class
@@ -292,15 +305,15 @@ class Checkpoint:
         return ModelIdentity(model_identity(tower, projector, spec_fp), tower, projector, spec_fp)
 
     def kv_spec(self) -> dict[str, Any]:
-        """Return the settings that change KV except weights: the text config without names.
+        """Return all settings on which KV depends: the text config without names. Weights are not included.
 
-        Rope settings are normalised, so that files from transformers 4 and 5 give the same result.
+        Rope settings are normalised, so that files from transformers 4 and 5 have the same spec.
         """
         whole = self.config
         text = whole["text_config"] if isinstance(whole.get("text_config"), dict) else whole
         # In a flat file, the towers' configs are next to the text's own fields.
         spec = {k: v for k, v in without_inert(text).items() if k not in _OTHER_PARTS}
-        # Flat and nested files of one family have different names for their text part.
+        # Flat and nested files of one family have different `model_type`s for the text config.
         spec["model_type"] = str(spec.get("model_type", "")).removesuffix("_text")
         for config, name in ((whole, "classes"), (text, "text_classes")):
             if found := unusual_classes(config):
@@ -315,12 +328,12 @@ class Checkpoint:
             rope.setdefault("rope_theta", theta)
         legacy = rope.pop("type", "default")
         rope.setdefault("rope_type", legacy)
-        if rope["rope_type"] == "mrope":  # transformers 5 recognises it by `mrope_section` alone
+        if rope["rope_type"] == "mrope":  # transformers 5 recognises mrope by `mrope_section` alone
             rope["rope_type"] = "default"
         return spec | {"rope_parameters": rope}
 
     def _quantization(self, part: Part, modality: Modality) -> object:
-        """Return the quantisation config if it applies to this part, else None."""
+        """Return the quantisation config if the part has quantised tensors, else None."""
         if all(entry.dtype in _FLOATS for _, _, entry in self._part(part, modality).values()):
             return None
         return self.config.get("quantization_config")
@@ -334,7 +347,8 @@ class Checkpoint:
             held = "language_model"
         rows = self._parts.get(held)
         if family is not None and family.generic:
-            # If a described family does not fit, every part has rows, under other names.
+            # If the family of the `model_type` does not fit, `_parts` has divided the tensors between parts
+            # and renamed them. Join them under their published names.
             rows = {row[1]: row for found in self._parts.values() for row in found.values()}
         if not rows:
             raise CheckpointError(f"{self.path} has no tensors of its {part}.", reason="no_weights")
@@ -375,7 +389,7 @@ class Checkpoint:
         return parts
 
     def _unread(self, name: str) -> bool:
-        """Return whether no engine reads this tensor, such as a rope table or a copy of a tied head."""
+        """Return whether engines ignore this tensor, such as a rope table or a copy of a tied head."""
         text = self.config.get("text_config")
         tied = self.config.get("tie_word_embeddings") or (
             isinstance(text, dict) and text.get("tie_word_embeddings")

@@ -1,7 +1,7 @@
-"""Numeric class of this process: settings of torch's libraries that change results, apart from the dtype.
+"""Numeric class of this process: settings other than the dtype that change the results of torch's libraries.
 
-It is part of the keys of embeddings, in engines and in the encoder service. Only processes with equal values
-share embeddings.
+The numeric class is part of embedding keys, in engines and in the encoder service. Only processes of the same
+class share embeddings.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ PRECISION_VARIABLES: Final = (
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
-"""Environment variables with which torch's libraries compute in another precision."""
+"""Environment variables that change the precision in which torch's libraries compute."""
 USUAL: Final = "any"
-"""Class of a process without such a variable."""
+"""Numeric class of a process in which none of these variables is set."""
 
 
 def numeric_class() -> str:
-    """Return the class of this process. Processes of the same class compute the same embeddings."""
+    """Return the numeric class of this process. Processes of the same class compute the same embeddings."""
     given = {name: os.environ[name] for name in PRECISION_VARIABLES if os.environ.get(name)}
     return f"{USUAL} {json.dumps(given, sort_keys=True)}" if given else USUAL

@@ -1,7 +1,7 @@
-"""Reader for untrusted safetensors files: headers with limits, and digests of raw bytes.
+"""Reads untrusted safetensors files: headers of limited size, and digests of the tensors' raw bytes.
 
-The whole header is checked before any data is read. Names, dtypes, shapes and offsets must be consistent with
-each other and with the file's size. Digests are cached per file in
+The complete header is checked before any data is read. Names, dtypes, shapes and offsets must be consistent
+with each other and with the file's size. Digests are cached per file in
 `private_paths.cache_dir()/"fingerprints"`, so that a checkpoint is read once per host.
 """
 
@@ -39,7 +39,7 @@ _PIECE_BYTES: Final = 8 << 20
 _SHOW_PROGRESS_BYTES: Final = 2 << 30
 _HASH_THREADS: Final = min(4, os.cpu_count() or 1)
 _SETTLED_S: Final = 2.0
-"""Age below which a file can change without a change of its timestamps."""
+"""Age in seconds below which a file can change without a change of its timestamps."""
 
 _DTYPE_BITS: Final[Mapping[str, int]] = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -59,20 +59,20 @@ class _CachedDigest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """One tensor of a file: safetensors dtype name, shape and position."""
+    """Tensor of a safetensors file: dtype by safetensors' name, shape and position."""
 
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """Offset from the start of the file."""
+    """Offset in bytes from the start of the file."""
     size_bytes: int
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """Read the header of a safetensors file and return its tensors.
 
-    Raises CheckpointError("bad_header") unless length, names, shapes and offsets are
-    consistent and the tensors fill the file without gap or overlap.
+    Raises CheckpointError("bad_header") unless length, names, shapes and offsets are consistent and the
+    tensors fill the file without gap or overlap.
     """
     try:
         with path.open("rb") as f:
@@ -161,18 +161,18 @@ def tensor_files(folder: Path) -> list[Path]:
 
 
 def tensor_digests(wanted: Mapping[Path, Mapping[str, TensorEntry]]) -> dict[Path, dict[str, bytes]]:
-    """Return the SHA-256 of the raw bytes of each wanted tensor, by file. Only uncached files are read.
+    """Return the SHA-256 of the raw bytes of each wanted tensor, by file and name.
 
-    Raises CheckpointError("unreadable") if a file cannot be read, and CheckpointError("changed") if it
-    changes during the read.
+    Only tensors whose digests are not cached are read. Raises CheckpointError("unreadable") if a file cannot
+    be read, and CheckpointError("changed") if it changes while it is read.
     """
     return {path: _file_digests(path, entries) for path, entries in wanted.items()}
 
 
 def folder_fingerprint(folder: Path) -> bytes:
-    """Return the fingerprint of all tensors in a folder under their original names, for any model.
+    """Return the fingerprint of all tensors in a folder under their published names, for any model.
 
-    Raises CheckpointError: "duplicate_tensor", and like `tensor_files`, `read_header` and `tensor_digests`.
+    Raises CheckpointError: "duplicate_tensor", and as `tensor_files`, `read_header` and `tensor_digests`.
     """
     wanted = {path: read_header(path) for path in tensor_files(folder)}
     digests = tensor_digests(wanted)
@@ -213,11 +213,11 @@ def _progress(name: str, size_bytes: int) -> Iterator[Callable[[float], None]]:
 
 
 def _file_identity(path: Path) -> tuple[str, bool]:
-    """Return a signature of a file's content, and whether digests can be cached under it.
+    """Return a signature of a file's content, and whether digests can be cached under this signature.
 
     A blob of the Hugging Face cache is named by its own SHA-256. For other files, the signature consists of
-    path, size, timestamps and inode. It is not used for very new files, because a further write could leave
-    them equal.
+    path, size, timestamps and inode. Digests of very new files are not cached, because another write could
+    leave the signature unchanged.
     """
     try:
         real = path.resolve(strict=True)
@@ -268,7 +268,7 @@ def _load_cache(slot: Path, identity: str) -> dict[str, bytes]:
     try:
         cached = msgspec.json.decode(slot.read_bytes(), type=_Cached)
         digests = {name: bytes.fromhex(text) for name, text in cached.sha256.items()}
-    except (OSError, ValueError):  # the cache is missing or damaged (msgspec's errors are ValueErrors)
+    except (OSError, ValueError):  # The cache file is missing or damaged. msgspec's errors are ValueErrors.
         return {}
     if cached.identity != identity or any(len(d) != 32 for d in digests.values()):
         return {}
@@ -287,13 +287,14 @@ def _save_cache(slot: Path, identity: str, digests: Mapping[str, bytes]) -> None
 
 @contextmanager
 def _only_reader(slot: Path) -> Iterator[None]:
-    """Let only one process at a time read the file of this slot, so that others find its digests."""
+    """Let only one process at a time compute the digests of a file, so that other processes find them
+    cached."""
     with ExitStack() as held:
         try:
             slot.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = held.enter_context(slot.with_suffix(".lock").open("a"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as e:
-            # A read-only home costs a second reading, not the service.
+            # If the home folder is read-only, digests are computed again, but nothing fails.
             _log.warning("cannot use the fingerprint cache in %s: %s", slot.parent, e)
         yield

@@ -1,6 +1,6 @@
-"""Families whose results were compared in an engine by a test, by release and dtype.
+"""Families whose results in an engine were compared by a test, by the engine's release and dtype.
 
-script/docs writes these rows from docs/support-matrix.json. That file contains the results of
+script/docs writes these rows from docs/support-matrix.json, which contains the results of
 tests/integration/test_families.py, test_family_videos.py and test_own_towers.py.
 """
 
@@ -86,10 +86,11 @@ VALIDATED: Final[frozenset[tuple[str, str, str, str, str]]] = frozenset(
         ("vllm", "0.33.0", "float32", "video", "qwen3_vl_moe"),
     }
 )
-"""(engine, release, dtype, kind, `model_type`) of each family that passed, and failed on no bed.
+"""(engine, release, dtype, kind, `model_type`) of each family that passed on at least one test bed and failed
+on none.
 
-The kinds "image" and "video" are of media that all engines and the encoder service share. "own image",
-"own video" and "own audio" are of media that the servers of one engine share among themselves.
+Embeddings of the kinds "image" and "video" are shared by all engines and the encoder service. Embeddings of
+the kinds "own image", "own video" and "own audio" are shared only among servers of the same engine.
 """
 
 
@@ -98,9 +99,9 @@ def validated(engine: str, version: str | None, dtype: str, kind: str = "image")
 
     Args:
         engine: "vllm" or "sglang".
-        version: Installed version. Its local part ("+cpu") does not count.
+        version: Installed version, or None. Its local part ("+cpu") is ignored.
         dtype: torch's name without "torch.".
-        kind: As in `VALIDATED`.
+        kind: Kind of embedding, as in `VALIDATED`.
     """
     release = (version or "").partition("+")[0]
     return frozenset(family for *place, family in VALIDATED if place == [engine, release, dtype, kind])

@@ -34,7 +34,10 @@ Served = tuple[ServedModel, ...]
 
 
 def main(argv: list[str]) -> int:
-    """Print the results and return 1 if a check failed. Raises ConfigError for a wrong setting."""
+    """Run `cornplug doctor`, and return exit status 1 if a check failed, else 0.
+
+    Raises ConfigError if a setting is wrong.
+    """
     parser = argparse.ArgumentParser(
         prog="cornplug doctor", description="Check the setup of this host and suggest a fix for each problem."
     )
@@ -71,8 +74,8 @@ def examine(
 ) -> Iterator[CheckResult]:
     """Run all checks in order and yield each result as soon as it is available.
 
-    For each model, it reports what each of `engines` would share with these flags, and with `dtype` if it is
-    set.
+    For each model, this reports what each of `engines` would share if it was started with `flags`, and with
+    `dtype` if it is set.
     """
     yield from engine_checks.versions()
     yield from engine_checks.plugins()
@@ -96,7 +99,7 @@ def examine(
 
 
 def secret(settings: config.StoreConfig) -> Iterator[CheckResult]:
-    """Check that the secret has 32 bytes and that only this user can read it."""
+    """Check that the secret file has 32 bytes and that other users cannot read it."""
     path = settings.secret_file
     try:
         about = path.stat()
@@ -119,7 +122,7 @@ def secret(settings: config.StoreConfig) -> Iterator[CheckResult]:
 
 
 def store(settings: config.StoreConfig) -> Iterator[CheckResult]:
-    """Check that a store responds, or that there is memory to start one."""
+    """Check that the host's store responds, or that this host has enough memory to start a store."""
     now = ask_store(settings)
     if not isinstance(now, StoreStat):
         start = f"cornplug serve-store --socket {settings.socket}"
@@ -155,7 +158,8 @@ def _usage(now: StoreStat) -> str:
 def ask_store(settings: config.StoreConfig) -> StoreStat | str:
     """Return the store's statistics, or the reason why it does not respond."""
     if is_host_store(settings) and not settings.secret_file.exists():
-        return "no store has run here, because there is no secret yet"  # a client would create a secret
+        # Creating a client would create a secret.
+        return "no store has run here, because there is no secret yet"
     try:
         client = open_store(settings, autostart=False, connect_timeout_s=_ANSWER_S)
     except ConfigError as e:
@@ -169,7 +173,7 @@ def ask_store(settings: config.StoreConfig) -> StoreStat | str:
 
 
 def size_source(settings: config.StoreConfig, capacity_bytes: int) -> str:
-    """Explain the size of a running store."""
+    """Return a text that explains the size of a running store."""
     if settings.size_bytes is None:
         return "by default a quarter of the memory that was left when it started"
     if settings.size_bytes == capacity_bytes:
@@ -181,7 +185,7 @@ def size_source(settings: config.StoreConfig, capacity_bytes: int) -> str:
 
 
 def shared_memory(settings: config.StoreConfig) -> Iterator[CheckResult]:
-    """Check that there is memory for a store of the configured size."""
+    """Check that this host has enough memory for a store of the configured size."""
     memory = host_memory()
     what = f"{memory.of} has {_mib(memory.available_bytes)} left"
     try:
@@ -220,7 +224,8 @@ def folder(settings: config.StoreConfig) -> Iterator[CheckResult]:
 
 
 def each_encoder(settings: config.Config) -> list[config.Config]:
-    """Return one copy of the settings for each encoder service that engines use, with only that service."""
+    """Return a copy of the settings for each encoder service that engines use. Each copy has only that
+    service."""
     return [
         settings.model_copy(update={"encoder": settings.encoder.model_copy(update={"engine_urls": (url,)})})
         for url in settings.encoder.engine_urls
@@ -229,7 +234,7 @@ def each_encoder(settings: config.Config) -> list[config.Config]:
 
 def describe_encoder(settings: config.Config) -> Served | EncoderError:
     """Return the models that the encoder service serves, or the error if it does not respond."""
-    if not settings.store.secret_file.exists():  # reading it would create a secret
+    if not settings.store.secret_file.exists():  # Reading the file would create a secret.
         return EncoderUnavailable(
             "no service has run here, because there is no secret yet", reason="encoder_down"
         )
@@ -246,7 +251,7 @@ def describe_encoder(settings: config.Config) -> Served | EncoderError:
 
 
 def encoder(settings: config.EncoderConfig, described: Served | EncoderError) -> Iterator[CheckResult]:
-    """Check that an encoder service responds."""
+    """Report whether an encoder service responds and which models it serves."""
     where = ", ".join(settings.engine_urls) or str(settings.socket)
     if isinstance(described, tuple):
         names = ", ".join(f"{m.name} ({m.dtype})" for m in described)
@@ -263,7 +268,7 @@ def encoder(settings: config.EncoderConfig, described: Served | EncoderError) ->
 def served(
     model: str, dtype: fingerprint.DType | None, described: Served | EncoderError
 ) -> Iterator[CheckResult]:
-    """Check that a checkpoint's fingerprints can be computed and that the encoder service serves its
+    """Check that a checkpoint's fingerprints can be computed, and that an encoder service serves its
     identity."""
     try:
         report = fingerprint.describe(model, dtype)

@@ -1,8 +1,8 @@
-"""Checks of the engines in this environment: their versions, and whether they load the plugin.
+"""Checks the engines in this environment: their versions, and whether they load the plugin.
 
 vLLM and SGLang pin different versions of the same libraries, so they are usually installed in different
-environments. The doctor checks its own environment, in which one engine is enough. This module does not
-import the engines. A short-lived process does, in the same way as the engine's own processes.
+environments. The doctor checks its own environment, which needs to contain only one engine. This module does
+not import the engines. A short-lived process imports an engine in the same way as the engine's own processes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from cornplug.vllm_connector import compat as vllm
 _ENTRY_NAME: Final = "cornplug"
 _PROBE_S: Final = 120.0
 _PARSER_REFUSED: Final = 2
-"""Exit status of argparse for a wrong command line."""
+"""Exit status of argparse for an invalid command line."""
 _MODEL_PROBE_S: Final = 900.0
-"""Time limit of a process that imports an engine and reads the weights of a checkpoint."""
+"""Time limit in seconds for a process that imports an engine and reads the weights of a checkpoint."""
 
 _VLLM_PROBE: Final = """
 import json
@@ -43,12 +43,12 @@ import importlib.util, json
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from cornplug.errors import ConfigError
-from cornplug.sglang_hooks import flags, hook_registry, hook_selection
+from cornplug.sglang_hooks import flags, hook_registry
 from cornplug.sglang_hooks.kv import hicache_config
 answer = {"why_not": "", "cache": ""}
 try:
     flags.share()
-    hook_registry.install(hook_selection.ALL)
+    hook_registry.install(hook_registry.ALL)
 except ConfigError as e:
     answer["why_not"] = str(e)
 try:
@@ -75,7 +75,7 @@ print(last_line(describe(sys.argv[1], sys.argv[2:])))
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One line of the report. `remedy` is empty if no action is needed."""
+    """One line of the doctor's report. `remedy` is empty if no action is needed."""
 
     status: Literal["ok", "warn", "fail"]
     check: str
@@ -84,23 +84,23 @@ class CheckResult:
 
 
 class ProbeAnswer(msgspec.Struct, frozen=True):
-    """Result of a process of an engine. The strings are empty if everything works."""
+    """Result of a process that imports an engine and its plugins."""
 
     why_not: str
-    """Why the plugin is not active."""
+    """Reason why the plugin is not active, or "" if it is."""
     cache: str = ""
-    """Why KV cannot be shared through the engine's cache."""
+    """Reason why KV cannot be shared through the engine's cache, or "" if it can."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedEngine:
-    """What the checks need about vLLM or SGLang."""
+    """Facts about vLLM or SGLang that the checks need."""
 
     name: str
     group: str
-    """Group of its plugins' entry points."""
+    """Group of the entry points of the engine's plugins."""
     allow_variable: str
-    """Environment variable that restricts which plugins it loads."""
+    """Environment variable that restricts which plugins the engine loads."""
     supported: VersionRange
     probe: str
     """Python program. The last line of its output is a `ProbeAnswer` as JSON."""
@@ -134,12 +134,16 @@ ENGINES: Final = (VLLM, SGLANG)
 
 
 def of_this_environment(name: str | None = None) -> list[CheckedEngine]:
-    """Return the engines that are installed here in a tested version, restricted to `name` if it is set."""
+    """Return the engines that are installed in this environment in a tested version.
+
+    If `name` is set, only this engine is returned.
+    """
     return [engine for engine in ENGINES if name in (None, engine.name) and not engine.supported.refusal()]
 
 
 def versions() -> Iterator[CheckResult]:
-    """Report the versions of Python and cornplug, and check that an engine is in its tested range."""
+    """Report the versions of Python and cornplug, and check that installed engines are in their tested
+    ranges."""
     yield CheckResult("ok", "versions", f"cornplug {__version__}, Python {platform.python_version()}")
     none_here = all(engine.supported.installed() is None for engine in (VLLM, SGLANG))
     for engine in (VLLM, SGLANG):
@@ -176,7 +180,7 @@ def plugins() -> Iterator[CheckResult]:
 
 
 def plugin(engine: CheckedEngine) -> Iterator[CheckResult]:
-    """Check that one engine loads the plugin and that the hooks are active."""
+    """Check that an engine loads the plugin and that the hooks are active."""
     check = f"{engine.name} plugin"
     if not entry_points(group=engine.group, name=_ENTRY_NAME):
         what = f"entry point {engine.group}:{_ENTRY_NAME} does not exist"
@@ -204,7 +208,8 @@ def plugin(engine: CheckedEngine) -> Iterator[CheckResult]:
 
 
 def shared_of(engine: CheckedEngine, model: str, flags: Sequence[str]) -> Iterator[CheckResult]:
-    """Report what an engine would share of `model` with these flags, according to its own functions."""
+    """Report what an engine would share for `model` with these flags, according to the plugin in the
+    engine."""
     check = f"{engine.name} shares"
     try:
         done = _run(engine.model_probe, model, *flags, timeout_s=_MODEL_PROBE_S)
@@ -229,7 +234,10 @@ def shared_of(engine: CheckedEngine, model: str, flags: Sequence[str]) -> Iterat
 
 
 def ask(engine: CheckedEngine) -> ProbeAnswer:
-    """Run a process of the engine and return its result. Raises subprocess.TimeoutExpired."""
+    """Run a process that imports the engine and its plugins, and return its result.
+
+    Raises subprocess.TimeoutExpired.
+    """
     done = _run(engine.probe, timeout_s=_PROBE_S)
     try:
         return last_of(done.stdout, ProbeAnswer)
@@ -243,5 +251,5 @@ def _run(program: str, *arguments: str, timeout_s: float) -> subprocess.Complete
 
 
 def _end_of(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the end of the process's stderr, which contains the cause if there was a traceback."""
+    """Return the end of a process's stderr, which contains the error message of a traceback."""
     return done.stderr.strip()[-300:] or f"it ended with status {done.returncode}"

@@ -15,7 +15,10 @@ DType = Literal["float32", "float16", "bfloat16"]
 
 
 def main(argv: list[str]) -> int:
-    """Print the fingerprints of each MODEL. Raises CheckpointError if a checkpoint cannot be read."""
+    """Run `cornplug fingerprint`, and return exit status 0.
+
+    Raises CheckpointError if a checkpoint cannot be read.
+    """
     parser = argparse.ArgumentParser(prog="cornplug fingerprint", description=__doc__)
     parser.add_argument(
         "models", nargs="+", metavar="MODEL", help="checkpoint folder, or hub id in the local cache"
@@ -36,10 +39,11 @@ def main(argv: list[str]) -> int:
 
 
 def describe(model: str, dtype: DType | None = None) -> dict[str, Any]:
-    """Return fingerprints as hex: {model, family, tower, projector, language_model, dtype, identity}.
+    """Return a report with a checkpoint's fingerprints as hex.
 
-    Family, tower, projector and identity are None for a text-only model. Raises CheckpointError if the
-    checkpoint cannot be read.
+    Its keys are model, family, tower, projector, language_model, dtype and identity. The family, tower,
+    projector and identity of a text-only model are None. Raises CheckpointError if the checkpoint cannot be
+    read.
     """
     checkpoint = Checkpoint.open(model)
     chosen = dtype or served_dtype(checkpoint)

@@ -1,7 +1,8 @@
 """`cornplug launch FILE`: run an apps file, or the part of a plan for this host.
 
-Processes start in the order store, encoders, engines, routers. Each starts when the ones before it are ready.
-A process that ends by itself is restarted. On SIGINT and SIGTERM, running requests are finished first.
+Processes start in the order store, encoders, engines, routers. Each process starts when the processes before
+it are ready. A process that ends by itself is restarted. On SIGINT and SIGTERM, running requests finish
+before processes are stopped.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _FAILED: Final = 1
 def main(argv: list[str]) -> int:
     """Run until a signal, and return the exit status.
 
-    It is 0 if a signal ended the launcher while all processes were running, 1 if a process failed, and 2 for
-    a wrong file.
+    The exit status is 0 if a signal ended the launcher while all processes were running, and 1 if a process
+    failed. Raises ConfigError (exit status 2) if the file is invalid.
     """
     if argv[:1] == ["schema"]:
         print(json.dumps(AppsFile.schema_of_file(), indent=1))
@@ -81,7 +82,7 @@ def main(argv: list[str]) -> int:
 
 
 def plan_from(path: Path) -> Plan:
-    """Load a plan from a plan.json or an apps file (`.toml`). Raises ConfigError for an invalid file."""
+    """Load a plan from a plan.json or an apps file (`.toml`). Raises ConfigError if the file is invalid."""
     return plan_of(AppsFile.read(path)) if path.suffix == ".toml" else Plan.load(path)
 
 
@@ -150,7 +151,7 @@ def _apply(plan: Plan, new: Plan, render: Render, run_dir: Path, *, dry: bool) -
         for text in _steps(transition(Plan.load(current) if current.exists() else plan, new, render)):
             print(text)
         return 0
-    render(new)  # raises for an error in the new plan
+    render(new)  # This raises an exception if the new plan has an error.
     error = ask(run_dir, new, print)
     if error is not None:
         print(f"cornplug launch: {error}", file=sys.stderr)
@@ -158,7 +159,7 @@ def _apply(plan: Plan, new: Plan, render: Render, run_dir: Path, *, dry: bool) -
 
 
 def _steps(steps: PlanTransition) -> list[str]:
-    """Return one line for each process of either plan, in the order of the steps."""
+    """Return the steps of a transition as text, one line for each process of the old or the new plan."""
     told = [f"keep {name_of(old)}" for old, _ in steps.kept]
     told += [
         f"keep the current flags of {name}: the plan has {', '.join(flags)}"
@@ -171,7 +172,10 @@ def _steps(steps: PlanTransition) -> list[str]:
 
 
 class _Events:
-    """Reporter of process events: as progress during the start, later as lines, and to `--apply`."""
+    """Reports events of processes to the terminal and to `--apply`.
+
+    During startup, the terminal shows progress. Later, it shows a line for each event.
+    """
 
     def __init__(self, control: ControlSocket, progress: Progress | None) -> None:
         self.progress = progress
@@ -191,7 +195,7 @@ class _Events:
 
 
 class _Warming:
-    """Runs of `cornplug warm` with the applications' prompts, while the engines serve other requests."""
+    """Runs `cornplug warm` with the applications' prompts while the engines serve other requests."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -213,7 +217,7 @@ class _Warming:
             self._processes.append(process)
 
     def end(self) -> None:
-        """Stop the processes that are still running."""
+        """Stop the `cornplug warm` processes that are still running."""
         for process in self._processes:
             process.stop(grace_s=1)
 
@@ -232,7 +236,7 @@ def _dry(command: LaunchCommand) -> str:
 
 
 def _address(text: str) -> tuple[str, str]:
-    """Parse "HOST_2=10.0.0.2" for argparse."""
+    """Parse "HOST_2=10.0.0.2" into (name, address), for argparse."""
     name, equals, address = text.partition("=")
     if not (name and equals and address):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=ADDRESS")

@@ -1,6 +1,7 @@
 """`cornplug store purge`: delete entries of the running store, by app or by age.
 
-`running_store` connects a command to the running store. It does not start a store or create a secret.
+Other commands also use `running_store`, which connects to the running store. It does not start a store or
+create a secret.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 from cornplug import config
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store.backends import is_host_store, open_store
-from cornplug.store.base import PurgeableStore, PurgeCount, PurgeRule, Store
+from cornplug.store.base import PurgeCount, PurgeRule, Store
 
 ANSWER_S: Final = 2.0
 _UNITS_S: Final = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
@@ -40,14 +41,14 @@ def running_store(settings: config.StoreConfig) -> Store:
 
 
 def other_backend(settings: config.StoreConfig, command: str) -> ConfigError:
-    """Return the error for a command that this store does not support."""
+    """Return the error for a command that the configured store backend does not support."""
     return ConfigError(
         "store.backend", f"{settings.backend} does not support {command}", "Use the tools of that store."
     )
 
 
 def main(argv: list[str]) -> int:
-    """Return exit status 0 on success. Raises StoreError if no store responds."""
+    """Run `cornplug store`, and return exit status 0. Raises StoreError if no store responds."""
     parser = argparse.ArgumentParser(prog="cornplug store", description="Manage the running store.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     purge = commands.add_parser(
@@ -81,8 +82,10 @@ def main(argv: list[str]) -> int:
 
 
 def parse_age(text: str) -> float:
-    """Parse "90", "90s", "30m", "2h" or "1d" into seconds. Raises argparse.ArgumentTypeError for other
-    text."""
+    """Convert an age such as "90", "90s", "30m", "2h" or "1d" to seconds.
+
+    Raises argparse.ArgumentTypeError if the text is not an age.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in _UNITS_S:
         raise argparse.ArgumentTypeError(f"{text!r} is not an age: write 90s, 30m, 2h or 1d")
@@ -90,7 +93,7 @@ def parse_age(text: str) -> float:
 
 
 def told(count: PurgeCount, *, dry_run: bool) -> str:
-    """Return a summary for the operator."""
+    """Return a summary of what was purged, for the operator."""
     done = "would purge" if dry_run else "purged"
     line = f"{done} {count.entries} entries, {count.size_bytes / (1 << 20):.1f} MiB"
     if count.leased:
@@ -101,8 +104,8 @@ def told(count: PurgeCount, *, dry_run: bool) -> str:
 def _purge(settings: config.StoreConfig, rule: PurgeRule) -> PurgeCount:
     store = running_store(settings)
     try:
-        if not isinstance(store, PurgeableStore):
-            raise other_backend(settings, "purge")
         return store.purge(rule, deadline_s=ANSWER_S)
+    except NotImplementedError:
+        raise other_backend(settings, "purge") from None
     finally:
         store.close()

@@ -24,7 +24,7 @@ _APPS = 8
 
 
 def main(argv: list[str]) -> int:
-    """Return exit status 0. Raises StoreError if no store responds at the start."""
+    """Run `cornplug top`, and return exit status 0. Raises StoreError if no store responds at the start."""
     parser = argparse.ArgumentParser(
         prog="cornplug top",
         description="Monitor the running store: usage, hit rate, evictions, rejected writes.",
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StatChange:
-    """Changes of the counts within `seconds`, or since the store started if that is None."""
+    """Changes of the store's counts within `seconds`, or since the store started if `seconds` is None."""
 
     seconds: float | None
     before: StoreStat | None
@@ -66,11 +66,11 @@ class StatChange:
 
     @classmethod
     def since_began(cls, now: StoreStat) -> StatChange:
-        """Return the counts since the store started."""
+        """Return the changes since the store started."""
         return cls(None, None, now)
 
     def of(self, count: str) -> str:
-        """Format the change of a count, as a rate unless it is since the store started."""
+        """Format the change of a count as a rate, or as a number if `seconds` is None."""
         before = getattr(self.before, count) if self.before is not None else 0
         return self._shown(getattr(self.now, count) - before)
 
@@ -141,7 +141,7 @@ def _watch(store: Store, first: StoreStat, interval_s: float) -> None:
                 except StoreError as e:
                     live.update(Text(f"{e}\n\nRetrying every {interval_s:g} s."), refresh=True)
                     continue
-                # If the counts are smaller, the store was restarted.
+                # If a count is smaller than before, the store was restarted.
                 restarted = now.hits < before.hits or now.evictions < before.evictions
                 change = (
                     StatChange.since_began(now) if restarted else StatChange(now_s - looked_s, before, now)

@@ -33,7 +33,7 @@ from cornplug.encoder_service.wire.decodings import DECODINGS, DEFAULT, Decoding
 from cornplug.errors import ConfigError
 
 _SETTLED_S: Final = 1.5
-"""Time without a change after which the counts are final."""
+"""Time in seconds without a change after which the engine's counts are considered final."""
 _SETTLE_S: Final = 15.0
 _LOOK_S: Final = 0.5
 _EPILOG: Final = """\
@@ -50,25 +50,28 @@ model, preprocessing and dtype. The reported counts include other requests to th
 
 @dataclass(slots=True)
 class WarmReport:
-    """Result of a run."""
+    """Result of a run of `cornplug warm`."""
 
     lines: int = 0
     requests: int = 0
     prompt_tokens: int = 0
     images: Counter[str] = field(default_factory=Counter)
-    """Number of images that the encoder service returned, by origin."""
+    """Number of images whose embeddings the encoder service returned, by origin."""
     errors: list[LineError] = field(default_factory=list)
     counts: StoreCounts | None = None
-    """None if the engine does not publish counters of cornplug."""
+    """Changes of the engine's counts during the run, or None if the engine does not publish cornplug's
+    counters."""
 
     def failed(self) -> set[int]:
-        """Return the numbers of the lines that failed."""
+        """Return the line numbers of the lines that failed."""
         return {error.line for error in self.errors}
 
 
 def main(argv: list[str]) -> int:
-    """Return exit status 0 if all lines succeeded, else 1. Raises ConfigError if the engine does not
-    respond."""
+    """Run `cornplug warm`, and return exit status 0 if all lines succeeded, else 1.
+
+    Raises ConfigError if the file cannot be read or the engine does not respond.
+    """
     args = _parser().parse_args(argv)
     if not (args.engine or args.encoder or args.check):
         _parser().error("--engine, --encoder or both are required")
@@ -193,7 +196,7 @@ def _encode(
 
 
 class _Requests:
-    """Requests to one engine."""
+    """Sends requests to one engine."""
 
     def __init__(
         self, engine: WarmedEngine, concurrency: int, report: WarmReport, progress: Progress
@@ -202,7 +205,7 @@ class _Requests:
         self._report, self._progress = report, progress
 
     def send(self, lines: Sequence[WarmLine]) -> None:
-        """Send each line, and send the lines again if the engine saves only pages of a second request."""
+        """Send each line, and send the lines again if the engine saves pages only at their second request."""
         lines = [line for line in lines if line.path]
         before = self._engine.counts()
         done = self._put(lines, "requests", self._answered)
@@ -221,7 +224,8 @@ class _Requests:
     def _put(
         self, lines: Sequence[WarmLine], what: str, answered: Callable[[WarmLine, int], None]
     ) -> list[WarmLine]:
-        """Send lines and return those that succeeded. Errors of the other lines are added to the report."""
+        """Send lines and return the lines that succeeded. Errors of the other lines are added to the
+        report."""
         task, done = self._progress.add_task(what, total=len(lines)), []
         with ThreadPoolExecutor(self._concurrency) as pool:
             sent = {pool.submit(self._engine.send, line): line for line in lines}
@@ -236,13 +240,17 @@ class _Requests:
         return done
 
     def _settled(self, before: StoreCounts | None, line: WarmLine) -> StoreCounts | None:
-        """Return the counts since `before` when they stop changing. Pages are also saved after a request."""
+        """Wait until the engine's counts stop changing, and return their changes since `before`.
+
+        This is necessary because an engine also saves pages after it has returned a response.
+        """
         if before is None:
             return None
         counts, changed_s = before, time.monotonic()
         end_s = changed_s + _SETTLE_S
         while time.monotonic() < min(end_s, changed_s + _SETTLED_S):
-            # An engine publishes its counts in a later step. This prompt is already in its own cache.
+            # Send a prompt that is already in the engine's own cache, because an engine publishes its counts
+            # only in later steps.
             self._engine.send(line)
             now = self._engine.counts()
             if now is not None and now != counts:
@@ -287,7 +295,7 @@ def _rows(args: argparse.Namespace, report: WarmReport, page_tokens: int) -> Ite
 
 
 def _reasons(pages: Counter[str]) -> str:
-    """Format the numbers of pages that were offered but not stored, by outcome."""
+    """Return a text with the numbers of pages that were offered but not stored, by outcome."""
     known = {"stored", "present", "first_sight"}
     return ", ".join(f"{count} pages {name}" for name, count in sorted(pages.items()) if name not in known)
 

@@ -1,4 +1,5 @@
-"""Client of an engine for `cornplug warm`: requests to its OpenAI API, and its counters of cornplug."""
+"""Client of an engine for `cornplug warm`. It sends requests to the engine's OpenAI API and reads its
+metrics."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from cornplug.host import tls_context
 
 _ATTEMPTS: Final = 5
 _PAUSE_S: Final = 0.5
-"""Delay before the second attempt. It doubles for each further attempt."""
+"""Delay in seconds before the second attempt. The delay doubles for each further attempt."""
 _AGAIN: Final = (408, 429, 502, 503, 504)
 
 
 @dataclass(slots=True)
 class StoreCounts:
-    """Counts of an engine since its start."""
+    """Counts of what an engine has saved and loaded since it started, or in a shorter time (`since`)."""
 
     pages: Counter[str] = field(default_factory=Counter)
     """Number of KV pages offered to the store, by outcome."""
@@ -32,7 +33,7 @@ class StoreCounts:
     embedding_hits: int = 0
     loaded_tokens: int = 0
     saved_bytes: int = 0
-    """Bytes of saved KV pages."""
+    """Number of bytes in saved KV pages."""
 
     def since(self, before: StoreCounts) -> StoreCounts:
         """Return the changes since the counts `before`."""
@@ -88,13 +89,13 @@ class WarmedEngine:
             name, problem = _refusal(answer)
             if answer.status_code not in _AGAIN:
                 return LineError(line.number, name, problem)
-        # Every other line would wait just as long.
+        # Do not send other lines, because each of them would wait equally long.
         if lost == _ATTEMPTS:
             self._lost = True
         return LineError(line.number, "", problem)
 
     def counts(self) -> StoreCounts | None:
-        """Return the engine's counts, or None if it does not publish counters of cornplug."""
+        """Return the engine's counts, or None if the engine does not publish cornplug's counters."""
         try:
             answer = self._client.get("/metrics", timeout=10, follow_redirects=True)
             if answer.status_code != 200 or "cornplug_" not in answer.text:
@@ -116,7 +117,8 @@ class WarmedEngine:
         return found
 
     def decoding(self) -> Decoding | None:
-        """Return how the engine decodes images, or None if its release is unknown."""
+        """Return the image decoding rules of the engine's release, or None if the release cannot be
+        determined."""
         # SGLang has no /version, and vLLM has /server_info only in development mode.
         for engine, path in (("vllm", "/version"), ("sglang", "/server_info")):
             try:
@@ -128,7 +130,7 @@ class WarmedEngine:
         return None
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the engine."""
         self._client.close()
 
 

@@ -1,11 +1,12 @@
-"""Reader for the file of `cornplug warm`: one JSON object per line, as an app sends it to an OpenAI API.
+"""Reads the file of `cornplug warm`: one JSON object per line, in the form in which an app sends it to an
+engine.
 
     {"prompt": "..."}                                  for /v1/completions
     {"messages": [{"role": "user", "content": ...}]}   for /v1/chat/completions
     {"images": ["photo.jpg"]}                          for the encoder service only
 
-A line can also come from an OpenAI batch file, with the request in "body". Images are paths relative to the
-file, data URLs, or http(s) URLs, which the engine fetches. Errors are reported for each line.
+A line can also come from an OpenAI batch file, which has the request in "body". Images are paths relative to
+the file, data URLs, or http(s) URLs, which the engine fetches. Errors are reported separately for each line.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 _DROPPED: Final = ("max_completion_tokens", "min_tokens", "n", "stream_options")
-"""Fields of a request that are removed because they would make it generate more than one token."""
+"""Fields that are removed from a request, because with them it could generate more than one token."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """Error of a line, with the name of the field, or "" for the whole line."""
+    """Error in a line. `field` is the name of the invalid field, or "" if the error is not in a single
+    field."""
 
     line: int
     field: str
@@ -39,14 +41,14 @@ class LineError:
 
 @dataclass(slots=True)
 class WarmLine:
-    """One line of the file."""
+    """Request in one line of the file."""
 
     number: int
     path: str = ""
     """Path of the API, or "" for a line that has only images."""
     body: dict[str, Any] = field(default_factory=dict)
     images: list[tuple[str, bytes]] = field(default_factory=list)
-    """(field, bytes) of each image, except images at http(s) URLs."""
+    """(field, bytes) of each image. Images at http(s) URLs are not included."""
 
     @property
     def salt(self) -> str | None:
@@ -55,7 +57,7 @@ class WarmLine:
 
 
 class _Wrong(Exception):
-    """A field is invalid. `read` turns this into the error of the line."""
+    """A field is invalid. `read` converts this exception to a `LineError`."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(problem)
@@ -63,9 +65,10 @@ class _Wrong(Exception):
 
 
 def read(path: Path) -> tuple[list[WarmLine], list[LineError]]:
-    """Return the valid lines, and the errors of the others. Raises OSError and UnicodeDecodeError."""
+    """Return the requests in valid lines, and the errors in other lines. Raises OSError and
+    UnicodeDecodeError."""
     lines, errors = [], []
-    # `splitlines` would also split at other line separators, which JSON does not escape.
+    # Do not use `splitlines`, which also splits at other line separators that JSON does not escape.
     for number, raw in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not raw.strip():
             continue
@@ -116,7 +119,7 @@ def _line(number: int, raw: str, folder: Path) -> WarmLine:
 
 
 def _messages(line: WarmLine, messages: object, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the messages with files replaced by data URLs, and add their images to `line`."""
+    """Yield the messages with images in files replaced by data URLs, and add the images to `line`."""
     if not isinstance(messages, list) or not messages:
         raise _Wrong("messages", "must be a list of messages")
     for i, message in enumerate(messages):
@@ -153,7 +156,7 @@ def _part(line: WarmLine, name: str, part: object, folder: Path) -> Any:
 
 
 def _bytes(name: str, url: object, folder: Path) -> bytes | None:
-    """Return an image's bytes, or None for an http(s) URL."""
+    """Return the bytes of the image at a path or data URL, or None for an http(s) URL."""
     if not isinstance(url, str) or not url:
         raise _Wrong(name, "must be a path or URL")
     if url.startswith(("http://", "https://")):

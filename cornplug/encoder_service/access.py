@@ -1,7 +1,7 @@
-"""Access to the service: check of its exposure, salt of a request's entries, and audit log.
+"""Access to the service: the check against accidental exposure, salts of cache keys, and the audit log.
 
-The logger "cornplug.audit" gets one JSON line for each reload and each refused access. At most 10 refusals
-per second are logged, after a burst of 100. The rest are counted.
+The logger "cornplug.audit" gets one JSON line for each reload and each refused request. At most 10 refusals
+per second are logged, after a burst of 100. The next line contains the number of refusals that were left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AUDITED: Final = frozenset(
         "forbidden_receiver",
     }
 )  # fmt: skip
-"""Reasons of refusals that concern the caller, not the request."""
+"""Refusal reasons that are logged: the caller was not allowed, rather than the request malformed."""
 _BURST: Final = 100
 _PER_S: Final = 10.0
 _SHOWN: Final = 200
@@ -34,7 +34,7 @@ log = logging.getLogger("cornplug.audit")
 
 
 class AuditLog:
-    """Writer of the audit log of one service. For one event loop."""
+    """Writer of one service's audit log. Not thread-safe: use it from one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -58,11 +58,11 @@ class AuditLog:
         log.warning("%s", _line("refused", _who(request), reason=reason, **extra))
 
     def did(self, what: str, request: HTTPConnection, **about: Any) -> None:
-        """Log a request of the operator that was carried out."""
+        """Log an operation that an HTTP request of the operator triggered."""
         log.info("%s", _line(what, _who(request), **about))
 
     def did_here(self, what: str, **about: Any) -> None:
-        """Log an operation that was triggered by a signal to this process."""
+        """Log an operation that a signal to this process triggered."""
         log.info("%s", _line(what, {"by": "signal"}, **about))
 
 
@@ -100,9 +100,13 @@ def check_exposure(config: EncoderConfig, qos: QosConfig) -> None:
 
 
 def salt_of(caller: QosCaller, said: str | None, config: EncoderConfig) -> str | None:
-    """Return the salt of a request's entries: the tenant of its key, then the body's `cache_salt`.
+    """Return the salt for a request's cache keys: the caller's tenant, followed by the body's `cache_salt`.
 
-    Raises EncoderRefused("forbidden_salt") for a `cache_salt` from a caller without a tenant's key.
+    Args:
+        said: The body's `cache_salt`, or None if the body has no salt.
+
+    Raises EncoderRefused("forbidden_salt") if a caller without a tenant's key sends a `cache_salt` and
+    `encoder.trust_salts` is not set.
     """
     if caller.tenant is not None:
         # Names of tenants contain no slash, so a salt cannot imitate another tenant.

@@ -47,28 +47,30 @@ from cornplug.store.arena import host_memory
 from cornplug.store.backends import open_store
 
 HEAD_S: Final = 10.0
-"""A connection without complete request headers is closed after HEAD_S to twice HEAD_S."""
+"""Minimum seconds after which a connection without complete request headers is closed. It is closed at the
+latest after twice this time."""
 BACKLOG: Final = 128
-"""Connections waiting to be accepted. All may be accepted before the first is closed again."""
+"""Maximum number of connections that wait to be accepted."""
 _MOST: Final = 4096
-"""Maximum number of HTTP connections. A further connection closes the connection that is idle longest."""
+"""Maximum number of HTTP connections. Above it, each new connection closes the oldest idle connection."""
 _FOR_OTHERS: Final = 512
 """File descriptors reserved for engines, replicas, files, fetches, and connections that are being closed."""
 _LEAST: Final = 64
 log = logging.getLogger(__name__)
 _LAST_S: Final = 1.0
-"""Time to send the last refusals to requests that are cut off at the end of `encoder.drain_s`."""
+"""Minimum seconds to send refusals to requests that are still running at the end of `encoder.drain_s`."""
 CPU_BATCH_TOKENS: Final = 2048
-"""A few images use a core fully. Larger batches would only increase latency."""
+"""Default maximum number of tokens of a batch on a CPU. A few images already use a core fully, so larger
+batches would only increase latency."""
 TENANT_FRACTION: Final = 0.5
-"""Maximum fraction of the store for entries from the HTTP requests of one tenant. The same limit applies to
-all requests without a tenant together."""
+"""Maximum fraction of the store for entries from one tenant's HTTP requests. The same limit applies to each
+class for requests without a tenant."""
 PREPARED_FRACTION: Final = 0.25
 """Maximum fraction of the memory of the host or control group for decoded and preprocessed media."""
 UNREAD_S: Final = 30.0
-"""Maximum time that a client may leave its reply unread."""
+"""Maximum time in seconds that a client may leave its reply unread."""
 RENEW_S: Final = 5.0
-"""Seconds between checks of the socket's file, which a cleaner of temporary folders may remove."""
+"""Seconds between checks that the socket's file exists. A cleaner of temporary folders may remove it."""
 
 
 def raise_descriptors() -> None:
@@ -88,9 +90,9 @@ def connections_allowed() -> int:
 class HeadTimeoutProtocol(AutoHTTPProtocol):
     """One HTTP connection, with a deadline for request headers and a limit on the number of connections.
 
-    uvicorn waits indefinitely, and accepts connections until the process has no file descriptors left.
-    `body_limits` sets a deadline for bodies, and uvicorn's keep-alive timeout applies between requests. Every
-    `HEAD_S` the connection checks whether a request has started since the last check.
+    By itself, uvicorn waits for headers indefinitely, and accepts connections until the process has no file
+    descriptors left. `body_limits` sets a deadline for bodies, and uvicorn's keep-alive timeout applies
+    between requests. The connection checks every `HEAD_S` whether a request has started since the last check.
     """
 
     most: ClassVar[int] = _MOST
@@ -99,7 +101,7 @@ class HeadTimeoutProtocol(AutoHTTPProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self._before: object = self  # a value that no cycle is equal to
+        self._before: object = self  # initially a value that differs from every cycle
         self._look: asyncio.TimerHandle = self.loop.call_later(HEAD_S, self._tick)
         if len(self.others) >= self.most:
             self._evicted().transport.abort()
@@ -120,8 +122,11 @@ class HeadTimeoutProtocol(AutoHTTPProtocol):
         self._look = self.loop.call_later(HEAD_S, self._tick)
 
     def _evicted(self) -> HeadTimeoutProtocol:
-        """Return the connection to close for this one: the oldest idle connection, or else the oldest with
-        an incomplete request. Returns this connection if all others wait for replies."""
+        """Return the connection to close so that this connection can be accepted.
+
+        This is the oldest idle connection, or else the oldest connection with an incomplete request. If all
+        other connections wait for replies, it is this connection.
+        """
         begun = None
         for one in self.others:
             cycle: Any = one.cycle
@@ -135,12 +140,12 @@ class HeadTimeoutProtocol(AutoHTTPProtocol):
 
 
 def limited(most: int) -> type[HeadTimeoutProtocol]:
-    """Return the protocol class of one server with at most `most` connections."""
+    """Return a protocol class for one server, which has at most `most` connections."""
     return type("Limited", (HeadTimeoutProtocol,), {"most": most, "others": {}})
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handlers, which raise the signal again after shutdown and exit with it."""
+    """uvicorn server without its signal handlers, which would raise the signal again after shutdown."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -149,7 +154,7 @@ class _Uvicorn(uvicorn.Server):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundListeners:
-    """The listening sockets. They are bound before weights are read, so a wrong port or path fails
+    """Listening sockets of the service, bound before weights are read so that a wrong port or path fails
     immediately."""
 
     unix: SocketClaim
@@ -162,7 +167,7 @@ class BoundListeners:
         family = socket.AF_INET6 if ":" in encoder.host else socket.AF_INET
         http = socket.socket(family, socket.SOCK_STREAM)
         http.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit it. A client that does not read its reply for this time is disconnected.
+        # Accepted connections inherit this option. It disconnects a client that does not read its reply.
         http.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000))
         try:
             http.bind((encoder.host, encoder.port))
@@ -182,7 +187,7 @@ class BoundListeners:
         return cls(unix=unix, http=http)
 
     def close(self) -> None:
-        """Remove the socket's file and release the lock for the next service."""
+        """Close both sockets, remove the unix socket's file, and release its lock for the next service."""
         self.unix.close()
         self.http.close()
 
@@ -193,10 +198,10 @@ def web_settings(app: ASGIApp, config: EncoderConfig) -> uvicorn.Config:
         app,
         http=limited(connections_allowed()),
         ws="none",
-        # The client is the peer of the connection. Forwarding headers are ignored, even from this host.
+        # The client's address is the connection's peer. Forwarding headers are ignored, even from this host.
         proxy_headers=False,
         server_header=False,
-        # Connections accepted in one iteration of the loop, before older connections are closed for them.
+        # uvicorn may accept this many connections in one iteration of the loop, before any is closed.
         backlog=BACKLOG,
         log_level="warning",
         access_log=False,
@@ -205,7 +210,7 @@ def web_settings(app: ASGIApp, config: EncoderConfig) -> uvicorn.Config:
 
 
 async def serve(encoder: EncoderCore, config: Config, listeners: BoundListeners, *, secret: bytes) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. `/ready` fails while streams finish."""
+    """Serve until SIGTERM or SIGINT, then drain. While requests in flight finish, `/ready` returns 503."""
     gate, drain_s = DrainState(), config.encoder.drain_s
     app = create_app(encoder, config.encoder, secret=secret, gate=gate)
     web = _Uvicorn(web_settings(app, config.encoder))
@@ -215,7 +220,7 @@ async def serve(encoder: EncoderCore, config: Config, listeners: BoundListeners,
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stopping.set)
-    # A strong reference, because the loop holds its tasks weakly.
+    # Keep strong references, because the loop has only weak references to its tasks.
     reloads: set[asyncio.Future[None]] = set()
 
     def reload() -> None:
@@ -233,10 +238,10 @@ async def serve(encoder: EncoderCore, config: Config, listeners: BoundListeners,
     end = loop.time() + drain_s
     endpoint.stop_accepting()
     gate.close()
-    # HTTP requests in flight may still submit media, so the encoder closes after them.
+    # HTTP requests in flight may still submit media, so wait for them before closing the encoder.
     await gate.idle(drain_s)
     await asyncio.to_thread(encoder.drain, max(end - loop.time(), 0.0))
-    # Requests that are still being decoded or computed are refused, so that their clients get a reply.
+    # This refuses the requests that are still being decoded or computed, so that their clients get a reply.
     await asyncio.to_thread(encoder.close)
     web.config.timeout_graceful_shutdown = math.ceil(max(end - loop.time(), _LAST_S))
     web.should_exit = True
@@ -245,10 +250,10 @@ async def serve(encoder: EncoderCore, config: Config, listeners: BoundListeners,
 
 
 async def _renew(claim: SocketClaim, endpoint: UnixServer) -> None:
-    """Keep listening at the socket's path until another service does."""
+    """Recreate the socket's file whenever it disappears, until another service listens at the path."""
     while True:
         await asyncio.sleep(RENEW_S)
-        # On this loop's thread, so that the socket is never recreated in the middle of an iteration.
+        # Called on the loop's thread, so that the socket is never recreated in the middle of an iteration.
         listener = claim.renew()
         if listener is None:
             log.error("another encoder service now uses this socket; this service continues with HTTP only")
@@ -278,7 +283,7 @@ def main(argv: Sequence[str]) -> int:
     check(args)
     raise_descriptors()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    # Checked before loading, which may take minutes.
+    # Check the settings before loading the models, which may take minutes.
     UrlRules.of(config.encoder)
     check_exposure(config.encoder, config.qos)
     listeners = BoundListeners.open(config)
@@ -292,7 +297,8 @@ def main(argv: Sequence[str]) -> int:
             registry, replicas = _open_models(args, report)
         secret = read_secret(config.store.secret_file)
         store = None if args.no_store else open_store(config.store, autostart=False)
-        # No engine's loop waits here. If the store fails, results are only not shared.
+        # Background timeout, because no engine waits for these calls. If the store fails, results are merely
+        # not shared.
         cache = ResultCache(
             store, deadline_s=config.store.background_timeout_s, account_fraction=TENANT_FRACTION
         )
@@ -330,27 +336,27 @@ def main(argv: Sequence[str]) -> int:
         listeners.close()
     console.print("stopped")
     if not ended:
-        # A tower's layer or an image processor cannot be interrupted, and Python would wait for the threads.
+        # A tower's layer or an image processor cannot be interrupted, and Python would wait for its thread.
         logging.shutdown()
         os._exit(0)
     return 0
 
 
 def _open_models(args: argparse.Namespace, report: Report) -> tuple[ModelRegistry, list[ReplicaExecutor]]:
-    """Return the models and the worker processes. With --replicas 0 this process computes, and the list is
-    empty."""
+    """Load the models, and start the worker processes. With --replicas 0 there are none, and this process
+    computes."""
     devices = devices_of(args.device, args.replicas) if args.replicas else []
     threads = args.threads or max(1, cores() // max(1, len(devices)))
     if not devices:
-        # On a CPU one core is left to the engines and to this process's other threads, because computing
-        # threads wait for each other at each operation: if one is interrupted, all wait. With a GPU the cores
-        # only prepare media. Each preparing thread would start as many torch threads as there are cores.
+        # On a CPU, one core is left to the engines and to this process's other threads. Computing threads
+        # wait for each other at each operation, so if one of them is interrupted, all of them wait. With a
+        # GPU, the cores only prepare media, and each preparing thread would start one torch thread per core.
         threads = args.threads or (max(1, cores() - 1) if args.device == "cpu" else 1)
         torch.set_num_threads(threads)
         return ModelRegistry.open(
             args.model, dtype=args.dtype, device=args.device, compile=args.compile, report=report
         ), []
-    torch.set_num_threads(1)  # as with a GPU in this process
+    torch.set_num_threads(1)  # as for a GPU in this process
     registry = ModelRegistry.open(args.model, dtype=args.dtype, device="meta", report=report)
     report(f"starting {len(devices)} replicas of {threads} threads on {', '.join(devices)}")
     settings = ReplicaSettings(dtype=args.dtype, threads=threads, compile=args.compile)

@@ -45,7 +45,7 @@ def overrides(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """Return the parser of all flags. Each help text has its unit and default."""
+    """Return the parser of all flags. Each help text states the unit and the default."""
     out = argparse.ArgumentParser(
         prog="cornplug encoder",
         description=description,

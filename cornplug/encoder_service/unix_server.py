@@ -1,7 +1,7 @@
-"""Unix socket server for engines of this host and user: a handshake, then frames of `wire/messages.py`.
+"""Unix socket server for this user's engines on this host: a handshake, then frames of `wire/messages.py`.
 
-A connection that sends invalid bytes is closed; other connections are not affected. When a client
-disconnects, its requests are cancelled and no tower runs for them.
+A connection that sends invalid bytes is closed. Other connections are not affected. When a client
+disconnects, its requests are cancelled, so that no tower runs for them.
 """
 
 from __future__ import annotations
@@ -36,19 +36,18 @@ from cornplug.errors import ProtocolError
 from cornplug.local_socket import foreign_user, frame, read_frame, read_frame_length
 
 _LARGE_BYTES: Final = 256 << 10
-"""Frames above this size are decoded on a thread."""
+"""Size in bytes above which a frame is decoded on a separate thread."""
 _LARGE_AT_ONCE: Final = 4
-"""Maximum number of large frames that all connections together hold at a time, each at most
-MAX_FRAME_BYTES."""
+"""Maximum number of large frames (at most MAX_FRAME_BYTES each) in memory at a time, over all connections."""
 FRAME_S: Final = 30.0
-"""Maximum time to receive a large frame. An engine that stops in the middle of a frame occupies a slot
-until then."""
+"""Maximum seconds to receive a large frame, so that an engine that stops in the middle of a frame does not
+occupy one of the `_LARGE_AT_ONCE` slots any longer."""
 
 log = logging.getLogger(__name__)
 
 
 class UnixServer:
-    """Server that accepts connections on a unix socket and speaks the protocol on each."""
+    """Server that accepts engines' connections on a unix socket and replies to their requests."""
 
     def __init__(self, encoder: EncoderCore, listener: socket.socket, *, secret: bytes) -> None:
         self._encoder = encoder
@@ -60,11 +59,11 @@ class UnixServer:
 
     async def start(self) -> None:
         """Start accepting connections."""
-        # A separate descriptor for asyncio, because the claim closes its own when it recreates the socket.
+        # Duplicate the descriptor, because the socket's claim closes its own when it recreates the socket.
         self._server = await asyncio.start_unix_server(self._accept, sock=self._listener.dup())
 
     async def listen_at(self, listener: socket.socket) -> None:
-        """Accept new connections on another listener. Open connections continue."""
+        """Accept new connections on `listener` instead. Open connections continue."""
         if listener is not self._listener:
             before, self._listener = self._server, listener
             await self.start()
@@ -105,8 +104,8 @@ class UnixServer:
 
 
 class _FrameReader:
-    """Reader of requests for all connections, with a limit on the bytes of large frames. For one event
-    loop."""
+    """Reader of requests from all connections, which limits the memory for large frames. Use it from one
+    event loop."""
 
     def __init__(self) -> None:
         self._decode = msgspec.msgpack.Decoder(Request).decode
@@ -114,7 +113,7 @@ class _FrameReader:
         self._threads = ThreadPoolExecutor(1, "cornplug-frames")
 
     async def request(self, reader: asyncio.StreamReader) -> Request:
-        """Read the next request.
+        """Read the next request from a connection.
 
         Raises ProtocolError, msgspec.MsgspecError and RecursionError for invalid bytes, and
         IncompleteReadError at the end of the stream.
@@ -159,7 +158,7 @@ class _Connection:
                     log.warning("closed a connection: invalid message: %s", e)
                     return
                 self._handle(request)
-                # Bound the memory for replies that a client does not read.
+                # Read no further requests while the client does not read its replies.
                 await self._writer.drain()
         finally:
             for future in tuple(self._pending):

@@ -1,1 +1,2 @@
-"""Code that both plugins share: settings, identities, policies and the connection to the store."""
+"""Code shared by the vLLM and SGLang plugins: settings, identities, policies and the connection to the
+store."""

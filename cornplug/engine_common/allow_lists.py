@@ -1,9 +1,9 @@
-"""Tables that classify each field of an engine's config class: in the key, harmless, or a reason not to
-share.
+"""Tables that classify each field of an engine's config classes: its value is part of the key, it is
+harmless, or it prevents sharing.
 
 Each release of an engine adds settings, and a new setting may change results. A field that is in none of the
-tables therefore prevents sharing if it is set. The tables are in the engines' packages, where a test calls
-`misplaced` for every class.
+tables therefore prevents sharing if it is set. The tables are in the packages for the engines, where a test
+calls `misplaced` for every class.
 """
 
 from __future__ import annotations
@@ -19,43 +19,47 @@ from typing import Any, Final
 from cornplug.errors import CheckpointError
 
 AS_OVERRIDE: Final = "override"
-"""Value in `FieldTables.in_key` for a field whose value goes into the key when it is not the default."""
-_UNKNOWN: Final = "this release of cornplug does not know the setting; leave it at its default to share"
+"""Value in `FieldTables.in_key` for a field whose value becomes part of the key if it is not the default."""
+_UNKNOWN: Final = "the setting is unknown to this release of cornplug; leave it at its default to share"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldTables:
-    """The three tables of one config class. Every field is in exactly one of them."""
+    """The three tables (`in_key`, `harmless`, `refused`) of one config class. Every field of the class is in
+    exactly one of them."""
 
     of: str
-    """Name of the config class in messages."""
+    """Name of the config class, for messages."""
     in_key: Mapping[str, str]
-    """field -> `AS_OVERRIDE`, or a description of how its effect enters the key."""
+    """Fields that affect the key, by name: `AS_OVERRIDE`, or a description of how the field's effect enters
+    the key."""
     harmless: Mapping[str, str]
-    """field -> reason why its values do not change shared entries."""
+    """Fields that do not change shared entries, each with the reason."""
     refused: Mapping[str, str]
-    """field -> reason why nothing is shared when it is not at its default."""
+    """Fields that prevent sharing if they are not at their default, each with the reason."""
     same_as_default: Mapping[str, frozenset[Any]] = field(default_factory=dict)
-    """field -> values equivalent to the default."""
+    """Values that are equivalent to the default, by field name."""
     not_in_all: frozenset[str] = frozenset()
-    """Fields that only some of the supported releases have."""
+    """Names of fields that only some of the supported releases have."""
 
 
 @dataclass(frozen=True, slots=True)
 class SettingsVerdict:
-    """Overrides and refusals that result from the settings of one engine."""
+    """Result of checking the settings of one engine: settings that are part of every key, and settings that
+    prevent sharing."""
 
     overrides: Mapping[str, Any]
-    """"Class.field" -> JSON value. The overrides are part of every key. Empty if all settings are at their
+    """Settings that are part of every key, as "Class.field" -> JSON value. Empty if all settings are at their
     defaults."""
     refusals: Mapping[str, str]
-    """"Class.field" -> reason why the affected entries cannot be shared. Empty if they can."""
+    """Settings that prevent sharing, as "Class.field" -> reason. Empty if entries can be shared."""
 
     def __or__(self, other: SettingsVerdict) -> SettingsVerdict:
         return SettingsVerdict({**self.overrides, **other.overrides}, {**self.refusals, **other.refusals})
 
     def overrides_or_raise(self) -> dict[str, Any]:
-        """Return the overrides. Raises CheckpointError("settings") that names every refused field."""
+        """Return the overrides. If settings prevent sharing, raises CheckpointError("settings") with the name
+        of every such field."""
         if self.refusals:
             raise CheckpointError(
                 "these settings prevent sharing:  "
@@ -66,9 +70,11 @@ class SettingsVerdict:
 
 
 def judge(tables: FieldTables, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> SettingsVerdict:
-    """Judge the resolved `values` of all fields of an engine with these `defaults`.
+    """Return the verdict on a config class's fields, from their resolved `values`, their `defaults` and the
+    class's tables.
 
-    A field without a default counts as set. A value that has no JSON form is refused if the key needs it.
+    A field without a default counts as set. A field whose value has no JSON form is refused if its value
+    would be part of the key.
     """
     overrides: dict[str, Any] = {}
     refusals: dict[str, str] = {}
@@ -84,7 +90,7 @@ def judge(tables: FieldTables, values: Mapping[str, Any], defaults: Mapping[str,
         if where is None:
             refusals[full] = tables.refused.get(
                 name,
-                "this release of cornplug does not know the setting; leave it at its default to share",
+                _UNKNOWN,
             )
             continue
         try:
@@ -95,8 +101,8 @@ def judge(tables: FieldTables, values: Mapping[str, Any], defaults: Mapping[str,
 
 
 def misplaced(tables: FieldTables, fields: Iterable[str]) -> dict[str, str]:
-    """Return name -> defect, for fields that are in no table or in several, and for names that the class no
-    longer has. Used by tests."""
+    """Return the defects of the tables, by field name: fields that are in no table or in several, and names
+    that the class no longer has. Used by tests."""
     existing = set(fields)
     places = (tables.in_key, tables.harmless, tables.refused)
     found = {name: sum(name in place for place in places) for name in existing}
@@ -107,9 +113,8 @@ def misplaced(tables: FieldTables, fields: Iterable[str]) -> dict[str, str]:
 
 
 def defaults_of(config_class: Any) -> dict[str, Any]:
-    """Return the defaults of a dataclass, including pydantic's `Field(default=...)`. Fields whose default
-    needs an instance are left out.
-    """
+    """Return the default value of each field of a dataclass, including pydantic's `Field(default=...)`.
+    Fields whose default needs an instance are left out."""
     found: dict[str, Any] = {}
     for one in dataclasses.fields(config_class):
         default, factory = one.default, one.default_factory
@@ -125,7 +130,8 @@ def defaults_of(config_class: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return the JSON form of a value. Raises TypeError if it has none."""
+    """Return the JSON form of a value, with enums, sets and dataclasses converted. Raises TypeError if it has
+    none."""
     if isinstance(value, enum.Enum):
         value = value.value
     if value is None or isinstance(value, bool | int | str):

@@ -1,5 +1,5 @@
-"""Identity of an engine's model, computed on a thread. The first fingerprint of a checkpoint takes
-minutes."""
+"""Computation of the identity of an engine's model on a background thread, because the first fingerprint of a
+checkpoint takes minutes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cornplug.errors import CheckpointError
 T = TypeVar("T")
 
 FIRST_WAIT_S: Final = 2.0
-"""Maximum time that all callers together wait for a checkpoint without a cached fingerprint."""
+"""Maximum seconds that all callers together wait for a checkpoint whose fingerprint is not cached."""
 _NOT_SHARED: Final = {
     "KV": "cornplug: KV of this engine is not shared: %s",
     "embeddings": "cornplug: embeddings of this engine are not shared: %s",
@@ -22,12 +22,12 @@ _NOT_SHARED: Final = {
 
 
 class BackgroundIdentity(Generic[T]):
-    """Identification of a model on a thread, which starts at construction. Thread-safe.
+    """Identifies a model on a background thread, which starts at construction. Thread-safe.
 
     Args:
-        identify: returns the identity. Raises CheckpointError if the model cannot be identified.
-        shared: kind of entries that need the identity.
-        log: logger method for the line that gives the reason if the model cannot be identified.
+        identify: returns the model's identity. Raises CheckpointError if the model cannot be identified.
+        shared: kind of entries whose keys need the identity, for the log.
+        log: logger method that logs the reason if the model cannot be identified.
     """
 
     def __init__(
@@ -42,33 +42,32 @@ class BackgroundIdentity(Generic[T]):
         self._ended = threading.Event()
         self._waits_until_s: float | None = None
         self.found: T | None = None
-        """The identity, or None if the model is not identified yet or cannot be."""
+        """Identity of the model, or None if it is not identified yet or cannot be identified."""
         threading.Thread(target=self._run, name="cornplug-identify", daemon=True).start()
 
     @property
     def failure(self) -> str:
-        """Reason why the model cannot be identified, or "" if no failure is known."""
+        """Reason why the model cannot be identified, or "" if identification has not failed."""
         return self._failed.reason if self._failed is not None else ""
 
     def get(self) -> T:
-        """Return the identity. Raises CheckpointError: "identifying" until `identify` returns, then the error
-        that it raised. Any other exception becomes "identity_error"."""
+        """Return the model's identity. Raises CheckpointError: "identifying" until `identify` returns, then
+        the error that `identify` raised. Any other exception from `identify` becomes "identity_error"."""
         if self.found is not None:
             return self.found
         raise self._failed or CheckpointError("the checkpoint is still being read", reason="identifying")
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for `identify` to finish, and return whether it did within the timeout."""
+        """Wait until `identify` has finished, and return whether it did within the timeout."""
         return self._ended.wait(timeout_s)
 
     def first_wait(self) -> bool:
-        """Call `wait` with the rest of `FIRST_WAIT_S`."""
+        """Wait for `identify` for the rest of `FIRST_WAIT_S`, and return whether it has finished."""
         return self.wait(self.first_wait_s())
 
     def first_wait_s(self) -> float:
-        """Return the seconds left of `FIRST_WAIT_S` since the first call, or 0 after `identify` has
-        finished.
-        """
+        """Return how many seconds of `FIRST_WAIT_S` are left since the first call, or 0 after `identify` has
+        finished."""
         now = time.monotonic()
         if self._waits_until_s is None:
             self._waits_until_s = now + FIRST_WAIT_S
@@ -88,8 +87,8 @@ class BackgroundIdentity(Generic[T]):
 
 
 class CurrentIdentity(Generic[T]):
-    """Identity of the weights that an engine currently holds. It is computed again after each update.
-    Thread-safe.
+    """Identity of the weights that an engine currently runs. The identity is computed again after each weight
+    update. Thread-safe.
 
     The arguments are the same as for `BackgroundIdentity`.
     """
@@ -105,7 +104,8 @@ class CurrentIdentity(Generic[T]):
         self._at = self._begin(weights_guard.epoch())
 
     def now(self) -> tuple[int, BackgroundIdentity[T]]:
-        """Return (epoch, identity of its weights). During an update, the previous epoch."""
+        """Return (epoch of the weights, identity of the model with these weights). During an update, returns
+        the values for the previous epoch."""
         epoch = weights_guard.epoch()
         if epoch != self._at[0] and not epoch & 1:
             with self._lock:
@@ -114,8 +114,9 @@ class CurrentIdentity(Generic[T]):
         return self._at
 
     def get(self) -> tuple[int, T]:
-        """Return (epoch, identity of its weights). Raises as `BackgroundIdentity.get`, and "weights_updated"
-        during an update or if no checkpoint is known to contain the weights."""
+        """Return (epoch of the weights, identity of the model with these weights). Raises CheckpointError
+        like `BackgroundIdentity.get`, and "weights_updated" during an update or if it is unknown which
+        checkpoint contains the weights."""
         epoch, identity = self.now()
         found = identity.get()
         if weights_guard.replaced() or weights_guard.epoch() != epoch:
@@ -126,7 +127,7 @@ class CurrentIdentity(Generic[T]):
         def identify() -> T:
             found = self._identify()
             source = engine_state.current().source()
-            # `identify` may have read the weights of a later epoch. At epoch 0, a process without shared
+            # `identify` may have read the weights of a later epoch. In epoch 0, a process without shared
             # state has no source.
             if epoch and (source is None or source.epoch != epoch):
                 raise _updated()

@@ -1,4 +1,5 @@
-"""Background saves of embeddings that an engine had to compute, and the time that its tower took for them."""
+"""Saving of embeddings that an engine had to compute, in the background, and measurement of the tower's run
+time."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 
 _MAX_WAITING: Final = 64
 _MAX_WAITING_BYTES: Final = 256 << 20
-"""Maximum bytes of embeddings that wait to be saved, so a slow store cannot exhaust the engine's memory. A
-larger embedding is accepted if nothing else waits."""
+"""Maximum total size in bytes of embeddings that wait to be saved, so that a slow store cannot exhaust the
+engine's memory. A larger embedding is accepted if no other embedding waits."""
 log = logging.getLogger(__name__)
 
 
 class TowerClock:
-    """Run time of the tower in each step, measured on its device, because a GPU runs asynchronously. Used by
-    the engine's thread."""
+    """Measures the tower's run time in each step. On a GPU, which runs asynchronously, it uses device events.
+    Used by the engine's thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -41,16 +42,17 @@ class TowerClock:
         self._open: list[tuple[int, Any, Any]] = []
 
     def begin(self) -> None:
-        """Begin a step. The next work of this thread is the tower, if it runs."""
+        """Start to time a step. If the tower runs in this step, its run must be this thread's next work."""
         self._began, self._ended, self._rows = self._now(), None, 0
 
     def ran(self, rows: int) -> None:
-        """Record that the tower computed `rows` more rows."""
+        """Record that the tower has computed `rows` more rows in this step."""
         self._ended = self._now()
         self._rows += rows
 
     def measured(self) -> list[tuple[int, float]]:
-        """Return (rows, seconds) of steps that the device has finished."""
+        """Return (number of rows, seconds) for each step in which the tower ran and that the device has
+        finished since the last call."""
         if self._rows and self._began is not None:
             self._open.append((self._rows, self._began, self._ended))
             self._began, self._rows = None, 0
@@ -70,7 +72,8 @@ class TowerClock:
 
 
 class EmbeddingPublisher:
-    """Background saves of embeddings. Calls `report(outcome, bytes)` once for each offer, from any thread."""
+    """Saves embeddings to the store on a background thread. Calls `report(outcome, bytes)` once per offered
+    embedding, from any thread."""
 
     def __init__(self, runtime: EngineRuntime, report: Callable[[str, int], None]) -> None:
         self._run = runtime
@@ -78,17 +81,17 @@ class EmbeddingPublisher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cornplug-publish")
         self._lock = threading.Lock()
         self._waiting: list[int] = []
-        """Size in bytes of each waiting embedding."""
+        """Size in bytes of each embedding that waits to be saved."""
 
     def offer(
         self, key: bytes, embedding: torch.Tensor, *, cost_s: float = 0.0, patience_s: float = 0.0
     ) -> None:
-        """Save an embedding of shape (rows, hidden), on any device. Returns immediately, or after waiting for
-        capacity.
+        """Save an embedding of shape (rows, hidden), which may be on any device. Returns without waiting for
+        the save, after at most `patience_s`.
 
         Args:
-            cost_s: Seconds that this engine's tower takes to compute it, or 0 if not measured.
-            patience_s: Maximum wait for capacity.
+            cost_s: Seconds that this engine's tower takes to compute the embedding, or 0 if not measured.
+            patience_s: Maximum seconds to wait if too many embeddings are already waiting to be saved.
         """
         import torch
 
@@ -113,11 +116,11 @@ class EmbeddingPublisher:
             return True
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until all previous offers have been reported."""
+        """Wait at most `timeout_s` until all embeddings offered before have been saved or rejected."""
         wait([self._thread.submit(lambda: None)], timeout_s)
 
     def close(self) -> None:
-        """Finish the current save and drop the queue."""
+        """Finish the current save and drop all embeddings that are still waiting."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _publish(self, key: bytes, embedding: torch.Tensor, mark: Any, cost_s: float) -> None:
@@ -126,7 +129,7 @@ class EmbeddingPublisher:
             if mark is not None:
                 import torch
 
-                # A new thread uses device 0, and would create a context there.
+                # A new thread uses device 0 by default, and would create a CUDA context there.
                 torch.cuda.set_device(embedding.device)
                 mark.synchronize()
             payload = raw_bytes(embedding)

@@ -1,13 +1,13 @@
-"""State shared by all processes of one engine: its start time, the origin of its weights, and the measured
+"""State that all processes of one engine share: its start time, the origin of its weights, and the measured
 cost of an embedding.
 
-The epoch counts replacements of the weights by known weights, either from a checkpoint or from a trainer that
-names them. It is odd during an update and even otherwise. Only the engine's first rank makes it even, after
-every rank has loaded the new weights.
+The epoch counts how often the weights were replaced by identified weights, either from a checkpoint or from a
+trainer that names them. It is odd during an update and even otherwise. Only the engine's first rank makes it
+even, after every rank has loaded the new weights.
 
-The state is a page of anonymous memory. The process that resolves the engine's configuration creates it, and
-child processes open it through /proc. When one process learns that weights were replaced, all API servers and
-engine cores see it immediately. Nothing is left behind when the engine dies.
+The state is in one page of anonymous memory. The process that resolves the engine's configuration creates it,
+and child processes open it through /proc. When one process detects that weights were replaced, all API
+servers and engine cores see this immediately. The memory is freed when the engine dies.
 """
 
 from __future__ import annotations
@@ -33,16 +33,15 @@ _COSTS_AT: Final = 32
 _CORES: Final = 44
 _EPOCH: Final = 48
 _SOURCE: Final = struct.Struct("<QHB")
-"""Layout of the source in the page: time before it was read, length of its name in bytes, and whether the
-name is a version.
-"""
+"""Layout of the weights' source in the state page: time before the source was read, length of the source's
+name in bytes, and whether the name is a trainer's version."""
 _SOURCE_AT: Final = 56
 _NAME_AT: Final = _SOURCE_AT + _SOURCE.size
 _PAGE: Final = mmap.PAGESIZE
 LONGEST_PATH_BYTES: Final = _PAGE - _NAME_AT
-"""Maximum path length for `EngineState.end_update`."""
+"""Maximum length in bytes of a path that `EngineState.end_update` accepts."""
 LONGEST_VERSION_BYTES: Final = 1024
-"""Maximum version length for `EngineState.end_named_update`."""
+"""Maximum length in bytes of a version that `EngineState.end_named_update` accepts."""
 
 
 class WeightSource(NamedTuple):
@@ -50,51 +49,55 @@ class WeightSource(NamedTuple):
 
     epoch: int
     path: str | None
-    """Folder that the weights were loaded from, or None for the checkpoint at start and for a trainer's
-    weights."""
+    """Folder from which the weights were loaded in an update. None for the checkpoint at start and for
+    weights from a trainer."""
     began_ns: int
-    """Time before the folder was read, on the clock of `EngineState.began_ns`."""
+    """Time before the folder was read, on the same clock as `EngineState.began_ns`."""
     version: str | None = None
     """Name that a trainer gave these weights, or None for the weights of a checkpoint."""
 
 
 class EngineState:
-    """State page that the processes of one engine share."""
+    """Access to the memory page with the state that all processes of one engine share."""
 
     def __init__(self, page: mmap.mmap | None) -> None:
-        """Wrap a page. None means that this process could not open the engine's page."""
+        """Create an accessor for a state page. None means that this process could not open the engine's
+        page."""
         self._page = page
-        # The number is one machine word, so a reader in another process never sees a partial value.
+        # The epoch is one machine word, so a reader in another process never sees a partial value.
         self._epoch = memoryview(page)[_EPOCH : _EPOCH + 8].cast("Q") if page is not None else None
         self.epoch_word: Sequence[int] = (0,) if self._epoch is None else self._epoch
-        """A sequence whose only item is `epoch()`, for fast reads in each step."""
+        """Sequence whose only item is the current value of `epoch()`, for fast reads in each step."""
 
     def began_ns(self) -> int:
-        """Time before the engine was configured and any weight was read, on the clock of file timestamps."""
+        """Return the time in nanoseconds before the engine was configured and any weight was read, on the
+        clock of file timestamps."""
         return int(_BEGAN.unpack_from(self._page)[1]) if self._page is not None else _HERE_SINCE_NS
 
     def replaced(self) -> bool:
-        """Return whether the weights may differ from the checkpoint. True if this process cannot read the
-        state.
-        """
+        """Return whether the engine's weights may differ from those of the identified checkpoint. True if
+        this process cannot read the state."""
         page = self._page
         return page is None or page[_FLAG] != 0 or page[_EPOCH] & 1 != 0
 
     def unknown(self) -> bool:
-        """Return whether the weights are unknown until the engine restarts."""
+        """Return whether the weights cannot be identified until the engine restarts."""
         return self._page is None or self._page[_FLAG] != 0
 
     def note_replaced(self, value: bool = True) -> None:
-        """Mark the weights as unknown. Tests pass False to reset the mark."""
+        """Mark the weights as unknown, which ends sharing in all processes of the engine. Tests pass False to
+        reset the mark."""
         if self._page is not None:
             self._page[_FLAG] = int(value)
             if self._epoch is not None and not value:
                 self._epoch[0] = self._page[_CORES] = 0
 
     def core_began(self) -> None:
-        """Record that another request scheduler started: a replica, or the next engine in this process.
+        """Record that another request scheduler has started: that of a replica, or of the next engine in this
+        process.
 
-        All schedulers share one source of weights, so with several of them nothing is shared after an update.
+        All schedulers share one record of the weights' source. If there are several schedulers, the engine
+        shares nothing after a weight update.
         """
         if self._page is not None:
             self._page[_CORES] = min(self._page[_CORES] + 1, 255)
@@ -102,38 +105,40 @@ class EngineState:
                 self.note_replaced()
 
     def one_core(self) -> bool:
-        """Return whether exactly one request scheduler started."""
+        """Return whether exactly one request scheduler of this engine has started."""
         return self._page is not None and self._page[_CORES] == 1
 
     def epoch(self) -> int:
-        """Return the epoch of the weights: odd during an update, even otherwise, 0 at the start."""
+        """Return the epoch of the weights, which is odd during an update, even otherwise, and 0 at the
+        start."""
         return self._epoch[0] if self._epoch is not None else 0
 
     def begin_update(self) -> int:
-        """Begin an update and return the epoch, which is now odd. Every participating process may call this
-        repeatedly."""
+        """Begin a weight update and return the epoch, which is now odd. Every participating process may call
+        this repeatedly."""
         if self._epoch is None:
             return 1
         self._epoch[0] |= 1
         return self._epoch[0]
 
     def end_update(self, epoch: int, path: str, began_ns: int) -> None:
-        """End an update: the weights now come from a folder.
+        """End a weight update with weights that were loaded from the folder `path`. `epoch` is the result of
+        `begin_update`.
 
-        Called by the engine's first rank after every rank has loaded the weights. Raises ValueError if the
-        path is too long.
+        Only the engine's first rank calls this, after every rank has loaded the weights. Raises ValueError if
+        the path is too long.
         """
         name = os.fsencode(path)
         if len(name) > LONGEST_PATH_BYTES:
-            raise ValueError(f"path too long: {len(name)} bytes")
+            raise ValueError(f"the path is too long: {len(name)} bytes")
         self._end(epoch, name, began_ns, is_version=False)
 
     def end_named_update(self, epoch: int, version: str) -> None:
-        """End an update: the weights now are those that a trainer calls by this name. Otherwise like
+        """End a weight update with weights that a trainer sent and named `version`. Otherwise like
         `end_update`."""
         name = version.encode("utf-8", errors="surrogatepass")
         if len(name) > LONGEST_VERSION_BYTES:
-            raise ValueError(f"version too long: {len(name)} bytes")
+            raise ValueError(f"the weight version is too long: {len(name)} bytes")
         self._end(epoch, name, 0, is_version=True)
 
     def _end(self, epoch: int, name: bytes, began_ns: int, *, is_version: bool) -> None:
@@ -143,7 +148,7 @@ class EngineState:
             self._epoch[0] = epoch + 1
 
     def source(self) -> WeightSource | None:
-        """Return the origin of the weights, or None during an update and if the origin is unknown."""
+        """Return the origin of the current weights, or None during an update and if the origin is unknown."""
         epoch = self.epoch()
         if self._page is None or self.replaced():
             return None
@@ -151,7 +156,7 @@ class EngineState:
             return WeightSource(0, None, self.began_ns())
         began_ns, size, is_version = _SOURCE.unpack_from(self._page, _SOURCE_AT)
         name = bytes(self._page[_NAME_AT : _NAME_AT + size])
-        # Another update may have begun, or even ended, in the meantime.
+        # Another update may have begun, or even ended, while the source was read.
         if self.epoch() != epoch:
             return None
         if is_version:
@@ -160,14 +165,15 @@ class EngineState:
         return WeightSource(epoch, os.fsdecode(name), began_ns)
 
     def note_costs(self, *, encode_row_s: float, fetch_pays: bool) -> None:
-        """Publish the measured cost of an embedding: seconds per row of the tower, and whether fetching from
-        the store is faster. Called by the process that runs the tower, for the processes that send requests
-        to a service."""
+        """Publish the measured cost of embeddings to all processes of the engine: seconds per row for the
+        tower, and whether fetching from the store is faster than encoding. Called by the process that runs
+        the tower, for the processes that send requests to a service."""
         if self._page is not None:
             _COSTS.pack_into(self._page, _COSTS_AT, encode_row_s, not fetch_pays)
 
     def encode_row_s(self) -> float | None:
-        """Return the seconds per row of the engine's own tower, or None if it has not run yet."""
+        """Return the measured seconds per row for the engine's own tower, or None if the tower has not run
+        yet."""
         seconds = float(_COSTS.unpack_from(self._page, _COSTS_AT)[0]) if self._page is not None else 0.0
         return seconds or None
 
@@ -186,9 +192,10 @@ _state: EngineState | None = None
 
 
 def begin(*, anew: bool = False) -> None:
-    """Record that an engine is about to be configured in this process. Does nothing in its child processes.
+    """Record that an engine is about to be configured in this process. Does nothing in this process's child
+    processes.
 
-    With `anew`, the engine gets a new state. Engines that this process began before keep theirs.
+    With `anew`, the engine gets a new state. Engines that were begun in this process before keep their state.
     """
     global _state
     now = time.time_ns()
@@ -201,7 +208,7 @@ def begin(*, anew: bool = False) -> None:
 
 
 def current() -> EngineState:
-    """Return the state of the engine that this process belongs to. Created if there is none."""
+    """Return the state of the engine to which this process belongs. Creates the state if there is none."""
     global _state
     if _state is None:
         with _lock:
@@ -212,7 +219,7 @@ def current() -> EngineState:
 
 def _create() -> mmap.mmap:
     token = secrets.token_bytes(_TOKEN_BYTES)
-    # The file stays open, because child processes open it through /proc.
+    # The memory file stays open, because child processes open it through /proc.
     fd = os.memfd_create("cornplug-engine")
     os.ftruncate(fd, _PAGE)
     page = mmap.mmap(fd, _PAGE)
@@ -230,7 +237,8 @@ def _attach() -> mmap.mmap | None:
         _log.warning("cornplug: this process cannot read its engine's state and shares nothing: %s", e)
         return None
     if bytes(page[:_TOKEN_BYTES]) != bytes.fromhex(token):
-        # The engine of this environment has ended, and another process has its process id.
+        # The engine that set the environment variable has ended, and a different process now has its process
+        # id.
         _log.warning("cornplug: the engine's state file was removed; this process shares nothing")
         return None
     return page

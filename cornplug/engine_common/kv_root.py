@@ -1,6 +1,8 @@
-"""Root of page keys, for both engines: a digest of everything that determines KV except the tokens.
+"""Computation of the root of page keys, for both engines: a digest of everything that determines KV except
+the tokens.
 
-MLA latents have the same bytes in both engines for models on an allow list, which a test compares.
+MLA latents have the same bytes in both engines only for models on an allow list, for which a test compares
+them.
 """
 
 from __future__ import annotations
@@ -12,12 +14,12 @@ from cornplug.identity import kv_root
 from cornplug.kv_page import PageGeometry
 
 _COMPARED: Final = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"})
-"""Architectures whose latents tests/integration/test_latents_of_two_engines.py compares."""
+"""Model architectures whose latents in both engines are compared by
+tests/integration/test_latents_of_two_engines.py."""
 
 _YARN: Final = frozenset({"yarn", "deepseek_yarn"})
-"""Names of YaRN: the published name, and the name that both engines write into the config of a loaded
-model.
-"""
+"""Names of YaRN rotary embeddings: the published name, and the name that both engines write into the config
+of a loaded model."""
 
 _READ_ALIKE: Final = frozenset(
     {
@@ -25,7 +27,7 @@ _READ_ALIKE: Final = frozenset(
         *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     }
 )
-"""Fields of a rotary embedding that both engines interpret in the same way."""
+"""Config fields of rotary embeddings that both engines interpret in the same way."""
 
 
 def page_root(
@@ -36,13 +38,14 @@ def page_root(
     adapter: bytes | None,
     salt: str | None,
 ) -> bytes:
-    """Return the root of the page keys of one namespace (32 bytes).
+    """Return the root from which page keys are derived (32 bytes), for one model, page geometry, adapter and
+    salt.
 
     Args:
         identity: (language model fingerprint, KV spec), from `EngineModel.kv_identity`.
-        page: geometry of the whole model's pages, not of a rank's shard.
+        page: geometry of the complete model's pages, not of one rank's part.
         adapter: `LoraDigests.digest` of the request's LoRA adapter, or None.
-        salt: the tenant's salt. None is the deployment's shared domain, "" is a salt.
+        salt: the tenant's salt, or None for the domain that the whole deployment shares. "" is a valid salt.
     """
     fingerprint, spec = identity
     extra: dict[str, Any] = {"page": page.spec()}
@@ -52,20 +55,21 @@ def page_root(
 
 
 def engine_of_latents(engine: str, config: Mapping[str, Any]) -> str:
-    """Return the only engine that can share this model's MLA latents, for `PageGeometry.engine`, or "" if
-    both can.
+    """Return the name of the only engine that can share this model's MLA latents, for `PageGeometry.engine`,
+    or "" if both engines can.
 
     Args:
         engine: "vllm" or "sglang".
-        config: The whole config that the engine runs, from transformers' `to_dict`.
+        config: the complete config that the engine runs, from transformers' `to_dict`.
     """
     rope, named = config.get("rope_parameters") or {}, set(config.get("architectures") or ())
     compared = (
         len(named) == 1
         and named <= _COMPARED
-        # Both engines cache the rotary key with interleaved pairs. SGLang reads this field, vLLM does not.
+        # Both engines cache the rotary key with interleaved pairs. SGLang reads this field, but vLLM does
+        # not.
         and config.get("rope_interleave", True) is True
-        # SGLang uses another class for unscaled rotary embeddings, which is not tested.
+        # SGLang uses a different class for unscaled rotary embeddings, which is not tested.
         and rope.get("rope_type") in _YARN
         and rope.keys() <= _READ_ALIKE
     )

@@ -1,6 +1,7 @@
-"""Decides whether loading is faster than computing, from this engine's own measurements.
+"""Rules that decide whether loading is faster than computing, from this engine's own measurements.
 
-Nothing is configured or assumed. A load without a recent measurement is tried, to measure it.
+The rules use no configured or assumed speeds. A load without a recent measurement is tried, in order to
+measure it.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ from cornplug.store.payload import FAR_WAIT_S
 When = Literal["pays", "always"]
 
 DEADLINE_FLOOR_S: Final = 0.5
-"""Minimum time in seconds that an engine waits for an embedding, even if its own tower is faster."""
+"""Minimum seconds that an engine waits for an embedding from a service, even if its own tower is faster."""
 _FADE: Final = 0.9
-"""Decay of a sample's weight per new sample, so about ten samples count."""
+"""Factor by which the weight of each sample decays per new sample, so that about ten samples count."""
 _FRESH_S: Final = 60.0
-"""Age at which a measurement of loads expires, so loads that were too slow are tried again."""
+"""Seconds after which a measurement of loads expires, so that loads that were too slow are tried again."""
 _TALK_S: Final = 60.0
 _FAR_SHARE: Final = 0.05
 _FAR_MOST_S: Final = 0.05
 
 
 class FadedRate:
-    """Recent seconds per unit of work, as a ratio of decayed sums. Large samples weigh more."""
+    """Average seconds per unit of work over recent samples, as a ratio of decayed sums. Large samples weigh
+    more."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -34,42 +36,44 @@ class FadedRate:
         self._at = -math.inf
 
     def note(self, units: float, seconds: float) -> None:
-        """Add a sample."""
+        """Add a sample: a number of units of work, and the seconds that they took."""
         if units > 0 and seconds >= 0:
             self._units = self._units * _FADE + units
             self._seconds = self._seconds * _FADE + seconds
             self._at = self._clock()
 
     def seconds(self, units: float, *, fresh_s: float = math.inf) -> float | None:
-        """Return the seconds for `units` of work, or None if nothing was measured in the last `fresh_s`."""
+        """Return the estimated seconds for `units` units of work, or None if nothing was measured in the last
+        `fresh_s` seconds."""
         if not self._units or self._clock() - self._at > fresh_s:
             return None
         return self._seconds / self._units * units
 
     def per_second(self) -> float:
-        """Return the units per second, or 0 if nothing was measured."""
+        """Return the measured number of units of work per second, or 0 if nothing was measured."""
         return self._units / self._seconds if self._seconds else 0.0
 
 
 class StepSlope:
-    """Time that one more token adds to an engine's step: the slope of seconds over tokens.
+    """Estimates the time that one more token adds to an engine's step: the slope of seconds over tokens.
 
-    Each step also has a fixed cost, such as reading the weights, so the plain ratio would overestimate short
-    prompts. The ratio is used if all steps were similar or if noise hides the slope.
+    Each step also has a fixed cost, such as reading the weights, so the plain ratio of seconds to tokens
+    would overestimate the time for short prompts. The ratio is used only if all steps had a similar number of
+    tokens or if noise hides the slope.
     """
 
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Add a step."""
+        """Add a measured step: its number of tokens, and its duration in seconds."""
         if tokens <= 0 or seconds <= 0:
             return
         self._n, self._x, self._y = self._n * _FADE + 1, self._x * _FADE + tokens, self._y * _FADE + seconds
         self._xx, self._xy = self._xx * _FADE + tokens * tokens, self._xy * _FADE + tokens * seconds
 
     def seconds(self, tokens: int) -> float | None:
-        """Return the seconds to compute `tokens` more tokens, or None if nothing was measured."""
+        """Return the estimated seconds to compute `tokens` more tokens, or None if no step was measured."""
         if not self._x:
             return None
         ratio = self._y / self._x
@@ -81,7 +85,8 @@ class StepSlope:
 
 
 class LoadRule:
-    """Rule that loads a prefix only if that is faster than computing it. Used by one thread."""
+    """Decides whether to load a prefix from the store or to compute it, whichever is faster. Used by one
+    thread."""
 
     def __init__(self, when: When, clock: Callable[[], float] = time.monotonic) -> None:
         self._when = when
@@ -92,45 +97,50 @@ class LoadRule:
         self._said_at = -math.inf
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """Record a step of the engine: the number of tokens, and its duration."""
+        """Record a measured step of the engine: its number of tokens, and its duration in seconds."""
         self._prefill.note(tokens, seconds)
 
     def moved(self, size_bytes: int, seconds: float) -> None:
-        """Record a transfer: payload bytes, and the seconds that it took."""
+        """Record a measured transfer of KV from the store: its number of bytes, and its duration in
+        seconds."""
         self._moving.note(size_bytes, seconds)
 
     def noticed(self, seconds: float) -> None:
-        """Record the latency of a single load beyond its transfer, caused by the engine's steps."""
+        """Record the latency in seconds of a single load beyond its transfer, which the engine's steps
+        cause."""
         self._noticing.note(1, max(0.0, seconds))
 
     def pays(self, *, tokens: int, size_bytes: int, queued_bytes: int, first_s: float = 0.0) -> bool:
-        """Return whether to load `tokens` of `size_bytes`, after `queued_bytes` of other loads and `first_s`
-        of disk reads."""
+        """Return whether loading `tokens` tokens is faster than computing them. The tokens' pages have
+        `size_bytes` bytes, and the load begins after `queued_bytes` bytes of other loads and `first_s`
+        seconds of disk reads."""
         load_s, compute_s = self.load_s(size_bytes + queued_bytes), self.compute_s(tokens)
         if self._when == "always" or compute_s is None or (load_s is None and not first_s):
             return True
         return first_s + (load_s or 0.0) < compute_s
 
     def load_s(self, size_bytes: int) -> float | None:
-        """Return the seconds to load `size_bytes`, or None if no load was measured recently."""
+        """Return the estimated seconds to load `size_bytes` bytes, or None if no load was measured
+        recently."""
         moving = self._moving.seconds(size_bytes, fresh_s=_FRESH_S)
         return None if moving is None else moving + (self._noticing.seconds(1) or 0.0)
 
     def compute_s(self, tokens: int) -> float | None:
-        """Return the seconds to compute `tokens`, or None before the first measured step."""
+        """Return the estimated seconds to compute `tokens` tokens, or None before the first measured step."""
         return self._prefill.seconds(tokens)
 
     def far_wait_s(self, tokens: int) -> float:
-        """Return the maximum wait of a request for far stores, for a lookup of `tokens`: a twentieth of the
-        time to compute the tokens, within bounds. An engine without a measurement uses the upper bound.
-        """
+        """Return the maximum seconds that a request waits for far stores to reply about `tokens` absent
+        tokens: a twentieth of the time to compute the tokens, within bounds. An engine without a measurement
+        uses the upper bound."""
         compute_s = self.compute_s(tokens)
         if compute_s is None:
             return _FAR_MOST_S
         return min(_FAR_MOST_S, max(FAR_WAIT_S, _FAR_SHARE * compute_s))
 
     def news(self, bytes_a_token: float) -> str:
-        """Return a line for the log, at most once a minute, or "" if there is nothing to report."""
+        """Return a log line about the measured speeds, at most once a minute, or "" if there is nothing to
+        report. `bytes_a_token` is the number of KV bytes per token."""
         token_s = self.compute_s(1)
         if token_s is None or not self._moving.per_second() or self._clock() < self._said_at + _TALK_S:
             return ""
@@ -150,9 +160,8 @@ class LoadRule:
 
 
 class FetchRule:
-    """Rule that fetches an embedding only if that is faster than encoding, and limits the wait for a service
-    accordingly. Used by one thread.
-    """
+    """Decides whether to fetch an embedding or to encode it, whichever is faster, and how long to wait for an
+    encoder service. Used by one thread."""
 
     def __init__(self, when: When, clock: Callable[[], float] = time.monotonic) -> None:
         self._when = when
@@ -161,38 +170,40 @@ class FetchRule:
         self._encoding = FadedRate(clock)
 
     def read(self, size_bytes: int, seconds: float) -> None:
-        """Record that an embedding was read from the store."""
+        """Record that reading an embedding of `size_bytes` bytes from the store took `seconds`."""
         self._reading.note(size_bytes, seconds)
 
     def copied(self, size_bytes: int, seconds: float) -> None:
-        """Record that workers copied embeddings into the engine's cache."""
+        """Record that copying `size_bytes` bytes of embeddings into the engine's cache took `seconds`."""
         self._copying.note(size_bytes, seconds)
 
     def encoded(self, rows: int, seconds: float) -> None:
-        """Record a run of this engine's tower."""
+        """Record that this engine's tower took `seconds` to encode `rows` rows."""
         self._encoding.note(rows, seconds)
 
     def pays(self, *, rows: int, size_bytes: int) -> bool:
-        """Return whether reading a stored embedding is faster than encoding it."""
+        """Return whether reading a stored embedding is faster than encoding it. True if either was not
+        measured."""
         fetch_s, encode_s = self._reading.seconds(size_bytes, fresh_s=_FRESH_S), self.encode_s(rows)
         if self._when == "always" or fetch_s is None or encode_s is None:
             return True
         return fetch_s + (self._copying.seconds(size_bytes) or 0.0) < encode_s
 
     def encode_s(self, rows: int) -> float | None:
-        """Return the seconds that this engine's tower takes for `rows`, or None before it has run."""
+        """Return the estimated seconds for this engine's tower to encode `rows` rows, or None before it has
+        run."""
         return self._encoding.seconds(rows)
 
     def encode_deadline_s(self, rows: int, *, ceiling_s: float) -> float:
-        """Return the maximum wait in seconds for a service that would encode `rows`."""
+        """Return the maximum seconds to wait for a service to encode `rows` rows."""
         return encode_deadline_s(self._when, self.encode_s(rows), ceiling_s=ceiling_s)
 
 
 def encode_deadline_s(when: When, encode_s: float | None, *, ceiling_s: float) -> float:
-    """Return the maximum wait in seconds for a service: three times the engine's own encode time, at least
-    `DEADLINE_FLOOR_S` and at most `ceiling_s`.
+    """Return the maximum seconds to wait for a service's reply: three times the engine's own encode time
+    `encode_s`, at least `DEADLINE_FLOOR_S` and at most `ceiling_s`.
 
-    It is `ceiling_s` if that time was not measured (None), or if the engine always loads.
+    Returns `ceiling_s` if the engine's encode time was not measured (None), or if the engine always loads.
     """
     if when == "always" or encode_s is None:
         return ceiling_s

@@ -1,7 +1,8 @@
-"""Identities of LoRA adapters: digests of their files, independent of their names.
+"""Identification of LoRA adapters by digests of their files, independent of the adapters' names.
 
-An engine loads an adapter's files once per adapter id. If the files are rewritten, they are a new adapter
-under a new id, but may be either version under an id that the engine already knew.
+An engine loads an adapter's files once per adapter id. Rewritten files count as a new adapter if they are
+loaded under a new id. If they are loaded under an id that the engine has already loaded, it is unknown which
+version the engine runs.
 """
 
 from __future__ import annotations
@@ -15,33 +16,36 @@ from cornplug.identity import digest
 
 _Signature = tuple[tuple[int, ...], ...]
 _Load = tuple[str, int | str]
-"""Folder of an adapter, and the engine's id for it."""
+"""One load of an adapter: (folder with the adapter's files, the engine's id for the adapter)."""
 _WEIGHTS: Final = "adapter_model.safetensors"
 _NOTE_S: Final = 0.1
-"""Maximum wait for reading the state of an adapter's files before the engine loads them, once per adapter."""
+"""Maximum seconds to wait for the state (time, size) of an adapter's files to be read before the engine loads
+them, once per adapter."""
 _CHECK_S: Final = 0.005
-"""Maximum wait for a request's check of an adapter's files, which takes about 0.05 ms."""
+"""Maximum seconds that a request waits for the check of its adapter's files, which usually takes about 0.05
+ms."""
 _noted: Final[dict[_Load, _Signature]] = {}
-"""State of each adapter's files when this process first saw the adapter."""
+"""State (times, sizes, inodes) of each adapter's files when this process first saw that load of the
+adapter."""
 _first: Final[dict[str, _Signature]] = {}
-"""Folder -> state of its files at the first load."""
+"""State of the adapter files in each folder at the first load from it, by folder."""
 _rewritten: Final[set[str]] = set()
-"""Folders whose files belonged to another adapter before. The engine's own cache may contain KV of either
-adapter.
-"""
+"""Folders whose files have been rewritten between two loads, so that they contained another adapter before.
+The engine's own cache may contain KV of either adapter."""
 _unseen: Final[set[_Load]] = set()
-"""Adapters whose files could not be checked before the engine loaded them."""
+"""Loads of adapters whose files could not be checked before the engine loaded them. These adapters are not
+shared."""
 _reread: Final[set[int | str]] = set()
-"""The engine's ids of adapters whose files it reads again while it handles requests."""
+"""Ids of adapters whose files the engine reads again while it handles requests."""
 _threads: Final = ThreadPoolExecutor(4, "cornplug-adapters")
-"""Threads that read files. A hanging file system blocks one of them."""
+"""Threads that read the files of adapters. A file system that hangs blocks only one of these threads."""
 
 
 def note(path: str, load: int | str = 0) -> None:
-    """Record the state of an adapter's files before an engine loads them.
+    """Record the state of an adapter's files before an engine loads them under the id `load`.
 
-    A later change is refused, because the engine may run either version. Raises CheckpointError like
-    `LoraDigests.digest`.
+    If the files change later, the adapter is not shared, because the engine may run either version. Raises
+    CheckpointError like `LoraDigests.digest`.
     """
     if (path, load) not in _noted:
         signature = _signature(path)
@@ -51,8 +55,8 @@ def note(path: str, load: int | str = 0) -> None:
 
 
 def note_in_time(path: str, load: int | str) -> None:
-    """Call `note` with a timeout, from a thread that must not read files. An adapter whose files do not
-    respond is not shared."""
+    """Call `note` on another thread and wait with a timeout, because the calling thread must not read files.
+    An adapter whose files cannot be read in time is not shared."""
     if (path, load) in _noted or (path, load) in _unseen:
         return
     noting = _threads.submit(note, path, load)
@@ -63,45 +67,47 @@ def note_in_time(path: str, load: int | str) -> None:
 
 
 def was_rewritten(path: str) -> bool:
-    """Return whether the folder had another adapter when this process loaded it before."""
+    """Return whether this folder contained another adapter when this process loaded an adapter from it
+    before."""
     return path in _rewritten
 
 
 def note_reread(load: int | str) -> None:
-    """Record that the engine reads this adapter's files again while it handles requests.
+    """Record that the engine reads the files of the adapter with this id again while it handles requests.
 
-    vLLM does so in every step after a load with `load_inplace`. The version of such an adapter is unknown
-    until it is loaded under another id.
+    vLLM does so in every step after a load with `load_inplace`. The version that it runs is unknown until the
+    adapter is loaded under another id.
     """
     _reread.add(load)
 
 
 def is_reread(load: int | str) -> bool:
-    """Return whether `note_reread` was called for this adapter."""
+    """Return whether the engine reads the files of the adapter with this id again while it handles
+    requests."""
     return load in _reread
 
 
 def rereads() -> int:
-    """Return the number of adapters that `note_reread` recorded."""
+    """Return the number of adapters whose files the engine reads again while it handles requests."""
     return len(_reread)
 
 
 class LaterAdapters:
-    """Digests of LoRA adapters for a thread that must not read files. Other threads read them."""
+    """Computes digests of LoRA adapters on other threads, for a thread that must not read files."""
 
     def __init__(self) -> None:
         self._adapters = LoraDigests()
         self._late: dict[_Load, Future[bytes]] = {}
-        """Checks that took longer than `_CHECK_S`."""
+        """Checks of adapter files that took longer than `_CHECK_S` and may still be running."""
 
     def read(self, path: str, load: int | str) -> bytes:
-        """Call `LoraDigests.digest`, from a thread that may read files."""
+        """Return the digest of an adapter's files like `LoraDigests.digest`. Call it only from a thread that
+        may read files."""
         return self._adapters.digest(path, load)
 
     def digest(self, path: str, load: int | str = 0) -> bytes:
-        """Return the digest of an adapter's files. Raises as `LoraDigests.digest`, and
-        CheckpointError("identifying") while the files are read.
-        """
+        """Return the digest of an adapter's files, waiting at most briefly. Raises like `LoraDigests.digest`,
+        and CheckpointError("identifying") while the files are being read."""
         note_in_time(path, load)
         late = self._late.get((path, load))
         if late is not None and not late.done():
@@ -117,13 +123,13 @@ class LaterAdapters:
 
 
 class LoraDigests:
-    """Digests of LoRA adapters, computed once per load of an adapter."""
+    """Computes the digests of LoRA adapters' files, once per load of an adapter."""
 
     def __init__(self) -> None:
         self._known: dict[_Load, bytes] = {}
 
     def digest(self, path: str, load: int | str = 0) -> bytes:
-        """Return the digest of an adapter's files.
+        """Return the digest of an adapter's files, which the engine loaded under the id `load`.
 
         Raises CheckpointError: "lora" if they cannot be read, "lora_files" if engines would load different
         files, "lora_changed" if they changed since the first call.
@@ -155,7 +161,7 @@ def _files(path: str) -> list[Path]:
     folder = Path(path)
     others = sorted(f.name for f in folder.glob("*.safetensors") if f.name != _WEIGHTS)
     if others:
-        # SGLang loads every safetensors file of the folder, vLLM only the file with this name.
+        # SGLang loads every safetensors file in the folder, but vLLM loads only the file with this name.
         raise CheckpointError(
             f"adapter {path} has weights in {', '.join(others)} too; keep only {_WEIGHTS}",
             reason="lora_files",

@@ -1,14 +1,15 @@
-"""Identities of an engine's model, computed from its checkpoint's files and the engine's settings.
+"""Computation of the identities of an engine's model, from its checkpoint's files and the engine's settings.
 
-Both plugins fill an `EngineModel` from the engine's config, so a checkpoint has the same identity in both
-engines.
+The vLLM and SGLang plugins fill an `EngineModel` from the engine's config, so a checkpoint has the same
+identity in both engines.
 
-When an engine's weights are replaced from another folder at run time, the engine keeps the settings it
-started with, whatever the folder's config contains. Its identity then combines these settings and the new
-weights. An engine that is started from that folder shares with it if its own settings are the same.
+When an engine's weights are replaced from another folder at run time, the engine keeps the settings with
+which it started, regardless of the folder's config. The engine's identity then combines these settings and
+the new weights. An engine that is started from that folder shares with this engine if both have the same
+settings.
 
-Weights that a trainer sent are in no file. Their identity combines the checkpoint at start and the trainer's
-version.
+Weights that a trainer sent are not in any file. Their identity combines the checkpoint at start and the
+trainer's version.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from cornplug.errors import CheckpointError
 from cornplug.identity import canonical, digest, of_trainer, overridden
 
 _UNREAD: Final = ("_name_or_path", "transformers_version")
-"""Fields of config.json that do not change results."""
+"""Fields of config.json that do not affect results."""
 
 
 _PRECISION: Final = frozenset(
     f"environment{mark}{name}" for mark in " ." for name in numeric_class.PRECISION_VARIABLES
 )
-"""Names of the variables of `numeric_class` in the overrides of vLLM and SGLang."""
+"""Names under which the environment variables of `numeric_class` appear in the overrides of vLLM and
+SGLang."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +46,16 @@ class TowerIdentity:
     """Identity of the tower and projector that compute an engine's embeddings."""
 
     identity: bytes
-    """32 bytes, part of every embedding key."""
+    """Identity of the tower with the engine's settings: 32 bytes that are part of every embedding key."""
     served_identity: bytes | None
-    """Identity that an encoder service lists for this model, or None if only engines with the same settings
-    can share, because the service does not have these settings."""
+    """Identity under which an encoder service lists this tower, or None if only engines with the same
+    settings can share, because the service does not have these settings."""
     image_inputs: tuple[str, ...] = ()
-    """Names of the image processor's outputs that the service accepts."""
+    """Names of the image processor's outputs that the encoder service accepts as inputs."""
     videos: TowerIdentity | None = None
-    """Identity for videos, which have a separate processor, or None if they are not shared."""
+    """Identity for embeddings of videos, which have a separate processor. None if videos are not shared."""
     why_no_videos: str = "unproven_family"
-    """Reason why `videos` is None."""
+    """Reason why `videos` is None and videos are not shared."""
 
     def of(self, modality: str) -> TowerIdentity | None:
         """Return the identity of one modality's embeddings, or None if the modality is not shared."""
@@ -71,9 +73,8 @@ def declares_quantization(hf_config: Any) -> bool:
 
 
 def declares_quantised_kv(hf_config: Any) -> str:
-    """Return the name of the field in which a checkpoint's config (a transformers object) declares scales of
-    a quantised KV cache, or "".
-    """
+    """Return the name of the field in which a checkpoint's config (a transformers object) declares scales for
+    a quantised KV cache, or "" if there is none."""
     said = getattr(hf_config, "quantization_config", None) or {}
     said = said if isinstance(said, dict) else said.to_dict()
     nested = said.get("quantization")
@@ -86,39 +87,44 @@ def declares_quantised_kv(hf_config: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineModel:
-    """A checkpoint, and the changes that the engine's command line makes to it."""
+    """Description of the model that an engine runs: a checkpoint, and the engine's settings that change
+    results."""
 
     checkpoint: Checkpoint
     dtype: str
-    """dtype in which the model runs, as torch's name without "torch."."""
+    """dtype in which the model runs: the name of the torch dtype without the "torch." prefix."""
     max_model_len: int
     """Maximum sequence length in tokens. Some rotary embeddings depend on it."""
     engine: str
     """Name of the engine: "vllm" or "sglang"."""
     validated_families: frozenset[str]
-    """Families for which tests have shown that this release of the engine computes the same embeddings with
-    `dtype` as the encoder service."""
+    """Model families for which tests have shown that this release of the engine, with `dtype`, computes the
+    same embeddings as the encoder service."""
     generic_inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """`model_type` -> names of the tower's inputs for an image, for families without a file in
-    `cornplug/checkpoints/families/`. For these, the names cannot be determined before the model is loaded."""
+    """Names of the tower's inputs for an image, by `model_type`, for families without a file in
+    `cornplug/checkpoints/families/`. For these families, the names cannot be determined before the model is
+    loaded."""
     video_settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that change the LLM's positions of a video but not its embedding. They are part of the video's
-    key, because KV keys contain that key."""
+    """Settings that change the language model's positions for a video but not its embedding. They are part of
+    the video's key, because KV keys contain that key."""
     why_no_videos: str = "unproven_family"
-    """Reason why this engine does not share videos of this model, or "" if it does."""
+    """Reason why this engine does not share videos with this model, or "" if it does."""
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """The deployment's arguments for the image processor."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Other settings that change results and are not in the checkpoint."""
+    """Further settings of the engine that change results and are not in the checkpoint, as JSON values by
+    name."""
     config_changes: Mapping[str, Any] = field(default_factory=dict)
-    """Result of `engine_config.changes`: settings of this engine that are not in the checkpoint's files."""
+    """Result of `resolved_config.changes`: config fields in which this engine differs from the checkpoint's
+    files."""
     length_settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that are part of the key for models whose KV depends on `max_model_len`."""
+    """Settings that are part of the key only for models whose KV depends on `max_model_len`."""
     began_ns: int | None = None
-    """Start time of the engine on the clock of file timestamps, or None if unknown. If a file changed later,
-    the engine may have loaded the older version."""
+    """Start time of the engine in nanoseconds on the clock of file timestamps, or None if unknown. If a file
+    changed after this time, the engine may have loaded the older version."""
     epochs: Mapping[str, int] = field(default_factory=dict)
-    """Number of times that releases of this engine have changed the results, by `model_type`. 0 if absent."""
+    """Number of times that releases of this engine have changed a model's results, by `model_type`. 0 if
+    absent."""
     weight_version: str | None = None
     """Version that a trainer gave the weights, or None for the weights of the checkpoint."""
 
@@ -129,10 +135,9 @@ class EngineModel:
             raise CheckpointError(f"cannot identify overrides: {e}", reason="overrides") from e
 
     def tower_identity(self) -> TowerIdentity:
-        """Return the identity of tower and projector. Reads weights (cached on disk). Raises CheckpointError:
-        "unproven_family" if the family is not tested with this release and dtype of the engine, and as
-        `Checkpoint.identity`.
-        """
+        """Return the identity of the model's tower and projector. Reads weights (cached on disk). Raises
+        CheckpointError: "unproven_family" if the family is not tested with this release and dtype of the
+        engine, and like `Checkpoint.identity`."""
         name = str(self.checkpoint.config.get("model_type"))
         described = name in FAMILIES and not self.checkpoint.family.generic
         if name not in self.validated_families or not (described or name in self.generic_inputs):
@@ -145,7 +150,7 @@ class EngineModel:
         identity = self.checkpoint.identity(self.dtype, processor_kwargs=self.processor_kwargs).identity
         self._refuse_later_files()
         overrides = self._overrides(name, resolved_config.of_towers(self.config_changes))
-        # The checkpoint's identity contains these variables, as in the encoder service.
+        # The checkpoint's identity already contains these variables, as in the encoder service.
         overrides = {n: value for n, value in overrides.items() if n not in _PRECISION}
         inputs = self.generic_inputs.get(name) or self.checkpoint.family.inputs.get("image", ())
         whole = TowerIdentity(overridden(identity, overrides), None if overrides else identity, inputs)
@@ -156,13 +161,14 @@ class EngineModel:
         return self._named(whole)
 
     def own_identity(self, engine: Mapping[str, Any]) -> TowerIdentity:
-        """Return the identity of this checkpoint's towers in one engine, for families that are not tested.
+        """Return an identity for this checkpoint's towers that only this engine uses, for model families that
+        are not tested.
 
-        Other engines and the encoder service do not use it. Preprocessing is not part of it.
+        Other engines and the encoder service never compute this identity. Preprocessing is not part of it.
 
-        `engine` contains everything else that changes an embedding: releases and settings. Reads all weights
-        (cached on disk). Raises CheckpointError: "unknown_family" for a model with parts in another
-        checkpoint, and as `folder_fingerprint`.
+        `engine` contains everything else that changes an embedding, such as releases and settings. Reads all
+        weights (cached on disk). Raises CheckpointError: "unknown_family" for a model with parts in another
+        checkpoint, and like `folder_fingerprint`.
         """
         if self.checkpoint.base:
             raise CheckpointError(
@@ -182,7 +188,8 @@ class EngineModel:
         return self._named(TowerIdentity(digest("cornplug-own-tower-v1", weights, canonical(spec)), None))
 
     def _named(self, tower: TowerIdentity) -> TowerIdentity:
-        """Return the identity under the trainer's weight version. No encoder service has these weights."""
+        """Return `tower`, changed to the trainer's weights if the engine runs a trainer's version. The
+        encoder service does not have these weights."""
         if self.weight_version is None:
             return tower
         return replace(tower, identity=self._of_trainer(tower.identity), served_identity=None)
@@ -193,7 +200,8 @@ class EngineModel:
         return of_trainer(identity, folder_fingerprint(self.checkpoint.path), self.weight_version)
 
     def _video_identity(self, name: str, overrides: Mapping[str, Any]) -> TowerIdentity:
-        """Return the identity of videos. Raises CheckpointError if this engine shares only images."""
+        """Return the identity for embeddings of videos. Raises CheckpointError if this engine shares only
+        images."""
         if self.why_no_videos:
             raise CheckpointError(
                 f"{self.engine} does not share videos of {name!r}", reason=self.why_no_videos
@@ -201,8 +209,8 @@ class EngineModel:
         served = self.checkpoint.identity(
             self.dtype, modality="video", processor_kwargs=self.processor_kwargs
         ).identity
-        # The settings as written are included too, so two spellings have two keys even if the spec treats
-        # them as equal.
+        # The settings are also included as they were written, so two spellings have two keys even if the spec
+        # treats them as equal.
         written = {"asked": dict(self.processor_kwargs), "json": dict(self.checkpoint.preprocessors["video"])}
         ours = {**overrides, "video": {**self.video_settings, **written}}
         return TowerIdentity(overridden(served, ours), None if overrides else served)
@@ -231,7 +239,8 @@ class EngineModel:
         return fingerprint, spec
 
     def _refuse_later_files(self) -> None:
-        """Check for changed files after reading them, so that a change while reading is detected."""
+        """Raise CheckpointError("weights_changed") if a file of the checkpoint changed after the engine
+        started. Call it after reading the files, so that a change while reading is detected."""
         changed = self.checkpoint.changed_since(self.began_ns) if self.began_ns is not None else None
         if changed is not None:
             raise CheckpointError(
@@ -250,9 +259,9 @@ class EngineModel:
 
 
 class StartedModel:
-    """The model that this process's engine started with, described before any update.
+    """Description of the model that this process's engine started with, as it was before any weight update.
 
-    After an update, the engine's settings may name the folder of the new weights.
+    It is kept because after an update, the engine's settings may name the folder of the new weights.
     """
 
     def __init__(self) -> None:
@@ -260,13 +269,14 @@ class StartedModel:
 
     @property
     def known(self) -> bool:
-        """Whether this process has described the model."""
+        """Whether this process has already described the model at start."""
         return self._model is not None
 
     def now(self, describe: Callable[[], EngineModel]) -> EngineModel:
-        """Return the model with the weights of this epoch. `describe` describes the model at start.
+        """Return the description of the model with its current weights. `describe` describes the model at
+        start.
 
-        Raises CheckpointError: "weights_updated" if the weights are unknown, and as `with_weights_of` and
+        Raises CheckpointError: "weights_updated" if the weights are unknown, and like `with_weights_of` and
         `describe`.
         """
         state = engine_state.current()
@@ -274,7 +284,7 @@ class StartedModel:
             model = describe()
             if state.epoch() == 0:
                 # The model was described before the first update. A process may start several engines in
-                # turn.
+                # turn, so keep the latest description.
                 self._model = model
             return model
         source = state.source()
@@ -285,13 +295,15 @@ class StartedModel:
         return self.with_weights(source.path, source.began_ns)
 
     def with_weights(self, path: str, began_ns: int) -> EngineModel:
-        """Call `with_weights_of` for this model, with the same exceptions."""
+        """Return the description of the model with the weights from a folder. Raises like
+        `with_weights_of`."""
         if self._model is None:
             raise _unknown("this process has not described the model that it started with")
         return with_weights_of(self._model, path, began_ns)
 
     def with_version(self, version: str) -> EngineModel:
-        """Return the model with weights that a trainer named. Raises CheckpointError("weights_updated")."""
+        """Return the description of the model with weights that a trainer sent and named `version`. Raises
+        CheckpointError("weights_updated")."""
         if self._model is None:
             raise _unknown("this process has not described the model that it started with")
         if self._model.checkpoint.base:
@@ -300,10 +312,10 @@ class StartedModel:
 
 
 def with_weights_of(model: EngineModel, path: str, began_ns: int) -> EngineModel:
-    """Return the model after a folder's weights were loaded into it.
+    """Return the description of `model` after the weights in the folder `path` were loaded into it.
 
-    `began_ns` is `EngineModel.began_ns` for that folder. Raises CheckpointError: "weights_updated" if the
-    folder does not contain exactly the model's tensors, and as `Checkpoint.open`.
+    `began_ns` is the time before the folder was read, see `EngineModel.began_ns`. Raises CheckpointError:
+    "weights_updated" if the folder does not contain exactly the model's tensors, and like `Checkpoint.open`.
     """
     old = model.checkpoint
     if len(os.fsencode(path)) > engine_state.LONGEST_PATH_BYTES:
@@ -315,10 +327,11 @@ def with_weights_of(model: EngineModel, path: str, began_ns: int) -> EngineModel
         raise _unknown("a part of this model is stored in another checkpoint")
     new = replace(found, config=old.config, preprocessors=old.preprocessors)
     if old.tensor_layout() != new.tensor_layout():
-        # Tensors that are missing in one folder keep their values, and no folder then contains the running
-        # weights.
+        # Tensors that are missing in the new folder keep their old values, so the running weights would not
+        # be those of any folder.
         raise _unknown(f"{path} and {old.path} have different tensors")
-    # The identity reads these files from the new folder, but the engine has read the old ones.
+    # The identity is computed from these files in the new folder, but the engine has read the files in the
+    # old folder.
     read = PROCESSOR_FILES if str(old.config.get("model_type")) in model.generic_inputs else ()
     for name in (*read, "generation_config.json"):
         if _settings(old, name) != _settings(new, name):

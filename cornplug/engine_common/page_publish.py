@@ -1,4 +1,4 @@
-"""Saves of KV pages into the store: reserve, commit, give up. The outcome of each page is counted once."""
+"""Saving of KV pages to the store: reserve, commit, give up. The outcome of each page is counted once."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry, PageSize
 from cornplug.metrics import Tally
-from cornplug.store.base import Reservation, ReserveRefusal, WriterPart
+from cornplug.store.base import Answered, Posted, Reservation, ReserveRefusal, WriterPart
 from cornplug.store.daemon.allocator import align_up
-from cornplug.store.posted import Answered, Posted, PostingStore
 from cornplug.store.validation import MAX_COST_S
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 RoomAnswer = Reservation | ReserveRefusal | None
-"""The store's reply for a page, or None without a reply."""
+"""The store's reply to a page's reservation, or None if the store did not reply."""
 
 
 @dataclass(slots=True)
 class PageCost:
-    """Measured seconds that this engine takes to compute the tokens of a page, 0 before the first
+    """Measured cost in seconds for this engine to compute the tokens of one page. 0 before the first
     measurement.
 
-    The engine's thread updates it once per measured step. Every `reserve` sends it to the store, which uses
-    it to weigh namespaces.
+    The engine's thread updates the cost once per measured step. Every `reserve` call sends it to the store,
+    which uses it to weigh namespaces.
     """
 
     seconds: float = 0.0
@@ -38,13 +37,14 @@ class PageCost:
 
 @dataclass(frozen=True, slots=True)
 class EntryCost:
-    """Cost of one entry: a share of a page's cost, less than 1 if a page's tokens have several entries."""
+    """Cost of one store entry, as a fraction of a page's cost. The fraction is less than 1 if a page's tokens
+    have several entries."""
 
     page: PageCost
     share: float = 1.0
 
     def capped_s(self) -> float:
-        """Return the cost that the store accepts, in seconds."""
+        """Return the entry's cost in seconds, limited to the maximum that the store accepts."""
         return min(self.page.seconds * self.share, MAX_COST_S)
 
 
@@ -60,16 +60,16 @@ def free_pages(runtime: EngineRuntime, page: PageSize) -> int | None:
 
 
 class PagePublisher:
-    """Saves of one engine's pages. Methods do not raise if the store fails; the failure is counted as the
-    pages' outcome.
+    """Saves one engine's KV pages to the store. If the store fails, methods do not raise. The failure is
+    counted as the outcome of the pages.
 
     Args:
-        deadline_s: deadline of each call to the store.
+        deadline_s: deadline in seconds for each call to the store.
         part: this process's part of pages that several connections write together. The first part counts
-            their outcomes. None: pages are committed whole.
-        only_seen: `reserve` reports that a request uses its pages, and names each page once. It reserves only
-            pages that an earlier request used, on any engine of the store.
-        cost: cost of an entry, or None if it is unknown.
+            their outcomes. If None, pages are committed whole.
+        only_seen: reserve only pages that an earlier request used, on any engine of the store. `reserve` also
+            records a use of each page, so the caller must pass each page of a request only once.
+        cost: cost of computing an entry, or None if it is unknown.
     """
 
     def __init__(
@@ -87,12 +87,13 @@ class PagePublisher:
         self._cost = cost or EntryCost(PageCost())
         self._deadline_s, self._part = deadline_s, part
         self._only_seen = only_seen
-        self._posting = runtime.store if isinstance(runtime.store, PostingStore) else None
 
     def reserve(self, keys: Sequence[bytes], *, deadline_s: float | None = None) -> list[RoomAnswer]:
-        """Reserve pages. Return the store's reply for each key, None if it did not reply.
+        """Reserve space for pages with these keys. Returns the store's reply for each key, or None for all
+        keys if the store did not reply.
 
-        Counts refusals other than GROWING, because the caller offers such a page again, or counts it.
+        Refusals are counted as outcomes, except GROWING, because the caller offers such a page again or
+        counts the outcome itself.
         """
         try:
             answers = self._run.store.reserve(
@@ -108,11 +109,10 @@ class PagePublisher:
         return self._refusals_counted(answers)
 
     def post_reserve(self, keys: Sequence[bytes]) -> Posted[list[RoomAnswer]]:
-        """Send `reserve` without waiting for the reply, if the store supports that. `take` does not raise."""
-        if self._posting is None:
-            return Answered(self.reserve(keys))
+        """Send a reservation like `reserve`, but without waiting for the reply if the store supports that.
+        `take` on the result does not raise."""
         try:
-            posted = self._posting.post_reserve(
+            posted = self._run.store.post_reserve(
                 self._entries(keys),
                 app=self._run.app,
                 deadline_s=self._deadline_s,
@@ -122,10 +122,13 @@ class PagePublisher:
             )
         except CornplugError as e:
             return Answered(self._no_room(e, len(keys)))
+        if isinstance(posted, Answered):
+            return Answered(self._refusals_counted(posted.take()))
         return _Counted(posted, self._refusals_counted, lambda e: self._no_room(e, len(keys)))
 
     def commit(self, written: Sequence[tuple[Reservation, Mapping[int, int]]]) -> None:
-        """Commit pages, each with the checksums of the segments that this process collected."""
+        """Commit written pages, each given as (reservation, checksums of the segments that this process has
+        collected)."""
         if not written:
             return
         try:
@@ -136,14 +139,14 @@ class PagePublisher:
         self._done_counted(done)
 
     def post_commit(self, written: Sequence[tuple[Reservation, Mapping[int, int]]]) -> Posted[bool]:
-        """Send `commit` without waiting for the reply, if the store supports that. `take` does not raise."""
-        if self._posting is None:
-            self.commit(written)
-            return Answered(True)
+        """Send a commit like `commit`, but without waiting for the reply if the store supports that. `take`
+        on the result does not raise."""
         try:
-            posted = self._posting.post_commit(self._pages(written), deadline_s=self._deadline_s)
+            posted = self._run.store.post_commit(self._pages(written), deadline_s=self._deadline_s)
         except CornplugError as e:
             return Answered(self._not_done(e, len(written)))
+        if isinstance(posted, Answered):
+            return Answered(self._done_counted(posted.take()))
         return _Counted(posted, self._done_counted, lambda e: self._not_done(e, len(written)))
 
     def _entries(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
@@ -180,15 +183,15 @@ class PagePublisher:
         return [None] * pages
 
     def give_up(self, reserved: Sequence[Reservation], outcome: str) -> None:
-        """Release reservations of pages that could not be written. A store that has exited has released them
-        already."""
+        """Release the reservations of pages that could not be written, and count their outcome. A store that
+        has exited has already released them."""
         self.count_outcome(outcome, len(reserved))
         with suppress(CornplugError):
             if reserved:
                 self._run.store.release([r.token for r in reserved], deadline_s=self._deadline_s)
 
     def count_outcome(self, outcome: str, pages: int = 1) -> None:
-        """Count pages with this outcome, and the bytes of stored pages."""
+        """Count `pages` saves with this outcome, and the bytes of stored pages."""
         if not pages or (self._part is not None and self._part.index != 0):
             return
         self._tally.count("cornplug_saves_total", self._run.app, KV_PAGE, outcome, by=pages)
@@ -198,7 +201,8 @@ class PagePublisher:
 
 
 class _Counted(Generic[T, R]):
-    """A posted request whose reply or failure is counted when it is taken."""
+    """Request to the store, sent without waiting, whose reply or failure is counted when the reply is
+    read."""
 
     def __init__(
         self, posted: Posted[T], answered: Callable[[T], R], failed: Callable[[CornplugError], R]

@@ -1,4 +1,5 @@
-"""KV pages in the store: their header, and checksummed copies of one rank's part to and from host memory."""
+"""Headers of KV pages in the store, and checksummed copies of one rank's part of a page to and from host
+memory."""
 
 from __future__ import annotations
 
@@ -30,13 +31,14 @@ Bytes = NDArray[np.uint8]
 
 
 def page_header(key: bytes, page: PageGeometry, checksums: Mapping[int, int]) -> bytes:
-    """Return a page's `meta`. `checksums` maps each segment's index in the page to its checksum."""
+    """Return the header (`meta`) of a page for the store. `checksums` maps each segment's index in the page
+    to its checksum."""
     return page_headers([(key, checksums)], page)[0]
 
 
 def page_headers(pages: Iterable[tuple[bytes, Mapping[int, int]]], page: PageGeometry) -> list[bytes]:
-    """Return the `page_header` of each (key, checksums)."""
-    # Several pages may complete in a step. Their headers differ only in key and checksums.
+    """Return the header (`meta`) of each page, given as (key, checksums)."""
+    # A step may complete several pages, whose headers differ only in key and checksums. Encode the rest once.
     before, after, sums = _around_key(page)
     segments, digest, headers = range(page.segments), xxhash.xxh3_64_intdigest, []
     for key, checksums in pages:
@@ -46,16 +48,17 @@ def page_headers(pages: Iterable[tuple[bytes, Mapping[int, int]]], page: PageGeo
 
 
 def page_part(key: bytes, page: PageGeometry, checksums: Mapping[int, int]) -> bytes:
-    """Return the `meta` of one rank's part of a page (`cornplug.store.base.WriterPart`). `checksums` maps the
-    index of each segment that this rank wrote to its checksum."""
+    """Return the `meta` for one rank's part of a page (`cornplug.store.base.WriterPart`). `checksums` maps
+    the index of each segment that this rank wrote to its checksum."""
     return encode_part(PayloadKind.KV_PAGE, key, page.dtype, page.shape, page.segments, checksums)
 
 
 def whole_pages(leases: Leases, page: PageGeometry) -> tuple[int, CodecError | None]:
-    """Return (number of leading leases whose headers are valid, error of the next lease).
+    """Return (number of leading leases whose page headers are valid, error of the next lease or None if all
+    are valid).
 
-    All keys are present. `read_page_header` reads only headers that differ from the first: a prompt can have
-    thousands of pages, whose headers differ only in key and checksums.
+    The leases must not contain absent pages. If all headers differ only in key and checksums,
+    `read_page_header` is called only for the first header, because a prompt can have thousands of pages.
     """
     if leases and _alike(leases, page):
         return len(leases), None
@@ -69,7 +72,7 @@ def whole_pages(leases: Leases, page: PageGeometry) -> tuple[int, CodecError | N
 
 
 def _alike(leases: Leases, page: PageGeometry) -> bool:
-    """Return whether all headers describe whole pages with the same number of segments."""
+    """Return whether all headers are valid and describe complete pages with the same number of segments."""
     metas = [meta for meta in leases.metas if meta is not None]
     first, lease = metas[0], leases[0]
     if lease is None or len(metas) < len(leases) or set(map(len, metas)) != {len(first)}:
@@ -91,9 +94,8 @@ def _alike(leases: Leases, page: PageGeometry) -> bool:
 
 @lru_cache
 def _around_key(page: PageGeometry) -> tuple[bytes, bytes, struct.Struct]:
-    """Return the bytes of a page header before the key, bytes between key and checksums, and the struct of
-    the checksums.
-    """
+    """Return the constant parts of page headers: (bytes before the key, bytes between key and checksums,
+    struct that packs the checksums)."""
     key = bytes(range(1, 33))
     header = encode_header(
         PayloadHeader(PayloadKind.KV_PAGE, key, page.dtype, page.shape, (0,) * page.segments)
@@ -103,7 +105,8 @@ def _around_key(page: PageGeometry) -> tuple[bytes, bytes, struct.Struct]:
 
 
 def read_page_header(lease: Lease, page: PageGeometry) -> PayloadHeader:
-    """Read the header of a leased page. Raises CodecError, "wrong_shape" if the page has another geometry."""
+    """Decode and check the header of a leased page. Raises CodecError, with reason "wrong_shape" if the page
+    has another geometry."""
     header = decode_header(lease.meta, key=lease.key)
     if header.shape != page.shape or header.dtype != page.dtype:
         raise CodecError(f"unexpected page: shape {header.shape} {header.dtype}", reason="wrong_shape")
@@ -114,7 +117,7 @@ def read_page_header(lease: Lease, page: PageGeometry) -> PayloadHeader:
 
 @dataclass(frozen=True, slots=True)
 class RankPages:
-    """Heads and layers of pages that one rank holds."""
+    """Reads and writes one rank's part (`held` heads and layers) of KV pages in the store."""
 
     page: PageGeometry
     held: RankSlice
@@ -122,7 +125,7 @@ class RankPages:
 
     @property
     def segments(self) -> int:
-        """Number of segments of a page that this rank writes."""
+        """Number of segments that this rank writes in each page."""
         return len(self.held.heads) * len(self.held.runs(self.page, self.page.layer_runs))
 
     @property
@@ -136,19 +139,19 @@ class RankPages:
         return len(self.held.heads), len(self.held.layers), *self.page.shape[2:]
 
     def has_whole(self, runs: int) -> bool:
-        """Return whether the segments with this rank's layers contain only its layers, in a page with `runs`
-        segments per head."""
+        """Return whether, in a page with `runs` segments per head, the segments with this rank's layers
+        contain no other layers."""
         mine, size = self.held.runs(self.page, runs), self.page.layers // runs
         return range(mine.start * size, mine.stop * size) == self.held.layers
 
     def numbers(self, runs: int) -> list[int]:
-        """Return the indices of this rank's segments in a page with `runs` segments per head, in its own
-        order.
-        """
+        """Return the indices of the segments that contain this rank's heads and layers, in a page with `runs`
+        segments per head, in the order of the rank's part."""
         return [number for of_head in self._segments(runs) for number in of_head]
 
     def spans(self) -> list[tuple[int, int, int]]:
-        """Return (offset in a page, offset in this rank's part, size) of each contiguous range of bytes."""
+        """Return (offset in the page, offset in this rank's part, size in bytes) for each contiguous range of
+        this rank's part."""
         step, layers, heads = self.page.layer_bytes, self.held.layers, self.held.heads
         head, size = self.page.layers * step, len(layers) * step
         if size == head:
@@ -156,27 +159,27 @@ class RankPages:
         return [(at * head + layers.start * step, i * size, size) for i, at in enumerate(heads)]
 
     def memory(self) -> torch.Tensor:
-        """Allocate host memory of `shape`."""
+        """Allocate host memory for this rank's part of one page, with shape `shape`."""
         return torch.empty(self.shape, dtype=getattr(torch, self.page.dtype))
 
     def read(self, lease: Lease, into: torch.Tensor) -> None:
-        """Copy this rank's part of a leased page into memory of `shape`, and verify the copy.
+        """Copy this rank's part of a leased page into `into`, of shape `shape`, and verify the copy.
 
-        Raises CodecError if the entry does not match its header, StoreUnavailable if the lease is of another
-        store.
+        Raises CodecError if the page's data do not match its header, StoreUnavailable if the lease is from
+        another store.
         """
         self.copy(lease.location, read_page_header(lease, self.page).checksums, into)
 
     def copy(self, location: PayloadLocation, checksums: Sequence[int], into: torch.Tensor) -> None:
-        """Copy like `read`, with the checksums of the page's header. Raises CodecError("corrupt"),
-        StoreUnavailable.
-        """
+        """Copy this rank's part of a page like `read`, with the checksums from the page's header. Raises
+        CodecError("corrupt"), StoreUnavailable."""
         page, held, digest = self.page, self.held, xxhash.xxh3_64_intdigest
         runs = len(checksums) // page.heads
         arena = self._arena(self.store.view(location), runs)
         here = _rows(into)
         whole = self.has_whole(runs)
-        # The writer had other pipeline stages, so all layers of its segments are verified.
+        # If the writer had other pipeline stages, segments also contain other layers, which are needed to
+        # verify the checksums.
         copied = here.reshape(arena.shape) if whole else np.empty(arena.shape, np.uint8)
         for numbers, heads_copied, head in zip(self._segments(runs), copied, arena, strict=True):
             for number, one, source in zip(numbers, heads_copied, head, strict=True):
@@ -188,15 +191,16 @@ class RankPages:
             here[:] = copied.reshape(len(here), -1)[:, first : first + here.shape[1]]
 
     def write(self, source: torch.Tensor, location: PayloadLocation) -> dict[int, int]:
-        """Copy this rank's part of a page, of `shape`, into a reservation.
+        """Copy this rank's part of a page from `source`, of shape `shape`, into a reservation.
 
-        Returns segment -> checksum of the source, so readers detect a faulty copy. Raises StoreUnavailable.
+        Returns the checksum of each segment of `source` by segment index, so that readers can detect a faulty
+        copy. Raises StoreUnavailable.
         """
         sums: dict[int, int] = {}
         digest, runs = xxhash.xxh3_64_intdigest, self.page.layer_runs
         arena = self._arena(self.store.view(location, writable=True), runs)
         here = _rows(source).reshape(arena.shape)
-        # Compute the checksum and copy a segment while it is in a CPU cache.
+        # Compute the checksum of a segment and copy it while it is in a CPU cache.
         for numbers, head, target in zip(self._segments(runs), here, arena, strict=True):
             for number, one, room in zip(numbers, head, target, strict=True):
                 sums[number] = digest(one)
@@ -204,29 +208,29 @@ class RankPages:
         return sums
 
     def discard(self, keys: Sequence[bytes], *, deadline_s: float) -> None:
-        """Delete a damaged page and the pages that follow it.
+        """Delete a damaged page and the pages that follow it in the request from the store.
 
-        Further pages are likely damaged too. The engine computes all of them again in any case, and this
-        repairs the whole prefix at once.
+        The following pages are likely damaged too. The engine computes all of them again in any case, so
+        deleting them repairs the complete prefix at once.
         """
         with suppress(CornplugError):
             self.store.delete(list(dict.fromkeys(keys)), deadline_s=deadline_s)
 
     def _segments(self, runs: int) -> list[range]:
-        """Return the segments with this rank's layers for each of its heads, in a page with `runs` segments
-        per head."""
+        """Return the indices of the segments that contain this rank's layers, for each of its heads, in a
+        page with `runs` segments per head."""
         mine = self.held.runs(self.page, runs)
         return [range(head * runs + mine.start, head * runs + mine.stop) for head in self.held.heads]
 
     def _arena(self, payload: memoryview, runs: int) -> Bytes:
-        """Return the segments with this rank's heads and layers, in a stored page with `runs` segments per
-        head: shape (heads, runs, bytes)."""
+        """Return a view of the segments that contain this rank's heads and layers in a stored page with
+        `runs` segments per head, of shape (heads, runs, bytes)."""
         heads, mine = self.held.heads, self.held.runs(self.page, runs)
         whole = np.frombuffer(payload, np.uint8).reshape(self.page.heads, runs, -1)
         return whole[heads.start : heads.stop, mine.start : mine.stop]
 
 
 def _rows(part: torch.Tensor) -> Bytes:
-    """View host memory as (heads, bytes of a head), writable, without a copy."""
+    """Return a writable view of a rank's part in host memory, of shape (heads, bytes per head)."""
     array: Bytes = part.view(torch.uint8).numpy()
     return array.reshape(len(part), -1)

@@ -1,7 +1,8 @@
-"""Differences between the config that an engine runs and a checkpoint's config.json.
+"""Detection of differences between the config that an engine runs and a checkpoint's config.json.
 
-Equal files give equal keys in both engines. Therefore the config that an engine runs (patched, overridden) is
-compared with the config that transformers reads from the same files, and every difference counts.
+Engines with equal checkpoint files must compute equal keys. Therefore the config that an engine runs (which
+may be patched or overridden) is compared with the config that transformers reads from the same files, and
+every difference becomes part of the keys.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from cornplug.errors import CheckpointError
 from cornplug.identity import digest
 
 _ROPES_OF_ANY_LENGTH: Final = frozenset({"default", "linear", "llama3", "mrope", "yarn", "axial"})
-"""Rotary embeddings whose tables depend only on the config, in both engines."""
+"""Types of rotary embeddings whose tables depend only on the config, in both engines, and not on the maximum
+sequence length."""
 
 _ANY_LENGTH: Final = """
 chatglm cohere cohere2 deepseek_v2 deepseek_v3 exaone falcon gemma gemma2 gemma3 glm glm4 gpt_neox gpt_oss
@@ -26,8 +28,9 @@ granite internlm2 internvl llama llava llava_next llava_onevision mistral mixtra
 qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe smollm3 starcoder2
 """
 _MODELS_OF_ANY_LENGTH: Final = frozenset(_ANY_LENGTH.split())
-"""Text models whose code in vLLM 0.32 and SGLang 0.5.23 does not read the maximum sequence length. Llama 4
-scales its attention by it, Plamo 3 and MiniMax-M2 size their tables by it."""
+"""`model_type`s of text models whose code in vLLM 0.32 and SGLang 0.5.23 does not read the maximum sequence
+length. Not included are, for example, Llama 4, which scales its attention by this length, and Plamo 3 and
+MiniMax-M2, which size their tables by it."""
 
 _JSON_WITH_CODE: Final = (
     "config.json",
@@ -41,17 +44,18 @@ _TOWERS: Final = re.compile(r"(vision|audio|visual|speech)[a-z_]*(config|_cfg)\.
 
 
 def changes(patched: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the changes of an engine to a config: "path.of.field" -> the engine's value, or None for a
-    removed field.
+    """Return the changes that an engine made to a config, as "path.of.field" -> the engine's value, or None
+    for a removed field.
 
-    Both arguments are results of transformers' `to_dict`. Fields without effect are left out. Raises
+    `patched` is the config that the engine runs, and `read` the config that transformers reads. Both are
+    results of transformers' `to_dict`. Fields without effect are left out. Raises
     CheckpointError("overrides") for a value without a canonical form.
     """
     ours, theirs = dict(_leaves(patched)), dict(_leaves(read))
     found: dict[str, Any] = {}
     named, published = patched.get("architectures"), read.get("architectures")
     if named != published and (published or unusual_classes(patched)):
-        # If the file names no class, the usual class is not a change.
+        # If config.json does not name a class, the model's usual class is not a change.
         found["architectures"] = [str(name) for name in named or ()]
     for path in sorted(ours.keys() | theirs.keys()):
         if path in ours and path in theirs and _equal(ours[path], theirs[path]):
@@ -67,20 +71,22 @@ def changes(patched: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, An
 
 
 def of_towers(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Select `changes` that can affect a tower or projector: all except those of the text part."""
+    """Return those of the `changes` that can affect a tower or projector: all except changes to the text
+    config."""
     return {path: value for path, value in found.items() if not path.startswith(_TEXT)}
 
 
 def of_language_model(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Select `changes` that can affect KV: all except those of the towers, which are in the keys of media."""
+    """Return those of the `changes` that can affect KV: all except changes to towers, which already affect
+    the keys of media."""
     return {path: value for path, value in found.items() if not _TOWERS.match(path)}
 
 
 def length_matters(*configs: Mapping[str, Any]) -> bool:
-    """Return whether KV may depend on the maximum sequence length of the engine.
+    """Return whether a model's KV may depend on the engine's maximum sequence length.
 
-    `configs` are the text part from `Checkpoint.kv_spec`, and the whole config that the engine runs. A rotary
-    embedding that depends on the length counts at any depth.
+    `configs` are the text config from `Checkpoint.kv_spec`, and further configs, such as the complete config
+    that the engine runs. A rotary embedding that depends on the length counts at any depth.
     """
     if str(configs[0].get("model_type")) not in _MODELS_OF_ANY_LENGTH:
         return True
@@ -95,10 +101,11 @@ def length_matters(*configs: Mapping[str, Any]) -> bool:
 
 
 def remote_code(folder: Path) -> str | None:
-    """Return the digest of a checkpoint's own code, or None if its JSON files name none.
+    """Return the digest of the Python code in a checkpoint's folder, or None if the checkpoint's JSON files
+    do not refer to code.
 
-    For engines that run this code (`trust_remote_code`). Raises CheckpointError("remote_code") if the code is
-    in another repository, because any version of it may run.
+    Call it for engines that run this code (`trust_remote_code`). Raises CheckpointError("remote_code") if the
+    code is in another repository, because any version of that code may run.
     """
     named = {name: found for name in _JSON_WITH_CODE if (found := _code_of(folder / name))}
     if not named:

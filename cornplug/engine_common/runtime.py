@@ -1,6 +1,5 @@
-"""Settings and store connection of one process of an engine, or a store without entries if it cannot
-share.
-"""
+"""Settings and store connection for one process of an engine. A process that cannot share gets a store that
+is always unavailable."""
 
 from __future__ import annotations
 
@@ -21,12 +20,13 @@ from cornplug.store.store_stats import StoreStat
 
 KV_PAGE: Final = "kv_page"
 EMBEDDING: Final = "embedding"
-"""Labels of the kinds of entries in metrics (`kind`)."""
+"""`KV_PAGE` and `EMBEDDING` are the values of the metrics label `kind`, for the two kinds of store
+entries."""
 _log = logging.getLogger("cornplug")
 
 
-class OffStore:
-    """A `Store` that is always unavailable. `why` is the text of every error."""
+class OffStore(Store):
+    """Store that is always unavailable. Every method raises StoreUnavailable with the text `why`."""
 
     def __init__(self, why: str) -> None:
         self._why = why
@@ -65,16 +65,16 @@ class OffStore:
         self._raise()
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing, because there is no connection."""
 
     def _raise(self) -> NoReturn:
         raise StoreUnavailable(self._why, reason="store_off")
 
 
 class EngineRuntime:
-    """Settings and connections of one process, shared by its KV and embedding connectors.
+    """Settings and store connection of one engine process, shared by its KV and embedding connectors.
 
-    Without a secret, it uses a store in which every lookup is a miss.
+    If the secret cannot be read, the store is always unavailable, so every lookup is a miss.
     """
 
     def __init__(self, config: Config) -> None:
@@ -91,24 +91,26 @@ class EngineRuntime:
             self.store = OffStore(str(e))
 
     def another_connection(self) -> Store:
-        """Open a connection for a thread that must not wait for other threads' requests."""
+        """Open another connection to the store, for a thread that must not wait for other threads'
+        requests."""
         off = isinstance(self.store, OffStore)
         return self.store if off else open_store(self.config.store, connect_timeout_s=0)
 
     @property
     def deadline_s(self) -> float:
-        """Deadline of calls from the engine's own loop."""
+        """Deadline in seconds for calls to the store from the engine's own loop."""
         return self.config.store.deadline_s
 
     @property
     def background_timeout_s(self) -> float:
-        """Timeout of calls from background threads."""
+        """Timeout in seconds for calls to the store from background threads."""
         return self.config.store.background_timeout_s
 
 
 @contextmanager
 def miss(tally: Tally, app: str, kind: str) -> Iterator[None]:
-    """Count a failure inside the block as a miss instead of raising it into the engine."""
+    """Return a context manager that counts a CornplugError raised inside its block as a miss and suppresses
+    it."""
     try:
         yield
     except CornplugError as e:
@@ -116,15 +118,16 @@ def miss(tally: Tally, app: str, kind: str) -> Iterator[None]:
 
 
 def log_store_size(runtime: EngineRuntime, page: PageSize, own_tokens: int, logger: logging.Logger) -> None:
-    """Log at an engine's start how many tokens of its model fit into the store.
+    """Log how many tokens of the engine's model fit into the store. Call it when the engine starts.
 
-    Logs a warning if this is less than `own_tokens`, the capacity of the engine's own KV cache: pages that
-    leave this cache have then already left the store. Waits for the store for up to `background_timeout_s`.
+    Logs a warning if this number is less than `own_tokens`, the capacity of the engine's own KV cache,
+    because the store then evicts pages earlier than this cache does. Waits for the store for at most
+    `background_timeout_s`.
     """
     try:
         stat = runtime.store.stat(deadline_s=runtime.background_timeout_s)
     except StoreUnavailable as e:
-        logger.info("cornplug: store: cannot compute its size in tokens of this model: %s", e)
+        logger.info("cornplug: cannot compute the store's size in tokens of this model: %s", e)
         return
     tokens = stat.capacity_bytes // page.page_bytes * page.page_tokens
     size = f"{stat.capacity_bytes / (1 << 30):.1f} GiB = {tokens:,} tokens of this model"

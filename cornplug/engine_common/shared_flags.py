@@ -1,4 +1,4 @@
-"""The `--cornplug-*` flags, with the same names in both engines."""
+"""Definition of the `--cornplug-*` command-line flags, which have the same names in vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -71,11 +71,12 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
         "after such an update).",
     ),
 }
-"""flag -> (setting, help)"""
+"""(setting "section.field", help text) for each flag."""
 
 
 def add_group(parser: argparse.ArgumentParser, switch: str, **switch_arguments: Any) -> None:
-    """Add cornplug's group of options: the flag that turns cornplug on, then the flags of `SETTINGS`."""
+    """Add cornplug's option group to a parser: the flag `switch` that turns cornplug on, then the flags in
+    `SETTINGS`."""
     group = parser.add_argument_group(
         title="cornplug",
         description="Share image embeddings and prefix KV cache with other vLLM and SGLang servers.",
@@ -87,7 +88,7 @@ def add_group(parser: argparse.ArgumentParser, switch: str, **switch_arguments: 
 
 
 def extra_config(args: argparse.Namespace) -> dict[str, str]:
-    """Return {"section.field": value} for the flags of `SETTINGS` that the command line sets."""
+    """Return {"section.field": value} for those flags in `SETTINGS` that the command line sets."""
     values = {setting: getattr(args, dest(flag), None) for flag, (setting, _) in SETTINGS.items()}
     said = {setting: value for setting, value in values.items() if value is not None}
     if "://" in said.get("encoder.socket", ""):
@@ -96,14 +97,14 @@ def extra_config(args: argparse.Namespace) -> dict[str, str]:
 
 
 def dest(flag: str) -> str:
-    """Return argparse's `dest` of a flag."""
+    """Return the attribute name (argparse's `dest`) for a flag."""
     return flag.removeprefix("--").replace("-", "_")
 
 
 def settings(extra: Mapping[str, Any]) -> Config:
-    """Return the Config for {"section.field": value}.
+    """Return the Config for settings given as {"section.field": value}.
 
-    Raises ConfigError that names an unknown or invalid setting, and as `check_remote`.
+    Raises ConfigError for an unknown or invalid setting, and like `check_remote`.
     """
     for key in extra:
         if "." not in key:

@@ -1,4 +1,4 @@
-"""Releases of an engine that cornplug is tested with."""
+"""Range of engine releases with which cornplug is tested."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class VersionRange:
-    """A half-open range of releases of one engine."""
+    """Half-open range of versions of one engine, from `low` up to but not including `high`."""
 
     engine: str
-    """Name of the engine in messages."""
+    """Name of the engine, for messages."""
     package: str
     """Name of the engine's distribution package."""
     low: tuple[int, ...]
     high: tuple[int, ...]
-    """Upper bound, with as many numbers as `low`. Further numbers of a version do not count."""
+    """Upper bound (exclusive), with as many numbers as `low`. Further numbers of a version are ignored."""
 
     def __str__(self) -> str:
         """Format the range like pip: ">=0.32,<0.33"."""
@@ -38,9 +38,8 @@ class VersionRange:
             return None
 
     def refusal(self) -> str:
-        """Return the reason why cornplug does not run with the installed engine, or "" if its version is in
-        the range.
-        """
+        """Return the reason why cornplug does not run with the installed engine, or "" if the engine's
+        version is in the range."""
         version = self.installed()
         if version is not None and version in self:
             return ""

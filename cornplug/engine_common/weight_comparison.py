@@ -1,8 +1,8 @@
-"""Compares the weights in an engine's memory with the files from which its identity is computed.
+"""Comparison of the weights in an engine's memory with the files from which the model's identity is computed.
 
-Another process fingerprints the files after the engine has read them. Small tensors that no rank splits and
-no quantisation changes (norms) are compared with the files when a model is loaded. This detects a folder that
-was rewritten in between, and a loader that reads other files.
+A different process fingerprints the files after the engine has read them. When a model is loaded, small
+tensors that are not split across ranks and not changed by quantisation (norms) are compared with the files.
+This detects a folder that was rewritten in between, and a loader that reads other files.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _TORCH: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloa
 
 
 def check(model: torch.nn.Module, identified: Callable[[], Checkpoint], log: logging.Logger) -> None:
-    """End sharing in all processes of this engine if a loaded model differs from its files.
+    """End sharing in all processes of this engine if the loaded weights differ from the checkpoint's files.
 
-    `identified` returns the checkpoint. If it raises CheckpointError, nothing is shared anyway.
+    `identified` returns the model's checkpoint. If it raises CheckpointError, the engine does not share
+    anyway.
     """
     try:
         checkpoint = identified()
@@ -41,9 +42,10 @@ def check(model: torch.nn.Module, identified: Callable[[], Checkpoint], log: log
 
 
 def differing(model: torch.nn.Module, checkpoint: Checkpoint) -> tuple[str | None, int]:
-    """Return (name of the first norm that differs from its file or None, number of compared tensors).
+    """Return (name of the first norm in memory that differs from its file or None, number of compared
+    tensors).
 
-    A tensor of the files is compared if its name is the suffix of exactly one parameter's name, and the
+    A tensor from the files is compared if its name is the suffix of exactly one parameter's name and both
     shapes are equal. Raises CheckpointError.
     """
     by_end: dict[str, list[torch.Tensor]] = {}

@@ -1,2 +1,1 @@
-"""Planner: computes a plan and its launch commands from components, applications, SLOs and a GPU price
-list."""
+"""Computes a plan and its launch commands from components, applications, SLOs and a GPU price list."""

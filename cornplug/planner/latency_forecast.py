@@ -12,7 +12,10 @@ class PlanRecord(BaseModel):
 
 
 class RequestTimes(PlanRecord):
-    """Times in seconds, or slowdowns. None if the class has no such time, as TPOT with one-token outputs."""
+    """Latency statistics, in seconds or as slowdowns.
+
+    A value is None if the class has no such latency, for example TPOT if all outputs have one token.
+    """
 
     mean: float | None = None
     p50: float | None = None
@@ -21,14 +24,16 @@ class RequestTimes(PlanRecord):
     p99: float | None = None
 
     def at(self, percentile: str) -> float | None:
-        """Return the value for "mean", "p50", ..."""
+        """Return the value of a statistic, for example "mean" or "p50"."""
         value: float | None = getattr(self, percentile)
         return value
 
 
 class PercentileSlo(PlanRecord):
-    """Bounds on one percentile of a class's latencies, in seconds or as multiples of the idle replica's
-    latency."""
+    """Bounds on one percentile of a class's latencies.
+
+    A slowdown is a multiple of the latency on an idle replica.
+    """
 
     percentile: str
     ttft_s: float | None = None
@@ -40,17 +45,17 @@ class PercentileSlo(PlanRecord):
 
 
 class SimulatedSlowdown(PlanRecord):
-    """Latencies of a class divided by those of the same requests alone on an idle replica."""
+    """Simulated latencies of a class, divided by the latencies of the same requests on an idle replica."""
 
     idle: str
-    """Idle replica, for example "A100-80 TP8"."""
+    """Name of the idle replica, for example "A100-80 TP8"."""
     ttft: RequestTimes = RequestTimes()
     tpot: RequestTimes = RequestTimes()
     e2e: RequestTimes = RequestTimes()
 
 
 class ForecastBound(NamedTuple):
-    """Bound at a percentile in seconds or as a slowdown, with the simulated value."""
+    """Bound on a latency at a percentile, in seconds or as a slowdown, and the simulated value."""
 
     quantity: str
     """"ttft", "tpot" or "e2e"."""
@@ -61,29 +66,31 @@ class ForecastBound(NamedTuple):
 
 
 class JobForecast(PlanRecord):
-    """Forecast for a fixed number of requests with a deadline."""
+    """Forecast for a job, a fixed number of requests with a deadline."""
 
     requests: int
     deadline_hours: float
     done_hours: float | None = None
-    """Simulated time from the first request to the last response (P99). None without a simulation."""
+    """Simulated time from the first request to the last response (P99), or None without a simulation."""
     dollars: float
-    """Share of the plan's cost until the deadline, in proportion to the job's share of each group's load.
-    Includes idle GPUs of the groups' nodes."""
+    """Job's share of the plan's cost until the deadline, in proportion to its share of each group's load. The
+    cost includes idle GPUs of the groups' nodes."""
 
 
 class LatencyForecast(PlanRecord):
-    """Latency bounds of one request class, and its latencies in the simulation of the whole plan."""
+    """Latency bounds of one request class, and its latencies in the simulation of the complete plan."""
 
     app: str
     request: str
     rate: float
     served: float
-    """Rate that is served. Below `rate` only if the objective maximises goodput."""
+    """Requests per second that the plan serves. This is below `rate` only if the objective maximises
+    goodput."""
     priority: int = 0
     """Scheduling priority relative to other classes. Larger is more urgent."""
     prefix_hit_rate: float = 0.0
-    """Share of requests whose shared prefix is cached. A router must send them to a replica that has it."""
+    """Share of requests whose shared prefix is cached. A router must send each of these requests to a replica
+    that has the prefix."""
     slo_percentile: str
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
@@ -94,13 +101,13 @@ class LatencyForecast(PlanRecord):
     """Simulated slowdown, if a slowdown is bounded."""
     job: JobForecast | None = None
     ttft: RequestTimes = RequestTimes()
-    """Simulated latencies. The three fields are empty if the plan was not simulated."""
+    """Simulated TTFT. This field and the next two fields are empty if the plan was not simulated."""
     tpot: RequestTimes = RequestTimes()
     e2e: RequestTimes = RequestTimes()
 
     @property
     def slo(self) -> list[PercentileSlo]:
-        """All bound tables of the class. The first table may have no bounds."""
+        """Bounds of the class, one item per percentile. The first item may have no bounds."""
         first = PercentileSlo(
             percentile=self.slo_percentile,
             ttft_s=self.slo_ttft_s,
@@ -111,7 +118,7 @@ class LatencyForecast(PlanRecord):
 
     @property
     def bounds(self) -> list[ForecastBound]:
-        """Simulated value of each latency at each bounded percentile, with its bound if there is one."""
+        """Simulated value and bound (or None) of each latency, at each percentile in `slo`."""
         slower = self.slowdown or SimulatedSlowdown(idle="")
         return [
             ForecastBound(quantity, table.percentile, bound, times.at(table.percentile), slowdown)
@@ -128,5 +135,5 @@ class LatencyForecast(PlanRecord):
 
     @property
     def ttft_bound_s(self) -> float | None:
-        """Loosest TTFT bound. A later request misses all of them."""
+        """Loosest TTFT bound in seconds, or None. A request with a larger TTFT misses all TTFT bounds."""
         return max((table.ttft_s for table in self.slo if table.ttft_s is not None), default=None)

@@ -1,4 +1,4 @@
-"""A plan, as stored in `plan.json`. Reading it needs no solver, GPU table or engine."""
+"""A plan as stored in `plan.json`. Reading a plan requires no solver, GPU table or engine."""
 
 from __future__ import annotations
 
@@ -24,44 +24,46 @@ class PlannedNodes(PlanRecord):
     spot: bool = False
     """Whether the provider may reclaim all nodes together."""
     idle_gpus: float = 0.0
-    """Idle GPUs of the whole class, paid for and free for other work."""
+    """Number of idle GPUs on all nodes of the class. They are paid for, and are free for other work."""
     hosts: list[str] = Field(default_factory=list)
 
 
 class PlannedHour(PlanRecord):
-    """Machines that the load of one hour of the day needs."""
+    """Machines that are needed for the load of one hour of the day."""
 
     hour: int
     """Start of the hour, 0 to 23."""
     nodes: dict[str, int]
-    """Number of nodes by node class. The rest of `Plan.nodes` could be released."""
+    """Number of nodes by node class. The other nodes in `Plan.nodes` could be released during this hour."""
     cost_per_hour: float
 
 
 class EngineSettings(PlanRecord):
-    """Decisions that become engine flags. None keeps the engine's default."""
+    """Settings that become engine flags. None keeps the engine's default."""
 
     max_model_len: int
     max_batch: int
     """Maximum number of requests that decode together in each attention-DP group."""
     chunk_tokens: int
-    """Prompt tokens per iteration in each attention-DP group."""
+    """Maximum number of prompt tokens per iteration in each attention-DP group."""
     kv_tokens: int
-    """KV tokens of each attention-DP group."""
+    """Number of tokens in the KV cache of each attention-DP group."""
     kv_bytes: int
-    """Bytes of the KV cache on one rank."""
+    """Size of the KV cache on one rank in bytes."""
     memory_share: float
-    """Share of a GPU's memory for this replica."""
+    """Share of a GPU's memory that this replica may use."""
     weights_bytes: int
-    """Bytes of weights on one rank."""
+    """Size of the weights on one rank in bytes."""
     attention_backend: str | None = None
     speculative: Literal["none", "mtp", "eagle3"] = "none"
     speculative_tokens: int = 0
     speculative_model: str | None = None
     priority: int = 0
-    """Larger is more urgent. `vllm_flags.py` and `sglang_flags.py` convert it to each engine's order."""
+    """Priority. Larger is more urgent. `vllm_flags.py` and `sglang_flags.py` convert it to each engine's
+    order."""
     prefill_tokens_s: float | None = None
-    """Prompt tokens per second and replica at its chunk size, for admission control."""
+    """Number of prompt tokens per second that a replica processes with its chunk size, for admission
+    control."""
 
 
 class KVGeometry(PlanRecord):
@@ -76,15 +78,18 @@ class KVGeometry(PlanRecord):
 
 
 class QueueForecast(PlanRecord):
-    """Longest queue of one replica in the plan's simulation. A lower limit would reject planned load."""
+    """Longest queue of one replica in the plan's simulation.
+
+    An engine whose queue limit is lower would reject requests of the planned load.
+    """
 
     requests: int
     prompt_tokens: int
-    """Prompt tokens of requests that had not finished prefill, including cached tokens."""
+    """Number of prompt tokens of requests that had not finished prefill, including cached tokens."""
 
 
 class PlannedNamespace(PlanRecord):
-    """An application's share of the store, as in the settings `store.namespaces.APP`."""
+    """Application's share of the store. The fields are those of the settings `store.namespaces.APP`."""
 
     share: float = 0.0
     ceiling: float = 1.0
@@ -94,57 +99,58 @@ class PlannedNamespace(PlanRecord):
 
 
 class PlannedApplication(PlanRecord):
-    """An application's settings, apart from its routes."""
+    """Settings of an application, except its routes."""
 
     name: str
     tenant: str | None = None
-    """`cache_salt` of the application's requests."""
+    """Tenant whose name is the `cache_salt` of the application's requests, or None."""
     system_prompt: str | None = None
     prefixes: list[str] = Field(default_factory=list)
     namespace: PlannedNamespace | None = None
 
 
 class ReplicaGroup(PlanRecord):
-    """Identical replicas of one cell."""
+    """Group of identical replicas of one service."""
 
     name: str
     service: str
     tasks: str
-    """Tasks out of E (encode), P (prefill), D (decode), G (generate): "EPD"."""
+    """Tasks of the replicas, for example "EPD": E (encode), P (prefill), D (decode), G (generate)."""
     components: list[str]
     model: str
-    """LLM (or tower, or generator), as on the command line."""
+    """LLM, tower or generator, as a command-line argument."""
     encoder_models: list[str] = Field(default_factory=list)
     """Models whose towers an encoder group serves."""
     engine: Literal["vllm", "sglang", "cornplug", "external"]
-    """"cornplug" is the encoder service. "external" is a generator that another server runs."""
+    """Program that runs the replicas. "cornplug" is the encoder service, and "external" is another server
+    that runs a generator."""
     nodes: str
     gpu: str
     tp: int
     pp: int
     dp: int = 1
-    """Attention-DP groups per replica. Each has `tp` GPUs and its own requests and KV."""
+    """Number of attention-DP groups per replica. Each group has `tp` GPUs and its own requests and KV."""
     dcp: int = 1
-    """Decode context parallelism: GPUs of a group that share a request's KV."""
+    """Degree of decode context parallelism: number of GPUs in a group that share a request's KV."""
     pcp: int = 1
-    """Prefill context parallelism: groups of `tp` GPUs that share a prompt's tokens."""
+    """Degree of prefill context parallelism: number of groups of `tp` GPUs that share a prompt's tokens."""
     expert_parallel: bool = False
-    """Whether each of the tp * dp * pcp GPUs has whole experts."""
+    """Whether each of the tp * dp * pcp GPUs has complete experts, instead of a part of every expert."""
     share: float
-    """Share of a GPU. 1 means whole GPUs."""
+    """Share of a GPU that a replica uses. 1 means that a replica uses one or more complete GPUs."""
     quantisation: str
     replicas: int
     extra_replicas: int = 0
-    """Number of `replicas` on otherwise idle GPUs. They cost nothing, and the SLOs do not need them."""
+    """Number of `replicas` on otherwise idle GPUs. They cost nothing, and are not needed to meet the SLOs."""
     placement: list[list[int]] = Field(default_factory=list)
-    """[index of the node in its class, first GPU] of each replica."""
+    """[index of the node in its class, first GPU] for each replica."""
     utilisation: float
-    """Utilisation at the planned rates, as a share of capacity."""
+    """Share of the capacity that is used at the planned rates."""
     capacity: dict[str, float]
-    """Maximum rate by request class, if one replica serves only that class."""
+    """Maximum rate of one replica by request class, if the replica serves only that class."""
     tier_s: float | None = None
     queue: QueueForecast | None = None
-    """None if the plan was not simulated."""
+    """Longest queue of a replica, or None if the plan was not simulated."""
     settings: EngineSettings | None = None
     kv: KVGeometry | None = None
     workload: Literal["online", "semi-online", "offline"] = "online"
@@ -152,26 +158,27 @@ class ReplicaGroup(PlanRecord):
     router: str = "power_of_two"
     apps: list[str] = Field(default_factory=list)
     profile: str
-    """Source of the times. "roofline ..." is an estimate, not a measurement."""
+    """Source of the replicas' times. "roofline ..." is an estimate, all other sources are measurements."""
     since: float | None = None
     """Unix time at which the replicas were started, for the minimum dwell time."""
     ports: list[int] = Field(default_factory=list)
-    """Port of each replica. Empty: consecutive ports on each host."""
+    """Port of each replica. If empty, replicas use consecutive ports on each host."""
     fixed_ports: bool = False
     """Whether an apps file sets the ports, so that `--apply` keeps them."""
     tower: Literal["engine", "service"] = "engine"
-    """Location of the vision tower if encoder services have all media of an LLM group."""
+    """Where the vision tower runs if encoder services encode all media of an LLM group."""
     flags: list[str] | None = None
-    """Flags from an apps file. They replace `settings`; all other flags keep the engine's defaults."""
+    """Flags from an apps file, or None. They replace `settings`, and all other flags keep the engine's
+    defaults."""
     env: dict[str, str] = Field(default_factory=dict)
     command: list[str] = Field(default_factory=list)
     """Command of an external server to launch, with "{port}" as the placeholder for its port."""
     health: str = "/health"
-    """Path of that server's health check."""
+    """URL path of the external server's health check."""
 
     @property
     def ranks(self) -> int:
-        """Number of processes (one per GPU) of one replica."""
+        """Number of processes in one replica, one per GPU."""
         return self.parallelism.ranks
 
     @property
@@ -182,11 +189,11 @@ class ReplicaGroup(PlanRecord):
 class RouteStage(PlanRecord):
     tasks: str
     groups: dict[str, float]
-    """Weight by group. The weights of a stage sum to 1."""
+    """Group -> share of the stage's requests. The shares of a stage add up to 1."""
 
 
 class PlanRoute(PlanRecord):
-    """Route of a share of a request class."""
+    """Route of the requests of a class, or of a part of them."""
 
     app: str
     request: str
@@ -200,13 +207,13 @@ class CacheSize(PlanRecord):
     kind: Literal["embedding", "prefix"]
     component: str
     gib: float | None
-    """None in a plan from an apps file, for a share of the host's memory."""
+    """Size in GiB. None in a plan from an apps file that does not set the store's size."""
     hit_rate: dict[str, float]
     """Expected hit rate by request class."""
 
 
 class QosReservation(PlanRecord):
-    """Share of an encoder service that is reserved for a class of service."""
+    """Share of the encoder services that is reserved for a class of service."""
 
     qos: str
     share: float
@@ -227,30 +234,30 @@ class OptimalityProof(PlanRecord):
     unit: str = ""
     """Unit of `incumbent` and `bound`."""
     timed_out: bool = False
-    """Whether a search reached the wall-clock limit. Another run may then find another plan."""
+    """Whether a search reached its limit in seconds. If so, another run may find another plan."""
 
 
 class BindingConstraint(PlanRecord):
-    """A constraint that keeps the cost from being lower."""
+    """Constraint that prevents a lower cost."""
 
     constraint: str
     text: str
     slack: float
     saves_per_hour: float | None = None
-    """Savings in dollars per hour without this constraint, if computed."""
+    """Savings in dollars per hour without this constraint, or None if they were not computed."""
 
 
 class PlanAlternative(PlanRecord):
     name: str
     text: str
     cost_per_hour: float | None
-    """None if the alternative cannot meet the SLOs with this pool."""
+    """Cost in dollars per hour, or None if the alternative cannot meet the SLOs with this pool."""
     reason_against: str
 
 
 class CurvePoint(PlanRecord):
     slo_factor: float
-    """Factor on every SLO bound."""
+    """Factor by which all SLO bounds are multiplied."""
     cost_per_hour: float | None
 
 
@@ -258,13 +265,13 @@ class PlanExplanation(PlanRecord):
     binding: list[BindingConstraint] = Field(default_factory=list)
     alternatives: list[PlanAlternative] = Field(default_factory=list)
     monolith: str = ""
-    """Conditions under which the monolith wins, and its advantage here."""
+    """Text about the conditions under which the monolith is cheaper, and its advantage in this plan."""
     curve: list[CurvePoint] = Field(default_factory=list)
     notes: list[str] = Field(default_factory=list)
 
 
 class TimesCorrection(PlanRecord):
-    """Slowdown of a service's replicas relative to their profile, from their engines' metrics."""
+    """Measured slowdown of a service's replicas relative to their profile, from the engines' metrics."""
 
     service: str
     engine: str
@@ -277,9 +284,9 @@ class TimesCorrection(PlanRecord):
     share: float
     quantisation: str
     prefill: float = 1.0
-    """Factor on the profile's encode and prefill times. Below 1 means faster than the profile."""
+    """Factor by which the profile's encode and prefill times are multiplied. Below 1 means faster."""
     decode: float = 1.0
-    """Factor on the profile's decode iteration times."""
+    """Factor by which the profile's decode iteration times are multiplied."""
 
     @property
     def parallelism(self) -> Parallelism:
@@ -296,20 +303,21 @@ class Plan(PlanRecord):
     groups: list[ReplicaGroup]
     routes: list[PlanRoute]
     hours: list[PlannedHour] = Field(default_factory=list)
-    """Nodes by hour of the day, if the input has hourly rates."""
+    """Nodes that each hour of the day needs. Empty if the input has no hourly rates."""
     latency_forecasts: list[LatencyForecast]
     caches: list[CacheSize] = Field(default_factory=list)
     reservations: list[QosReservation] = Field(default_factory=list)
     applications: list[PlannedApplication] = Field(default_factory=list)
-    """Applications with a tenant, a namespace or prompts."""
+    """Applications that have a tenant, a namespace or prompts."""
     store_flags: list[str] = Field(default_factory=list)
     """Flags of each host's store, in addition to those that follow from the plan."""
     listen: str | None = None
-    """Address that servers listen on. None: all addresses of each host, or the address of the only host."""
+    """Address on which servers listen. None means all addresses of each host, or the address of the only
+    host."""
     allow_anonymous: bool = False
     """Whether encoder services that other hosts can reach accept requests without a key."""
     router_ports: int = 0
-    """Offset of the routers' ports. `--apply` starts new routers alongside the old ones."""
+    """Offset of the routers' ports, with which `--apply` starts new routers while the old routers run."""
     proof: OptimalityProof
     explanation: PlanExplanation = PlanExplanation()
     corrections: list[TimesCorrection] = Field(default_factory=list)
@@ -320,7 +328,7 @@ class Plan(PlanRecord):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a plan. Raises ConfigError for an unreadable or invalid file."""
+        """Read a plan. Raises ConfigError if the file cannot be read or is invalid."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except OSError as e:

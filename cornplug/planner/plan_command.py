@@ -1,5 +1,4 @@
-"""`cornplug plan`: computes a plan from a TOML file and writes it with explanations, a report and launch
-commands.
+"""`cornplug plan`: compute a plan from a TOML file, and write it with explanations, a report and commands.
 
 `cornplug plan init` writes a first input file, and `cornplug plan schema` prints its JSON schema.
 """
@@ -32,7 +31,10 @@ INFEASIBLE: Final = 1
 
 
 def main(argv: list[str]) -> int:
-    """Plan, print and write the files. Raises ConfigError for invalid input, with the line and a remedy."""
+    """Run `cornplug plan`, and return the exit status.
+
+    Raises ConfigError with the line and a remedy if the input is invalid.
+    """
     if argv[:1] == ["init"]:
         return init_command.main(argv[1:])
     if argv[:1] == ["schema"]:
@@ -71,8 +73,10 @@ def _print_schema(argv: list[str]) -> int:
 
 
 def _check(plan_input: PlanInput, digest: str, folder: Path, transfer: Transfer) -> int:
-    """Print the load test of the plan in `folder`. Raises ConfigError if the folder has no plan for this
-    input."""
+    """Print the load test of the plan in `folder`.
+
+    Raises ConfigError if the folder has no plan for this input.
+    """
     plan = Plan.load(folder / "plan.json")
     if plan.input_digest != digest:
         raise ConfigError(
@@ -83,12 +87,18 @@ def _check(plan_input: PlanInput, digest: str, folder: Path, transfer: Transfer)
 
 
 def read(path: Path) -> tuple[PlanInput, str]:
-    """Return the input and its SHA-256 digest."""
+    """Read a plan's TOML file, and return the input and the SHA-256 of the file."""
     return toml_reader.read(path), hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def planned(plan_input: PlanInput, digest: str, console: Console, *, quiet: bool, reasons: float) -> Plan:
-    """Return the plan with its explanation, and show progress on `console`."""
+    """Compute a plan and, unless `reasons` is 0, its explanation.
+
+    Args:
+        digest: SHA-256 of the input file.
+        console: console that shows progress, unless `quiet` is set.
+        reasons: solver work for the explanation, as in `--explain`.
+    """
     with progress.shown(console, quiet=quiet) as line:
         decision = decide(plan_input, digest=digest, progress=line.phase, watch=line.watch)
         plan = with_hours(decision)
@@ -99,7 +109,7 @@ def planned(plan_input: PlanInput, digest: str, console: Console, *, quiet: bool
 
 
 def refused(command: str, error: PlanInfeasible | PlanUnfinished) -> int:
-    """Print why there is no plan, and return the exit status."""
+    """Print the reason why there is no plan, and return the exit status."""
     print(f"cornplug {command}: {error}", file=sys.stderr)
     return INFEASIBLE
 

@@ -1,1 +1,2 @@
-"""Replay of request traces against the store's rules: the savings of another size or other namespaces."""
+"""Replay of recorded request traces with the store's policy, to predict the savings of another store size or
+other namespaces."""

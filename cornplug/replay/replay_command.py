@@ -1,4 +1,5 @@
-"""`cornplug replay TRACE --store SIZE`: hits and savings of a store of this size with a recorded trace."""
+"""Command `cornplug replay TRACE --store SIZE`, which predicts the hits and savings of a store of this size
+from a recorded trace."""
 
 from __future__ import annotations
 
@@ -18,11 +19,14 @@ from cornplug.settings import bytes_of
 
 _GIB: Final = 1 << 30
 _WIDTH: Final = 120
-"""Minimum width of the output, so that tables in files are not wrapped."""
+"""Minimum width of the output in columns, so that tables that are written to files are not wrapped."""
 
 
 def main(argv: list[str]) -> int:
-    """Print a table of all sizes and return 0. Raises ConfigError for an invalid trace or size."""
+    """Replay the trace, print a table of the results for all sizes, and return 0.
+
+    Raises ConfigError if the trace or a size is invalid.
+    """
     options = _parser().parse_args(argv)
     cost = TokenCost(kv_bytes=options.token_bytes, prefill_s=options.token_us / 1e6)
     requests = read_trace(options.trace, cost, options.format)[: options.requests]
@@ -82,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _size(text: str, requests: Sequence[TraceRequest]) -> int:
-    """Parse a size in bytes, or as a percentage of the distinct bytes in the trace."""
+    """Return a size in bytes, from text that is a size or a percentage of the distinct bytes in the trace."""
     percent = text.strip().endswith("%")
     try:
         found = float(text.strip()[:-1]) / 100 if percent else bytes_of(text)
@@ -103,7 +107,8 @@ def _summary(path: Path, requests: Sequence[TraceRequest]) -> str:
 
 
 def _table(scores: Mapping[int, ReplayScore]) -> Table:
-    """Return a row for each size, followed by a row for each app if there are several."""
+    """Return a table with a row for each size. If the trace has several apps, each size is followed by a row
+    for each app."""
     table = Table()
     for head in ("store", "app", "accesses", "hits", "hits by bytes", "saved s", "saved of all"):
         table.add_column(head, justify="left" if head == "app" else "right")

@@ -1,6 +1,7 @@
-"""Hits and saved seconds of a cache on one trace.
+"""Number of hits and of saved seconds of a cache in the replay of one trace.
 
-`StoreReplay` is the policy of the store: its index, as a daemon runs it, without memory, sockets or a clock.
+`StoreReplay` is a cache with the store's policy. It uses the same index as a store's daemon, but no memory
+for payloads, no sockets and no clock.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _BATCH: Final = 64
 
 
 class StoreReplay:
-    """Store that handles requests as engines send them: it leases present entries and reserves missing
-    entries.
+    """Cache with the store's policy. For each request, it makes the calls that an engine would make: lease
+    the present entries, then reserve and commit the missing entries.
     """
 
     def __init__(self, capacity_bytes: int, namespaces: Mapping[str, NamespaceConfig] | None = None) -> None:
@@ -55,7 +56,7 @@ class StoreReplay:
             terms = ReserveTerms(request.app, cost_s=cost_s)
             answers = self._index.reserve(_OWNER, entries, terms, now_s=request.time_s)
             reserved += [answer for answer in answers if isinstance(answer, Reservation)]
-        # Like the daemon, commit the entries of one message tail first.
+        # Like the daemon, commit the entries of one message in reverse order.
         for one in reversed(reserved):
             self._index.commit(_OWNER, one.token, b"")
 
@@ -65,7 +66,7 @@ def _key(access: TraceAccess) -> bytes:
 
 
 class ReplayedCache(Protocol):
-    """Cache against which a trace is replayed."""
+    """Cache for which a trace can be replayed."""
 
     def serve(self, request: TraceRequest) -> Sequence[bool]:
         """Return whether each access finds its entry, and write the missing entries."""
@@ -73,8 +74,8 @@ class ReplayedCache(Protocol):
 
 @dataclass(slots=True)
 class AccessCounts:
-    """Counts over some accesses. A hit after a missing part of its prefix counts as a hit but saves no
-    time.
+    """Sums over a set of accesses. If an earlier entry of a prefix is missing, a hit still counts as a hit,
+    but saves no time.
     """
 
     accesses: int = 0
@@ -95,14 +96,14 @@ class AccessCounts:
 
 @dataclass(slots=True)
 class ReplayScore:
-    """Result of one cache."""
+    """Result of replaying a trace with one cache."""
 
     total: AccessCounts = field(default_factory=AccessCounts)
     by_app: dict[str, AccessCounts] = field(default_factory=lambda: defaultdict(AccessCounts))
 
 
 def replay(requests: Sequence[TraceRequest], cache: ReplayedCache) -> ReplayScore:
-    """Return the score of a cache that is initially empty."""
+    """Replay the requests with `cache`, which should be empty, and return its score."""
     score = ReplayScore()
     for request in requests:
         found = cache.serve(request)

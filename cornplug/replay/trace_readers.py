@@ -1,4 +1,4 @@
-"""Traces of requests, and readers of four formats.
+"""Readers of request traces in four formats.
 
     cornplug     JSONL that a running store writes (`store.access_log`): `cornplug/store/daemon/access_log.py`
     mooncake     JSONL {"timestamp": ms, "input_length", "output_length", "hash_ids"}, blocks of 512 tokens
@@ -7,8 +7,8 @@
                  tokens (alibaba-edu/qwen-bailian-usagetraces-anon); the type is the app
     oracle       libCacheSim's oracleGeneral: little-endian u32 time, u64 object, u32 size, i64 next access
 
-Each may be compressed with gzip. Blocks of mooncake and qwen have neither bytes nor seconds, so `TokenCost`
-gives them.
+A trace may be compressed with gzip. The blocks of mooncake and qwen have neither sizes nor costs, so these
+are computed with `TokenCost`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KEY_MASK: Final = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class TraceAccess:
-    """Entry that a request needs."""
+    """Access of a request to one entry."""
 
     key: int
     """Number below 2**64 that identifies the entry."""
@@ -45,28 +45,29 @@ class TraceAccess:
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """Request with the entries that it looks up, and writes if they are missing."""
+    """Request with its accesses. It looks up each entry, and writes the entry if it is missing."""
 
     time_s: float
     app: str
     accesses: tuple[TraceAccess, ...]
     is_prefix: bool
-    """Whether each entry continues the previous entry, like KV pages, so that it saves nothing without it."""
+    """Whether each entry continues the previous entry, as KV pages do. An entry then saves nothing unless all
+    previous entries are present."""
 
 
 def distinct_bytes(requests: Iterable[TraceRequest]) -> int:
-    """Return the bytes of all distinct entries of a trace."""
+    """Return the sum of the sizes of all distinct entries of a trace, in bytes."""
     return sum({access.key: access.size_bytes for one in requests for access in one.accesses}.values())
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCost:
-    """Bytes and seconds of a token's KV. Defaults: Llama-3.1-8B in bfloat16, at 0.6 ms of prefill per MiB."""
+    """Size and cost of KV. The defaults are for Llama-3.1-8B in bfloat16, with 0.6 ms of prefill per MiB."""
 
     kv_bytes: int = 131072
     prefill_s: float = 75e-6
     seconds_per_byte: float = 0.6e-3 / (1 << 20)
-    """Cost of entries whose format has neither a cost nor tokens."""
+    """Seconds to recompute a byte of an entry, for traces that contain neither costs nor tokens."""
 
 
 class _Blocks(msgspec.Struct):
@@ -76,10 +77,10 @@ class _Blocks(msgspec.Struct):
 
 
 def read_trace(path: Path, cost: TokenCost, format_name: str | None = None) -> list[TraceRequest]:
-    """Return the requests of a trace in order. Without `format_name`, the format is detected from the file's
-    beginning.
+    """Return the requests of a trace in order.
 
-    Raises ConfigError that names the line and the remedy.
+    `cost` applies to entries for which the trace contains no size or cost. Without `format_name`, the format
+    is detected from the beginning of the file. Raises ConfigError with the invalid line and the remedy.
     """
     try:
         with _open(path) as file:
@@ -133,7 +134,7 @@ def _request(
     time_s: float, app: str, hash_ids: list[int], block_tokens: int, cost: TokenCost
 ) -> TraceRequest:
     size, seconds = block_tokens * cost.kv_bytes, block_tokens * cost.prefill_s
-    # A block may occur twice in a request (the digest of padding). The store has it once.
+    # A block may occur twice in a request (the digest of padding), but is one entry in the store.
     keys = dict.fromkeys(each & _KEY_MASK for each in hash_ids)
     return TraceRequest(time_s, app, tuple(TraceAccess(key, size, seconds) for key in keys), is_prefix=True)
 
@@ -146,7 +147,7 @@ def _cornplug(line: bytes, cost: TokenCost) -> TraceRequest:
         )
         for each in call.entries
     )
-    # A line has only entries that were present or were written, so a missing prefix cannot be detected.
+    # A line contains only entries that were present or were written, so a missing prefix cannot be detected.
     return TraceRequest(call.t, call.app, accesses, is_prefix=False)
 
 

@@ -1,7 +1,7 @@
-"""Whether this server shares, and the settings, store connection and metrics of each process.
+"""Sharing state of a server, and the settings, store connection and counters of each of its processes.
 
-SGLang loads plugins in every process of every server. The main process decides whether to share (`flags.py`)
-and sets environment variables, which its child processes inherit.
+SGLang loads plugins in every process of every server. The main process decides whether the server shares
+KV and embeddings (`flags.py`), and sets environment variables, which its child processes inherit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _tally = ServerTally()
 def turn_on(extra: Mapping[str, str]) -> None:
     """Enable sharing in this process and its child processes, with these settings ({"section.field": value}).
 
-    Raises ConfigError that names an unknown or invalid setting.
+    Raises ConfigError if a setting is unknown or invalid.
     """
     if settings(extra).engine.tower == "service":
         raise ConfigError(
@@ -56,7 +56,7 @@ def turn_off() -> None:
 
 
 def need(parts: Iterable[str]) -> None:
-    """Set the parts of this package that the server's child processes need (`hook_registry.py`)."""
+    """Publish to the server's child processes which parts of this package they need (`hook_registry.py`)."""
     os.environ[_PARTS] = ",".join(sorted(parts))
     os.environ[_GROUP] = secrets.token_hex(16)
 
@@ -68,10 +68,10 @@ def needed() -> frozenset[str] | None:
 
 
 def group() -> bytes:
-    """Return the id of this replica's tensor-parallel ranks in the store (32 bytes).
+    """Return the 32-byte id that this replica's tensor-parallel ranks use in the store.
 
-    b"" in a process that was not started by the main process of a sharing server. Call it only in SGLang's
-    scheduler processes. Each replica of a server has a different id.
+    Each data-parallel replica of a server has a different id. The id is b"" in a process that was not started
+    by the main process of a sharing server. Call this only in SGLang's scheduler processes.
     """
     from sglang.srt.runtime_context import get_parallel
 
@@ -89,14 +89,14 @@ def is_on() -> bool:
 
 
 def config() -> Config:
-    """Return the server's settings, as read by the first call in this process. Requires `is_on`."""
+    """Return the server's settings, which the first call in this process reads. Requires `is_on`."""
     return _settled(os.environ[_VARIABLE])
 
 
 @lru_cache(maxsize=1)
 def _settled(extra: str) -> Config:
-    # This runs on the scheduler's thread, where a settings file that is edited later must not raise an
-    # exception.
+    # Cached, because a settings file that a user edits later must not raise an exception on the scheduler's
+    # thread.
     return settings(json.loads(extra))
 
 
@@ -106,8 +106,9 @@ def _runtime(pid: int) -> EngineRuntime:
 
 
 def runtime() -> EngineRuntime:
-    """Return the settings and store connection of this process, created on first use. Requires `is_on`.
+    """Return the settings and store connection of this process, which the first call creates.
 
+    Requires `is_on`.
     Raises ConfigError if the settings are invalid.
     """
     with _lock:

@@ -1,19 +1,20 @@
-"""Combines the namespaces of an SGLang request into one salt."""
+"""Combines an SGLang request's `cache_salt` and `extra_key` into one salt."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
 _MARK: Final = "\x00"
-"""Prefix of every salt that is not just a request's `cache_salt`. Clients do not use it by accident."""
+"""Prefix of every salt that differs from the request's `cache_salt`. A client's own salt is unlikely to begin
+with this character."""
 
 
 def salt_of(cache_salt: str | None, extra_key: str | None) -> str | None:
-    """Return the salt of a request's embeddings and pages. None is the deployment's shared domain.
+    """Return the salt of a request's embeddings and KV pages, or None for the deployment's shared domain.
 
-    A `cache_salt` alone is used unchanged, so it names the same domain as in vLLM. A user's `extra_key`
-    (without the LoRA id that SGLang appends) makes another domain. The encoding distinguishes all pairs of
-    the two, including absent and empty values.
+    A `cache_salt` without an `extra_key` is used unchanged, so it selects the same domain as in vLLM. A
+    user's `extra_key` (without the LoRA id that SGLang appends) selects another domain. All pairs of a
+    `cache_salt` and an `extra_key` have different salts, including absent and empty values.
     """
     if extra_key is None and (cache_salt is None or not cache_salt.startswith(_MARK)):
         return cache_salt
@@ -25,5 +26,5 @@ def salt_of(cache_salt: str | None, extra_key: str | None) -> str | None:
 
 
 def salt_of_request(request: Any) -> str | None:
-    """Return `salt_of` for the `cache_salt` and `extra_key` of any of SGLang's request classes."""
+    """Return the salt (`salt_of`) of a request of any of SGLang's request classes."""
     return salt_of(getattr(request, "cache_salt", None), getattr(request, "extra_key", None))

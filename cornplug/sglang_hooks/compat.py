@@ -1,7 +1,8 @@
-"""Facts of one SGLang version: the tested range, the validated families, and how functions are hooked.
+"""Definitions that depend on SGLang's version: the tested range, the validated families, and the form of
+hooks.
 
-SGLang provides entry points, and a hook registry for all of its functions. Each module of this package lists
-the hooks that it needs (`HOOKS`), and `hook_registry.py` registers them.
+SGLang loads plugins by entry point, and its hook registry can hook any of its functions. Each module of this
+package lists the hooks that it needs (`HOOKS`), and `hook_registry.py` registers them.
 """
 
 from __future__ import annotations
@@ -18,26 +19,27 @@ from cornplug.engine_common.version_range import VersionRange
 logger = logging.getLogger("sglang.cornplug")
 
 SUPPORTED_VERSIONS: Final = VersionRange("SGLang", "sglang", (0, 5, 23), (0, 5, 24))
-"""Excludes 0.5.22, although its hooked functions have the same parameters: its HiCache copies a page to host
-memory without waiting for the forward pass that may still write the page (`write_fence_stream` was added in
-0.5.23). Such a page would be wrong in every engine that reads it from the store."""
+"""Excludes SGLang 0.5.22, although its hooked functions have the same parameters. HiCache in 0.5.22 copies a
+page to host memory without waiting for the forward pass that may still write the page (`write_fence_stream`
+was added in 0.5.23). Every engine that reads this page from the store would compute wrong results."""
 
 GENERIC_INPUTS: Final[Mapping[str, tuple[str, ...]]] = {"glm4v": ("pixel_values", "image_grid_thw")}
-"""Validated families that the service computes with transformers' own class (`EngineModel`)."""
+"""Inputs of the tower, by `model_type`, for validated families whose embeddings the encoder service computes
+with transformers' own class (`EngineModel`)."""
 
 EPOCHS: Final[Mapping[str, int]] = {}
 """`model_type` -> number of releases in the tested range that changed the results of that family, for example
-by a bug fix. An epoch other than 0 is part of the key, so that servers before and after the change do not
-share."""
+by a bug fix. A number other than 0 is part of the key, so that servers before and after the change do not
+share with each other."""
 
 
 def validated_families(dtype: str, kind: str = "image") -> frozenset[str]:
-    """Return the families for which the installed SGLang shares images with this dtype.
+    """Return the families for which the installed SGLang shares image embeddings in this dtype.
 
-    `tests/integration/test_families.py` has compared this release's embeddings with those of the encoder
-    service. Among the others, SGLang 0.5.23 computes Gemma 3's SigLIP with CLIP's activation, cannot load
-    LLaVA-1.5 as published, and runs LLaVA-NeXT, LLaVA-OneVision and InternVL (-hf) with its generic backend,
-    which has no function that could be hooked.
+    `tests/integration/test_families.py` has compared their embeddings in this release with the encoder
+    service's. Some other families cannot be shared: SGLang 0.5.23 computes Gemma 3's SigLIP with CLIP's
+    activation, cannot load LLaVA-1.5 as published, and runs LLaVA-NeXT, LLaVA-OneVision and InternVL (-hf)
+    with its generic backend, which has no function that could be hooked.
 
     The kinds "own image", "own video" and "own audio" are for embeddings that are shared only among SGLang
     servers. Their keys depend on the tensors that enter the tower (`tests/integration/test_own_towers.py`).
@@ -46,10 +48,14 @@ def validated_families(dtype: str, kind: str = "image") -> frozenset[str]:
 
 
 class Hook(NamedTuple):
-    """Hook on a function of SGLang. The signature depends on `sglang.srt.plugins.hook_registry.HookType`:
+    """Hook on a function of SGLang.
 
-    before(*args, **kwargs) -> (args, kwargs) or None; after(result, *args, **kwargs) -> result or None;
-    around(original, *args, **kwargs) -> result; replace: a function or a class.
+    `function` depends on `kind`, as in `sglang.srt.plugins.hook_registry.HookType`:
+
+        before      before(*args, **kwargs) -> (args, kwargs) or None
+        after       after(result, *args, **kwargs) -> result or None
+        around      around(original, *args, **kwargs) -> result
+        replace     a function or class, used instead of the target
     """
 
     target: str
@@ -57,7 +63,7 @@ class Hook(NamedTuple):
     kind: Literal["before", "after", "around", "replace"]
     function: Callable[..., Any]
     reads: tuple[str, ...] = ()
-    """Parameters of the target that `function` reads by name (`arguments`)."""
+    """Names of the target's parameters that `function` reads by name (`arguments`)."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -66,7 +72,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def arguments(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Map the parameters of a call of `target` to its arguments, including defaults.
+    """Return the arguments of a call of `target` by parameter name, including default values.
 
     Hooks read arguments by name, because SGLang's signatures change between releases.
     """

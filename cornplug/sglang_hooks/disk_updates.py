@@ -1,15 +1,16 @@
 """Checks loaded weights, and resumes sharing after SGLang updates them from another checkpoint folder.
 
-Each rank compares its weights with the files (`engine_common.weight_comparison`) before it serves, and
-notifies all processes of the server, because the tokenizer's process has no weights. During an update:
+Before it serves requests, each rank compares its weights with the checkpoint's files
+(`engine_common.weight_comparison`). If they differ, the rank ends sharing in all processes of the server,
+also in the tokenizer's process, which has no weights to compare. An update has these steps:
 
-    tokenizer, each rank    the epoch is odd: no process shares
+    tokenizer, each rank    makes the epoch odd, so that no process shares
     each rank               loads, flushes its cache, compares its memory with the files, votes
-    first rank              all votes are yes: records the folder, and the epoch is even
+    first rank              records the folder and makes the epoch even, if all votes are yes
 
 After an update, nothing that was computed with the previous weights remains: SGLang's flush has ended its
 storage threads and emptied its trees, and each rank has dropped page hashes, placeholders and embeddings. If
-a rank votes no, sharing ends until restart, because the running weights may be in no folder.
+a rank votes no, sharing ends until restart, because no folder may contain the running weights.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _trained: Final[set[bool]] = set()
 
 
 def _loaded(_result: Any, runner: Any) -> None:
-    """Compare the loaded weights with the files, unless they are fetched later, while graphs are captured."""
+    """Compare the loaded weights with the files, unless SGLang fetches them later, during graph capture."""
     if runner.startup_weight_load is None:
         _check(runner)
 
@@ -67,7 +68,7 @@ def _asked(manager: Any, obj: Any, request: Any = None) -> None:
 
 
 def _update(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
-    """Wrap a rank's update."""
+    """Wrap SGLang's update of a rank's weights. Sharing resumes if all ranks vote yes."""
     if not activation.is_on():
         return original(manager, recv_req)
     began_ns = time.time_ns()
@@ -78,7 +79,7 @@ def _update(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
         result = original(manager, recv_req)
         why = excluded or _unlike(manager, recv_req, result, path, began_ns)
     finally:
-        # Every rank votes, even after an error, because the others wait.
+        # Every rank votes, even after an error, because the other ranks wait for its vote.
         forget()
         _settle(manager.tp_cpu_group, epoch, path, began_ns, why)
     return result
@@ -94,7 +95,7 @@ def _excluded(manager: Any, recv_req: Any) -> str:
 
 
 def note_trained() -> None:
-    """Record that this rank now holds tensors that did not come from a folder."""
+    """Record that this rank's model now contains tensors that were not loaded from a folder."""
     _trained.add(True)
 
 
@@ -106,7 +107,7 @@ def excluded_server(manager: Any) -> str:
     settings, model = resolved_view(get_server_args()), model_config_of(get_server_args())
     found = {
         "cornplug could not identify the previous weights": engine_state.current().unknown(),
-        # Replicas, stages and hosts vote separately.
+        # Only the ranks of one tensor-parallel group vote together.
         "data or pipeline parallelism, or several hosts": max(
             settings.dp_size, settings.pp_size, settings.nnodes
         )
@@ -121,7 +122,7 @@ def excluded_server(manager: Any) -> str:
 
 
 def _unlike(manager: Any, recv_req: Any, result: Any, path: str, began_ns: int) -> str:
-    """Return the reason why this rank does not hold exactly the folder's weights, or "" if it does."""
+    """Return the reason why this rank's weights may differ from the folder's, or "" if they match."""
     if not (result.success and recv_req.flush_cache):
         return "SGLang did not load the weights and flush its cache"
     if str(Path(recv_req.model_path).resolve()) != path:
@@ -140,7 +141,7 @@ def _unlike(manager: Any, recv_req: Any, result: Any, path: str, began_ns: int) 
 
 
 def forget() -> None:
-    """Forget everything that was computed with the previous weights or identified by them."""
+    """Drop the page hashes, placeholders and embeddings of the previous weights in this rank."""
     from sglang.srt.managers import mm_schedule
 
     from cornplug.sglang_hooks.kv import page_hash_hooks
@@ -148,13 +149,16 @@ def forget() -> None:
 
     page_hash_hooks.forget_pages()
     placeholder_tokens.forget()
-    # For an earlier request, it has rows of the new tower under the old tower's key.
+    # For a request from before the update, this cache has rows of the new tower under the old tower's key.
     if mm_schedule.embedding_cache is not None:
         mm_schedule.embedding_cache.clear()
 
 
 def _settle(group: Any, epoch: int, path: str, began_ns: int, why: str) -> None:
-    """Let the ranks vote. The first rank publishes the result."""
+    """Let the ranks vote on the update.
+
+    The first rank publishes the new folder if all votes are yes. Otherwise every rank ends sharing.
+    """
     vote = torch.tensor([not why, began_ns], dtype=torch.int64)
     torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=group)
     agreed, first_ns = vote.tolist()

@@ -1,7 +1,7 @@
 """`sglang serve MODEL --enable-cornplug` and its `--cornplug-*` options.
 
-They appear in SGLang's help, and can be used in the file that `--config` names. Each of them enables
-cornplug. From Python, before the engine is created:
+SGLang's help lists these flags, and its `--config` file may contain them. Each flag enables cornplug. To
+enable it from Python, call `share` before you create the engine:
 
     from cornplug.sglang_hooks.flags import share
 
@@ -27,9 +27,9 @@ def share(extra: Mapping[str, str] | None = None) -> None:
     Args:
         extra: {"section.field": value}, for example `engine.app` or `store.socket`.
 
-    With an SGLang outside of the tested range, engines run as stock, and the log gives the reason.
+    If the installed SGLang is outside of the tested range, this logs a warning, and engines run as stock.
 
-    Raises ConfigError for an unknown or invalid setting.
+    Raises ConfigError if a setting is unknown or invalid.
     """
     if why := SUPPORTED_VERSIONS.refusal():
         _run_as_stock(why)
@@ -69,9 +69,10 @@ def _run_as_stock(why: str) -> None:
 
 
 def _resolve_once(original: Callable[[Any], None], server_args: Any) -> None:
-    """Wrap SGLang's resolution of its settings, before it starts any process.
+    """Select and install the hooks that the server needs, around SGLang's resolution of its settings.
 
-    This is the last point before SGLang freezes the settings, both of command lines and of `Engine(...)`.
+    Resolution is the last point before SGLang freezes the settings and starts processes, both for command
+    lines and for `Engine(...)`.
     """
     if not activation.is_on() or getattr(server_args, "_resolution_finished", False):
         original(server_args)
@@ -95,7 +96,7 @@ STOCK_HOOKS: tuple[Hook, ...] = (
     _ADD,
     Hook("sglang.srt.server_args.ServerArgs.from_cli_args", "around", _from_cli_args_as_stock),
 )
-"""Hooks for an SGLang outside of the tested range."""
+"""Hooks for SGLang versions outside of the tested range."""
 HOOKS: tuple[Hook, ...] = (
     _ADD,
     Hook("sglang.srt.server_args.ServerArgs.from_cli_args", "around", _from_cli_args),

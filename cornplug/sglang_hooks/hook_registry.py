@@ -1,10 +1,10 @@
 """Selects the hooks that a server needs, registers them with SGLang, and verifies that SGLang applied them.
 
-SGLang catches the exceptions of a plugin, and only logs the hooks that it could not apply. A hook that is not
-installed cannot break the server.
+SGLang catches the exceptions of a plugin, and only logs the hooks that it could not apply. Only the hooks
+that a server needs are installed, because a hook that is not installed cannot break the server.
 
-The main process selects hooks from SGLang's resolved settings, and passes them to its child processes
-(`activation.need`). Each part names modules whose `HOOKS` it uses, or one such tuple of a module.
+Hooks are grouped into parts. The main process selects the parts from SGLang's resolved settings, and passes
+their names to its child processes (`activation.need`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cornplug.sglang_hooks.compat import SUPPORTED_VERSIONS, Hook
 
 _ROOM: Final = "cornplug.sglang_hooks"
 
-# part -> modules, or one name in a module
+# part -> modules whose `HOOKS` it uses, or "module:NAME" for another tuple of hooks in a module
 _MODULES: Final = {
     # Used only in the main process, while SGLang resolves its settings.
     "resolution": ("kv.hicache_config",),
@@ -52,17 +52,17 @@ def needed(server_args: Any) -> frozenset[str]:
 
     settled = resolved_view(server_args)
     found = {"weights"}
-    # SGLang does not resolve models with these names.
+    # SGLang does not resolve a model for these paths.
     if str(settled.model_path).lower() in ("none", "dummy"):
         return frozenset(found)
     if settled.enable_hierarchical_cache and hicache_config.is_ours(settled):
         found.add("kv")
         if settled.hicache_write_policy == hicache_config.SECOND_SIGHT:
             found.add("idle_backups")
-        # An adapter may be added at run time, but only if LoRA was enabled at start.
+        # Adapters may be loaded at run time, but only if LoRA was enabled at start.
         found |= {"lora"} if settled.enable_lora or settled.lora_paths else set()
     model = model_config_of(server_args)
-    # Keys are digests of the checkpoint's files, so the weights must have been loaded from them.
+    # Keys are computed from the checkpoint's files, so the loaded weights are compared with these files.
     found |= {"loaded"} if "kv" in found or model.is_multimodal else set()
     if model.is_multimodal:
         found.add("images")
@@ -87,11 +87,10 @@ def hooks(parts: Iterable[str]) -> tuple[Hook, ...]:
 
 
 def install(needed: Iterable[str]) -> None:
-    """Install the hooks of these parts now. The main process selects them from its settings, after plugins
-    were loaded.
+    """Install the hooks of these parts now, in the main process, which has already loaded its plugins.
 
-    Raises ConfigError if this SGLang does not have a target or has another kind of function there, or if
-    another plugin has replaced it.
+    Raises ConfigError if the installed SGLang lacks a hook's target, if the target has other parameters, or
+    if another plugin has replaced the target.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -101,7 +100,7 @@ def install(needed: Iterable[str]) -> None:
 
 
 def verify(*_args: Any, **_kwargs: Any) -> None:
-    """Raise ConfigError unless every hook of this process is installed."""
+    """Raise ConfigError unless every hook of this process is installed and fits its target's parameters."""
     missing = sorted(name for name, hook in _registered.items() if not is_applied(hook))
     if missing:
         raise ConfigError(
@@ -140,13 +139,13 @@ def misfit(hook: Hook) -> str:
     """Return the reason why a hook cannot accept the calls of its target, or "" if it can.
 
     The check passes every parameter of the target, by position and by name, so that an added or renamed
-    parameter is detected here and not by the first request.
+    parameter is detected at startup and not by the first request.
     """
     if hook.kind == "replace":
         return ""
     first = () if hook.kind == "before" else (None,)
     found = pkgutil.resolve_name(hook.target)
-    # The hook of a class method gets `cls`.
+    # A hook on a class method receives `cls` as its first argument.
     found = found.__func__ if isinstance(found, MethodType) else found
     target = inspect.signature(found).parameters.values()
     plain = [p for p in target if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -154,7 +153,7 @@ def misfit(hook: Hook) -> str:
     ours = inspect.signature(hook.function)
     if unknown := sorted(set(hook.reads) - {p.name for p in target}):
         return f"no parameter {', '.join(unknown)}"
-    # A method's own object and unnamed parameters are always passed by position.
+    # `self`, `cls` and positional-only parameters are always passed by position.
     fixed = sum(p.kind is p.POSITIONAL_ONLY or p.name in ("self", "cls") for p in plain)
     try:
         ours.bind(*first, *(None for _ in plain), **named)
@@ -166,7 +165,7 @@ def misfit(hook: Hook) -> str:
 
 
 def register_parts(needed: Iterable[str]) -> None:
-    """Register the hooks of these parts with SGLang, and the check that they are installed."""
+    """Register the hooks of these parts with SGLang, and a hook that verifies that they are installed."""
     register((*hooks(needed), _LAST))
 
 
@@ -182,5 +181,5 @@ def register(hooks: tuple[Hook, ...]) -> None:
             _registered[name] = hook
 
 
-# Each process calls this first after its plugins are loaded.
+# Each process calls `publish` first after it has loaded its plugins.
 _LAST: Final = Hook("sglang.srt.runtime_context.publish", "before", verify)

@@ -1,8 +1,8 @@
 """Entry point `sglang.srt.plugins`, called in every process of every server.
 
-A server without cornplug gets its flags and no other change. In a server with cornplug, a hook that cannot
-work stops the process with the reason. An SGLang outside of the tested range runs as stock, regardless of
-flags.
+In a server that does not enable cornplug, this only adds cornplug's flags. In a server that does, a process
+stops with an error if a hook cannot work. If the installed SGLang is outside of the tested range, servers run
+as stock SGLang regardless of the flags.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from cornplug.sglang_hooks import activation, compat, hook_registry
 
 
 def register() -> None:
-    """Hook the flags and, in processes of a server that shares, the parts that the server needs."""
+    """Register the hooks for cornplug's flags and, in child processes of a sharing server, the hooks that the
+    server needs."""
     from cornplug.sglang_hooks import flags
 
     if compat.SUPPORTED_VERSIONS.refusal():

@@ -1,7 +1,7 @@
-"""Sharing verdicts for a checkpoint in SGLang, without loading it, for `cornplug doctor --model`.
+"""Determines whether SGLang would share a checkpoint, without loading it, for `cornplug doctor --model`.
 
-It calls the functions that a server calls while it resolves its settings. A server also checks the pools of
-the loaded model (`late_exclusions.py`), which do not exist here.
+This module calls the functions that a server calls while it resolves its settings. A server also checks the
+memory pools of the loaded model (`late_exclusions.py`), which this report cannot do.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, asked, does_not_r
 
 
 def describe(model: str, flags: Sequence[str] = ()) -> list[SharingVerdict]:
-    """Return the verdicts on a server of this checkpoint with these flags. Reads weights once.
+    """Return whether a server with this checkpoint and these flags would share KV and embeddings.
 
-    Call it in a process that runs nothing else, because it exits if SGLang's parser rejects a flag.
+    The weights are read once. Call this in a separate process, because it exits if SGLang's parser rejects a
+    flag.
     """
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
     from sglang.srt.server_args import prepare_server_args
@@ -43,7 +44,7 @@ def describe(model: str, flags: Sequence[str] = ()) -> list[SharingVerdict]:
 
 
 def _identify(resolved: Any, running: Any) -> None:
-    """Raise CheckpointError if a server would share no embeddings."""
+    """Raise CheckpointError if the server would not share embeddings."""
     model = engine_model(resolved, running)
     own = own_tower(model, resolved, generic=runs_generic_backend(running))
     try:
@@ -54,7 +55,7 @@ def _identify(resolved: Any, running: Any) -> None:
 
 
 def _check(server_args: Any) -> None:
-    """Raise LayoutError with the reason why the server does not share KV."""
+    """Raise LayoutError with the reason if the server would not share KV."""
     engine = settings.load().engine
     if not engine.share_kv:
         raise LayoutError("engine.share_kv is false", reason="disabled")

@@ -1,8 +1,8 @@
 """cornplug's counters in SGLang's own `/metrics`, with `--enable-metrics`.
 
 SGLang's processes write their metrics to files in a folder (PROMETHEUS_MULTIPROC_DIR), and the process that
-serves `/metrics` sums them. cornplug's counters use the same files. Events of all ranks of a tensor-parallel
-group are counted once, by its first rank.
+serves `/metrics` sums them. cornplug's counters use the same files. Only the first rank of a tensor-parallel
+group writes its counters, so that an event of all ranks is counted once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from prometheus_client import Counter, Histogram
 
 _MAX_SAMPLES: Final = 4096
-"""Samples kept per histogram until the next drain. SGLang never drains."""
+"""Maximum number of samples that the tally keeps per histogram. SGLang never drains a tally."""
 
 _lock = threading.Lock()
 _counters: dict[str, Counter] = {}
@@ -25,7 +25,7 @@ _histograms: dict[str, Histogram] = {}
 
 
 class ServerTally(Tally):
-    """A `Tally` in a process of SGLang, whose counts the server's `/metrics` shows."""
+    """A `Tally` whose counts also appear in the server's `/metrics`."""
 
     def count(self, name: str, *labels: str, by: float = 1) -> None:
         """See `Tally.count`."""
@@ -45,7 +45,7 @@ class ServerTally(Tally):
 
 
 def is_shown() -> bool:
-    """Return whether the server's `/metrics` shows the counts of this process.
+    """Return whether the server's `/metrics` includes the counts of this process.
 
     False until SGLang has set the settings and rank of the process.
     """
@@ -71,7 +71,7 @@ def _counter(name: str) -> Counter:
     with _lock:
         if name not in _counters:
             # prometheus_client decides at import whether it writes to files. It must not be imported before
-            # SGLang has set the folder, which happens after cornplug's hooks are installed.
+            # SGLang has set PROMETHEUS_MULTIPROC_DIR, which happens after cornplug's hooks are installed.
             from prometheus_client import Counter
 
             _counters[name] = Counter(name, METRICS[name].help, METRICS[name].labels)

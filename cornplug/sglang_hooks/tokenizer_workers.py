@@ -1,9 +1,9 @@
-"""Installs hooks in SGLang's front ends, where images get their keys.
+"""Installs hooks in SGLang's front ends, which compute the keys of images.
 
-A single front end is hooked like the main process, because it loads plugins itself. The worker processes of
+A single front end loads plugins itself, so it is hooked like the main process. The worker processes of
 `--tokenizer-worker-num` are hooked through the application that they import (`http_workers.py`). Other front
-ends load no plugins. Their images have no key, so neither their embeddings nor the KV after them are shared.
-Everything else is.
+ends load no plugins. Images that they receive have no key, so neither the embeddings of these images nor the
+KV after them are shared. All other KV is shared.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from cornplug.sglang_hooks.compat import logger
 APPLICATION: Final = "cornplug.sglang_hooks.http_workers:app"
 _VARIABLE: Final = "SGLANG_HTTP_SERVER_APP_PATH"
 _IMAGES: Final = "images"
-"""Part of this package (`hook_registry.py`) that the front ends need."""
+"""Name of the part (`hook_registry.py`) that the front ends need."""
 
 
 def hook(server_args: Any, needed: Iterable[str]) -> None:
-    """Let the tokenizer workers of this server import cornplug's application, if its images are shared.
+    """Let the tokenizer workers of this server import cornplug's application, if the server shares images.
 
-    Called in the main process, before it starts others. If a front end loads no plugins, a warning names its
-    flag.
+    Call this in the main process before it starts other processes. If the front end does not load plugins,
+    this logs a warning that names the responsible flag.
     """
     unhook()
     if _IMAGES not in needed:

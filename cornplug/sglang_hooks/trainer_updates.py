@@ -1,14 +1,16 @@
-"""Resumes sharing after a trainer updates a server's weights in SGLang and names them.
+"""Resumes sharing after a trainer updates a server's weights in SGLang and gives them a version.
 
-    tokenizer, each rank    the epoch is odd: no process shares
-    each rank               a session (begin_weight_update to end_weight_update) of any number of calls, or
-                            one update_weights_from_ipc
-    each rank               the session is over: drops what was computed before, votes on its version
-    first rank              all votes are yes and for one version: records it, and the epoch is even
+An update is one `update_weights_from_ipc`, or a session (`begin_weight_update` to `end_weight_update`) of any
+number of calls. It has these steps:
 
-The calls of a session are parts of one state of the weights, which has a name only at its end. Any of the
-calls may contain the version, and so may `/update_weight_version` after them. If the calls contain different
-versions, the state has no name.
+    tokenizer, each rank    makes the epoch odd, so that no process shares
+    each rank               receives the calls of the update
+    each rank               at the end, drops what the previous weights computed, and votes on the version
+    first rank              records the version and makes the epoch even, if all ranks vote for one version
+
+The weights have a version only after the last call of a session. Any call of the session may contain the
+version, and so may `/update_weight_version` after the session. If the calls contain different versions, the
+weights have no version.
 
 If nothing was computed since SGLang's last flush, no KV of the previous weights is left. Otherwise the epoch
 stays odd until the next flush. A failed call ends sharing until restart. This module is used only with
@@ -33,19 +35,19 @@ from cornplug.sglang_hooks.model.weight_updates import changes_model, loses_weig
 
 @dataclass
 class _Update:
-    """An update of this rank's weights that has no version yet."""
+    """An update of this rank's weights after which sharing has not resumed yet."""
 
     epoch: int
     before: str
-    """SGLang's previous version of the weights."""
+    """Version that SGLang reported for the weights before the update."""
     versions: frozenset[str]
-    """Versions in its calls."""
+    """Versions that the update's calls contained."""
     failed: bool = False
     is_over: bool = False
     waits_for_flush: bool = False
 
     def version(self) -> str | None:
-        """Return the version of the update, or None unless there is exactly one."""
+        """Return the update's version, or None unless its calls contained exactly one version."""
         return next(iter(self.versions)) if len(self.versions) == 1 else None
 
 
@@ -55,14 +57,14 @@ class _Rank:
 
     update: _Update | None = None
     flushed_at: int | None = None
-    """SGLang's count of forward passes at its last flush."""
+    """Number of forward passes that SGLang had run at its last flush, or None before the first flush."""
 
 
 _rank: Final = _Rank()
 
 
 def _changed(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
-    """Wrap a rank's calls that replace weights."""
+    """Wrap each call that replaces weights of this rank."""
     if not (trusts_versions() and changes_model(recv_req)):
         return original(manager, recv_req)
     update = _begun(recv_req)
@@ -77,7 +79,7 @@ def _changed(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
 
 
 def _ended(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
-    """Wrap the end of a session."""
+    """Wrap the call that ends a session."""
     update = _rank.update
     if update is None or not trusts_versions():
         return original(manager, recv_req)
@@ -87,7 +89,7 @@ def _ended(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
 
 
 def _begun(recv_req: Any) -> _Update:
-    """Return the update to which a call belongs."""
+    """Return the update to which a call belongs. The first call begins an update."""
     note_trained()
     epoch = weights_guard.begin_update(type(recv_req).__name__.removesuffix("ReqInput"), logger)
     if _rank.update is None or _rank.update.is_over:
@@ -96,9 +98,9 @@ def _begun(recv_req: Any) -> _Update:
 
 
 def _watched(original: Callable[..., Any], manager: Any, recv_req: Any, update: _Update) -> Any:
-    """Run a call. A call that fails may have replaced a part of the weights, and ends sharing.
+    """Run a call. If it fails, end sharing, because it may have replaced some of the weights.
 
-    It may fail on a single rank, which still votes, because the others wait.
+    A rank on which the call failed still votes, because the other ranks wait for its vote.
     """
     done = False
     try:
@@ -118,23 +120,27 @@ def _version_now() -> str:
 
 
 def _over(manager: Any, update: _Update) -> None:
-    """Handle the end of an update, and a version that is set later."""
+    """Vote on an update when its last call has finished, and again when its version is set later."""
     update.is_over = True
     _settle(manager, update, is_empty=_is_empty(manager, update))
 
 
 def _is_empty(manager: Any, update: _Update) -> bool:
-    """Return whether this rank holds no KV of the previous weights.
+    """Return whether this rank holds no KV that was computed with the previous weights.
 
-    If nothing was computed since the last flush, this flushes once more. It is cheap, and drops what SGLang
-    may have fetched in between for waiting requests.
+    If nothing was computed since the last flush, this flushes the cache again. The second flush is cheap, and
+    drops KV that SGLang may have fetched since the first flush for waiting requests.
     """
     nothing_new = _rank.flushed_at == manager.scheduler.forward_ct
     return bool(update.version() and nothing_new and manager.flush_cache(empty_cache=False))
 
 
 def _settle(manager: Any, update: _Update, *, is_empty: bool) -> None:
-    """Let the ranks vote. The first rank publishes the result."""
+    """Let the ranks vote on an update, and resume sharing if they agree on its version.
+
+    The first rank publishes the version. Sharing ends if a rank rejects the update or received another
+    version. It stays paused if the update has no usable version or a rank still has to flush its cache.
+    """
     excluded = "one of the calls failed" if update.failed else excluded_server(manager)
     why = weights_guard.unusable_version(update.version(), update.before)
     if len(update.versions) > 1:
@@ -165,9 +171,10 @@ def _settle(manager: Any, update: _Update, *, is_empty: bool) -> None:
 
 
 def _wrapper_made(_wrapper: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Wrap the function that the handler of `/flush_cache` will call, before SGLang creates the handler.
+    """Replace the function that SGLang's handler of `/flush_cache` will call by `_flushed`.
 
-    Another module hooks `Scheduler.flush_cache`, and SGLang supports one hook per function and process.
+    This hooks the handler's constructor, because another module hooks `Scheduler.flush_cache` and SGLang
+    supports only one hook per function and process.
     """
     return (_wrapper,), {**kwargs, "flush_cache": partial(_flushed, kwargs["flush_cache"])}
 
@@ -183,8 +190,10 @@ def _flushed(flush: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _named(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    """Wrap `/update_weight_version`, which sets the version of an update that ended without one, or of one in
-    progress."""
+    """Wrap `/update_weight_version`, which sets the version of the current update.
+
+    The update may still be in progress, or may have ended without a version.
+    """
     result = original(scheduler, recv_req)
     update = _rank.update
     if update is None or update.waits_for_flush:
@@ -198,7 +207,7 @@ def _named(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
 
 
 def _released(_self: Any, recv_req: Any) -> None:
-    """Drop a pending update when its weights are released."""
+    """Drop the pending update when SGLang releases the weights."""
     if loses_weights(recv_req):
         _rank.update = None
 

@@ -1,2 +1,4 @@
-"""Store of bytes by key, shared by all processes of a host. `base` has the contract, `backends` selects a
-store."""
+"""Store of bytes by key, shared by all processes of a host.
+
+`base` defines the contract, and `backends` selects an implementation.
+"""

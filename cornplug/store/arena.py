@@ -5,10 +5,11 @@ memfd cannot be truncated by a client, is freed when a daemon is killed, and has
 could open. The daemon allocates pages *before* it returns reservations, and leaves enough memory for the
 host, so that writers never run out of memory.
 
-A table (`WriteFences`) shows which reservations can be written now. The daemon writes it, and clients map it
-read-only. A reservation has a slot, which contains its memory's generation as long as its writers may write.
-The store cannot revoke the mapping of a late writer, which may be another process than the one that reserved.
-`view` therefore checks the slot first, and a writer that passes the check has the quarantine to finish.
+A table (`WriteFences`) shows which reservations can be written now. The daemon writes the table, and clients
+map it read-only. Each reservation has a slot in the table. The slot contains the generation of the reserved
+memory as long as writers may write it. The store cannot revoke the mapping of a late writer, which may be
+another process than the one that reserved. `view` therefore checks the slot first. A writer that passes the
+check can finish its write during the quarantine.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store.base import PayloadLocation
 
 _F_SEAL_FUTURE_WRITE: Final = 0x0010
-"""Linux 5.1; the standard library has no name for it."""
+"""Seal that Linux 5.1 added. The standard library has no constant for it."""
 SLOTS: Final = 1 << 16
 """Maximum number of open reservations of all clients."""
 TABLE_BYTES: Final = 8 * SLOTS
@@ -44,11 +45,11 @@ _REMEDY: Final = "Reduce store.size_bytes (--size), or add memory to this host o
 
 
 def sealed_memory(name: str, size_bytes: int, *, others_write: bool) -> tuple[int, mmap.mmap]:
-    """Return the descriptor and this process's writable map of `size_bytes` of zeros.
+    """Create `size_bytes` of zeroed memory. Return its descriptor and this process's writable map.
 
-    No process can truncate the memory. Unless `others_write`, only this map can be written, even by a process
-    that has the descriptor. Linux before 5.1 cannot enforce that, so readers verify what they read on any
-    version. Raises OSError if the kernel does not provide such memory.
+    No process can truncate the memory. Unless `others_write`, the memory can be written only through this
+    map: other processes can map the descriptor only read-only. Linux before 5.1 cannot enforce this, so
+    readers verify what they read on any version. Raises OSError if the kernel does not provide the memory.
     """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size_bytes)
@@ -88,7 +89,7 @@ class WriteFences:
         return slot
 
     def shut(self, slot: int) -> None:
-        """Free the slot. No further write to its reservation begins."""
+        """Free the slot, so that no further write to its reservation begins."""
         self._table[slot] = 0
         self._free.append(slot)
 
@@ -102,10 +103,10 @@ class WriteFences:
 
 
 class MappedFences:
-    """A client's side of the table."""
+    """A client's side of the table of writable reservations."""
 
     def __init__(self, fd: int) -> None:
-        """Map the table. Raises OSError or ValueError if `fd` is not a table."""
+        """Map the table. Raises OSError or ValueError if `fd` is not such a table."""
         self._table = memoryview(mmap.mmap(fd, TABLE_BYTES, prot=mmap.PROT_READ)).cast("Q")
 
     def holds(self, location: PayloadLocation) -> bool:
@@ -118,7 +119,7 @@ def _holds(table: memoryview, location: PayloadLocation) -> bool:
 
 
 class MemoryBound(NamedTuple):
-    """The tightest limit: the host's memory, or the limit of a cgroup."""
+    """Memory limit of this host or of a cgroup."""
 
     total_bytes: int
     available_bytes: int
@@ -153,8 +154,8 @@ def _limits(proc: Path, cgroups: Path) -> Iterator[MemoryBound]:
 
 
 def _walk(root: Path, path: str, limit: str, usage: str, cache: str) -> Iterator[MemoryBound]:
-    """Yield the limits of a group and of the groups that contain it. In a container the path may be the
-    host's. Then only the root is visible, which is the container's own group."""
+    """Yield the limits of a cgroup and of the cgroups that contain it. In a container, `path` may be the
+    cgroup's path on the host. Then only the root is visible, which is the container's own cgroup."""
     at = root / path.lstrip("/")
     for group in [at, *at.parents]:
         # "No limit" is the text "max" in version 2, and the largest number of pages in version 1.
@@ -177,10 +178,11 @@ def _field(path: Path, name: str) -> int:
 
 
 def fitting_size(size_bytes: int | None, *, clamp: bool, memory: MemoryBound | None = None) -> int:
-    """Return the capacity to use: `size_bytes`, or a quarter of the free memory for None.
+    """Return the capacity in bytes that a store should use.
 
-    If there is not enough memory, it returns half of the free memory with `clamp`, and otherwise raises
-    ConfigError for store.size_bytes.
+    This is `size_bytes`, or a quarter of the free memory if `size_bytes` is None. If there is not enough
+    memory, the result is half of the free memory with `clamp`. Without `clamp`, ConfigError is raised for
+    store.size_bytes.
     """
     memory = memory or host_memory()
     free = memory.available_bytes
@@ -206,15 +208,15 @@ def fitting_size(size_bytes: int | None, *, clamp: bool, memory: MemoryBound | N
 
 
 def _kept_free(memory: MemoryBound) -> int:
-    """Return the memory that a store leaves free, so that the kernel does not kill processes."""
+    """Return the number of bytes that a store leaves free, so that the kernel does not kill processes."""
     return memory.total_bytes // 20
 
 
 class SharedArena:
-    """The daemon's side of the arena, which owns the memory and allocates its pages."""
+    """The daemon's side of the arena. It owns the memory and allocates its pages."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        """Create the memory. Raises ConfigError if the kernel refuses."""
+        """Create the memory. Raises ConfigError if the kernel does not provide it."""
         self.id = secrets.token_bytes(16)
         self.capacity_bytes = max(1, capacity_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.backed_bytes = 0
@@ -228,8 +230,8 @@ class SharedArena:
             raise ConfigError("store.size_bytes", problem, _REMEDY) from e
 
     def grow(self, want_bytes: int) -> int:
-        """Allocate at least `want_bytes` more and return the number of bytes, or 0 if there is no memory
-        now."""
+        """Allocate at least `want_bytes` more. Return the number of allocated bytes, or 0 if there is no
+        memory now."""
         left = self.capacity_bytes - self.backed_bytes
         if not 0 < want_bytes <= left:
             return 0
@@ -284,11 +286,11 @@ class MappedArena:
         self._fences = fences
 
     def view(self, location: PayloadLocation, *, writable: bool) -> memoryview:
-        """Return the bytes of a location. The mapping exists as long as any view of it. Raises
+        """Return the bytes of a location. The arena stays mapped as long as any returned view exists. Raises
         StoreUnavailable("stale_location") like `Store.view`."""
         end = location.offset + location.size
         if location.arena_id != self.id or location.offset < 0 or end > self.capacity_bytes:
-            raise StoreUnavailable("location of another arena", reason="stale_location")
+            raise StoreUnavailable("the location is in another arena", reason="stale_location")
         if writable and not self._fences.holds(location):
             raise StoreUnavailable("this reservation has ended", reason="stale_location")
         return self.bytes_at(location.offset, location.size, writable=writable)

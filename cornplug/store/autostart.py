@@ -23,13 +23,15 @@ from cornplug.private_paths import open_file, open_folder
 
 IDLE_EXIT_S: Final = 600.0
 _SPAWN_S: Final = 20.0
-"""Time limit for the starter, which returns when the daemon's interpreter has started, before it serves."""
+"""Time limit for the process that starts the daemon. That process returns when the daemon's interpreter has
+started, which is before the daemon serves."""
 LOG_BYTES: Final = 1 << 20
 """Size beyond which the log of an auto-started daemon is emptied."""
 
-# The daemon's own module starts in a third of the time of the whole command line, and a broken optional
-# package cannot keep the store from starting. Its package is last on the path, and the engine's folder is
-# not on it, so that a user's secrets.py does not replace the standard library's.
+# The daemon's module is run directly. It starts in a third of the time that cornplug's command line takes,
+# and a broken optional package cannot prevent its start. cornplug's folder is last on the module search path,
+# and the engine's folder is not on it, so that a user's secrets.py does not replace the standard library's
+# module.
 _START: Final = (
     "import json, sys; sys.path.append(sys.argv.pop(1)); "
     "from cornplug.store.daemon.main import main; sys.exit(main(sys.argv[1:], json.load(sys.stdin)))"
@@ -40,7 +42,7 @@ _log = logging.getLogger("cornplug.store")
 
 @contextlib.contextmanager
 def start_lock(socket_path: Path) -> Iterator[bool]:
-    """Yield True if this client may start a daemon now.
+    """Lock the start of a daemon, and yield whether this client holds the lock and may start a daemon.
 
     Raises ConfigError if other users have access to the folder, and OSError if no file can be created.
     """
@@ -72,13 +74,13 @@ def _log_file(path: Path) -> BinaryIO:
 
 
 def spawn(config: StoreConfig, *, idle_exit_s: float) -> None:
-    """Start a daemon and return. It is ready a moment later, or logs why it failed.
+    """Start a daemon and return. The daemon is ready a moment later, or logs why it failed.
 
     Raises OSError if no process can be created, and ConfigError if other users have access to the folder.
     """
     command = [sys.executable, "-P", "-c", _START, str(Path(cornplug.__file__).parents[1])]
     command += ["--clamp", "--detach", "--idle-exit-s", str(idle_exit_s)]
-    # The command line shows the socket to users who list the processes.
+    # The socket is on the command line so that users who list the processes can see it.
     command += ["--socket", str(config.socket.absolute())]
     # The settings are not on the command line, which any user can read: a URL may have a password.
     settings = json.dumps(portable(Config(store=config))).encode()

@@ -1,8 +1,8 @@
 """Selection of the store: the host's store, or a store from an installed package.
 
 The setting `store.backend` is NAME or NAME:ADDRESS. `pool` is the host's store. A package provides another
-store with an entry point in the group `cornplug.stores`. It is a callable with the arguments and result of
-`open_store`, which reads the address from `config.backend`.
+store with an entry point in the group `cornplug.stores`. The entry point is a callable with the arguments and
+result of `open_store`. The callable reads the address from `config.backend`.
 """
 
 from __future__ import annotations

@@ -12,37 +12,39 @@ map.
 Contract, which `cornplug.testing.StoreContract` checks for every implementation:
 
 * An entry is visible only after `commit`. After that, `meta` and payload never change.
-* If two connections write the same key, the first `reserve` wins. The other gets `PENDING`, or `PRESENT`
-  after the commit. Entries are never overwritten.
-* Several connections can write one entry together (`WriterPart`). Each reserves the key as its part of a
-  group, gets its own token for the same memory, writes its bytes and commits its checksums of the header. The
-  entry is visible when all parts are committed. If one part is released, or its connection ends, the
-  reservation ends for all parts.
-* A lease keeps its entry in place until it is released, until it expires, or until its connection ends.
+* If two connections write the same key, the first `reserve` wins. The other connection gets `PENDING`, or
+  `PRESENT` after the commit. Entries are never overwritten.
+* Several connections can write one entry together (`WriterPart`). Each connection reserves the key as its
+  part of a group, gets its own token for the same memory, writes its bytes and commits its checksums of the
+  header. The entry is visible when all parts are committed. If one part is released, or its connection ends,
+  the reservation ends for all parts.
+* A lease keeps its entry in place until the lease is released or expires, or until its connection ends.
   Leases of one call can have the same token. They then end together.
 * A reservation ends when it is released, when its connection ends, or after `reservation_s`. Its key can then
-  be reserved again immediately. Its memory is not reused yet, because the writer may still be writing. It is
-  reused after a late commit (which shows that the writer is done), after the quarantine if the reservation
-  was released or its connection ended, or after `reclaim_s`. Once a reservation has ended, no process gets a
-  writable view of its memory.
+  be reserved again immediately. Its memory is not reused yet, because the writer may still be writing. The
+  memory is reused after a late commit (which shows that the writer is done), after the quarantine if the
+  reservation was released or its connection ended, or after `reclaim_s`. Once a reservation has ended, no
+  process gets a writable view of its memory.
 * Every call returns or raises `StoreUnavailable` within its `deadline_s`.
 * The leases of one connection can hold at most three quarters of the store (and always at least one entry).
   Beyond that, a present key is reported as absent.
-* Lookups (`contains`, `stat`) do not refresh LRU. They change only `found` and `absent` of `StoreStat`.
+* Lookups (`contains`, `stat`) do not refresh LRU. They change only the counts `found` and `absent` of
+  `StoreStat`.
 * `reserve` with `only_seen` succeeds only for keys that an earlier request reserved with `only_seen`. Other
   keys get FIRST_SIGHT, and are remembered for a while in bounded memory. A request makes one call per key, or
   one per part. Calls without `only_seen` do not depend on these records and do not add to them.
-* A full store evicts entries without leases. If that is not enough, it returns `FULL`.
+* A full store evicts entries without leases. If that is not enough, `reserve` returns `FULL`.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final, Protocol, overload, runtime_checkable
+from typing import Final, Generic, Protocol, TypeVar, overload
 
 import msgspec
 import numpy as np
@@ -52,17 +54,21 @@ from cornplug.store.store_stats import StoreStat
 
 KEY_BYTES = 32
 PROMOTED = 1 << 63
-"""Bit in the generation of an entry that was recalled from disk. Its generation does not show its age."""
+"""Bit that is set in the generation of an entry that was recalled from disk or from a far store. The
+generation then does not show the entry's age."""
 PLACE: Final = struct.Struct("=QQQ")
-"""Location of a payload: offset, size, generation. All zeros if there is no payload."""
+"""Encoded location of a payload: offset, size, generation. All are 0 if there is no payload."""
 NO_PLACE: Final = bytes(PLACE.size)
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class PayloadLocation(msgspec.Struct, frozen=True, array_like=True):
     """Location of a payload. It can be sent to another process of the host."""
 
     arena_id: bytes
-    """16 random bytes of the arena, so that locations in the arena of a dead store are recognized."""
+    """16 random bytes that identify the arena, so that locations in the arena of an ended store are
+    detected."""
     offset: int
     """Byte offset of the payload in the arena, a multiple of 64."""
     size: int
@@ -71,7 +77,7 @@ class PayloadLocation(msgspec.Struct, frozen=True, array_like=True):
     """Number that increases with every reservation in this arena (apart from the bit PROMOTED), so that it
     changes whenever memory is reused."""
     fence: int = -1
-    """Slot that shows whether `generation` can still be written, see `arena.WriteFences`."""
+    """Slot that shows whether memory of this `generation` can still be written, as in `arena.WriteFences`."""
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
@@ -106,7 +112,7 @@ class WriterPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReserveTerms(msgspec.Struct, frozen=True):
-    """Writer and cost of entries that are reserved together, see `Store.reserve`."""
+    """Arguments of `Store.reserve` that apply to all entries of the call."""
 
     app: str
     part: WriterPart | None = None
@@ -141,30 +147,94 @@ class PurgeRule(msgspec.Struct, frozen=True, array_like=True):
     unused_s: float = 0.0
     """Minimum time since the entry was read, in seconds."""
     dry_run: bool = False
-    """Only count the entries."""
+    """Whether to only count the matching entries, without deleting them."""
 
 
 class PurgeCount(msgspec.Struct, frozen=True, array_like=True):
-    """Number of entries that a purge deleted."""
+    """Counts of the entries that a purge deleted, or would delete with `PurgeRule.dry_run`."""
 
     entries: int
     size_bytes: int
-    """Memory of these entries."""
+    """Size of the deleted entries in bytes."""
     leased: int
-    """Number of these entries that are leased. Their memory is freed when the leases end."""
+    """Number of deleted entries that are leased. Their memory is freed when the leases end."""
     writing: int
-    """Number of further entries whose writing was aborted. The commit of their writers fails."""
+    """Number of further entries that were being written. Their reservations end, so the commits fail."""
 
 
-class Store(Protocol):
-    """Store of entries. See the contract of the module. Implementations are thread-safe."""
+class Unfound(enum.Enum):
+    """Reason why `Store.find_unleased` did not return an entry."""
 
+    ABSENT = "absent"
+    UNKNOWN = "unknown"
+    """This client cannot determine whether the entry is present. Use `Store.lease`."""
+
+
+class UnleasedEntry(Protocol):
+    """An entry that is not leased. Copy its bytes, verify the copy, then call `confirm`."""
+
+    @property
+    def meta(self) -> bytes:
+        """Header of the entry, or arbitrary bytes if the entry was evicted."""
+
+    @property
+    def payload(self) -> memoryview:
+        """Read-only payload, or bytes of another entry if this entry was evicted."""
+
+    def confirm(self) -> bool:
+        """Return whether the entry has been in place until now. If so, count a hit and refresh LRU."""
+
+
+class Tier(enum.IntEnum):
+    """Fastest tier in which an entry is stored."""
+
+    ABSENT = 0
+    MEMORY = 1
+    DISK = 2
+    """The entry is not in memory, but on disk, or a lookup found it in a far store. It must be recalled
+    before it can be read."""
+
+
+class Posted(Protocol[T_co]):
+    """Request that was sent, and whose reply is read later."""
+
+    def take(self) -> T_co | None:
+        """Return the reply, or None if it has not arrived. Never waits.
+
+        Raises StoreUnavailable if no reply arrived within the request's deadline, or if no reply can arrive
+        any more. Leases and reservations in a late reply are released.
+        """
+
+
+class Answered(Generic[T]):
+    """Result of a request to which the store replied immediately, with the interface of `Posted`."""
+
+    def __init__(self, answer: T) -> None:
+        self._answer = answer
+
+    def take(self) -> T:
+        return self._answer
+
+
+class Store(ABC):
+    """Store of entries. The module's docstring has the contract. Implementations are thread-safe, and inherit
+    from this class.
+
+    The abstract methods are required. The others are for capabilities that not every store has: reads
+    without a lease, lookups that send no message, entries on disk and in far stores, requests that do not
+    wait, purges, and copies by a device. The inherited methods are right for a store without the capability.
+    """
+
+    @abstractmethod
     def contains(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
-        """Return one byte per key, 1 if it is present. The length of the stored prefix is `mask.find(0)`."""
+        """Return one byte per key: 1 if the key is present, otherwise 0. The index of the first absent key is
+        `mask.find(0)`, or -1 if all keys are present."""
 
+    @abstractmethod
     def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> Leases:
-        """Return a lease for each key that is present, and None for the others. Refreshes LRU."""
+        """Return a lease for each key that is present, and None for each absent key. Refreshes LRU."""
 
+    @abstractmethod
     def reserve(
         self,
         entries: Sequence[tuple[bytes, int]],
@@ -184,6 +254,7 @@ class Store(Protocol):
         tokens. PENDING then means that this part is already reserved, or that another group has the key.
         """
 
+    @abstractmethod
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
         """Publish each (reservation, meta). The result is False if the reservation had ended.
 
@@ -191,167 +262,159 @@ class Store(Protocol):
         result is also False if the parts do not fit together, which ends the reservation.
         """
 
+    @abstractmethod
     def release(self, tokens: Sequence[int], *, deadline_s: float) -> None:
         """Release leases or reservations. Unknown tokens are ignored.
 
-        It takes effect before the next call of this connection, and a moment later for other connections.
+        The release takes effect before the next call of this connection, and a moment later for other
+        connections.
         """
 
+    @abstractmethod
     def delete(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
         """Delete entries and return their number.
 
-        They are invisible immediately. The memory of a leased entry is freed when its leases end.
+        The entries are invisible immediately. The memory of a leased entry is freed when its leases end.
         """
 
+    @abstractmethod
     def stat(self, *, deadline_s: float) -> StoreStat:
         """Return a snapshot of sizes and counts."""
 
+    @abstractmethod
     def view(self, location: PayloadLocation, *, writable: bool = False) -> memoryview:
         """Return the bytes of a location without copying them and without a message to the daemon.
 
-        Raises StoreUnavailable("stale_location") if the location is in another arena, or, if `writable`, its
-        reservation has ended. Get the view right before writing, and do not keep it. A reader must hold a
-        lease, which this call does not check.
+        Raises StoreUnavailable("stale_location") if the location is in another arena, or if `writable` is set
+        and the location's reservation has ended. Get the view right before writing, and do not keep it. A
+        reader must hold a lease, which this call does not check.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Close the connection. All its leases and reservations end."""
 
-
-class Unfound(enum.Enum):
-    """Reason why `UnleasedReads.find_unleased` did not return an entry."""
-
-    ABSENT = "absent"
-    UNKNOWN = "unknown"
-    """Presence is unknown to this client. Use `Store.lease`."""
-
-
-class UnleasedEntry(Protocol):
-    """An entry that is not leased. Copy its bytes, verify the copy, then call `confirm`."""
-
-    @property
-    def meta(self) -> bytes:
-        """Header of the entry, or arbitrary bytes if the entry was evicted."""
-
-    @property
-    def payload(self) -> memoryview:
-        """Read-only payload, or bytes of another entry if this entry was evicted."""
-
-    def confirm(self) -> bool:
-        """Return whether the entry is still in place. If so, count a hit and refresh LRU."""
-
-
-@runtime_checkable
-class UnleasedReads(Protocol):
-    """Optional interface of stores: reads without a message or a lease."""
+    # -- capabilities -----------------------------------------------------------------------
 
     def find_unleased(self, key: bytes) -> UnleasedEntry | Unfound:
-        """Return the entry of a key. ABSENT counts as a miss. Raises StoreUnavailable without a store."""
+        """Return the entry of a key without a message and without a lease. ABSENT counts as a miss.
 
+        Raises StoreUnavailable.
+        """
+        return Unfound.UNKNOWN
 
-class Tier(enum.IntEnum):
-    """Tier in which an entry is stored."""
+    @property
+    def can_peek(self) -> bool:
+        """Whether `peek` reports evicted entries as absent."""
+        return False
 
-    ABSENT = 0
-    MEMORY = 1
-    DISK = 2
-    """The entry is not in memory, but on disk or in a far store that was queried. It must be recalled before
-    it can be read."""
+    def peek(self, keys: Sequence[bytes]) -> bytes:
+        """Return a `Tier` per key, or MEMORY if a message would be needed to find out. It is not counted as a
+        lookup.
 
-
-@runtime_checkable
-class TieredReads(Protocol):
-    """Optional interface of stores: entries on disk, which are read into memory before they can be leased."""
+        Raises StoreUnavailable.
+        """
+        return bytes([Tier.MEMORY]) * len(keys)
 
     @property
     def has_disk(self) -> bool:
         """Whether entries can be on disk only. If not, `tiers` is the same as `contains`."""
+        return False
 
     def tiers(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
-        """Return a `Tier` per key. Otherwise like `contains`."""
+        """Return a `Tier` per key. Arguments and errors are those of `contains`."""
+        return self.contains(keys, deadline_s=deadline_s)
 
-    def recall(self, keys: Sequence[bytes]) -> None:
+    def recall(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - without a disk there is nothing to do
         """Start to read entries from disk into memory, in this order, and return immediately.
 
         `tiers` shows when an entry is in memory. Entries for which there is no memory stay on disk.
         """
 
-
-@runtime_checkable
-class FarReads(Protocol):
-    """Optional interface of stores: entries in far stores. Once found, they are shown as on disk."""
-
     @property
     def far_answers(self) -> bool:
         """Whether a far store is currently responding."""
+        return False
 
     def seek(self, keys: Sequence[bytes]) -> int:
         """Start a lookup of absent entries in far stores, and return its ticket immediately.
 
-        If all these keys were looked up within the last second, it returns the ticket of that lookup. It
-        returns 0 if that lookup is complete, or if no far store responds. `TieredReads.tiers` shows found
-        entries a few milliseconds later.
+        If all these keys were looked up within the last second, this returns the ticket of the earlier
+        lookup, or 0 if the earlier lookup is complete. It also returns 0 if no far store responds. A few
+        milliseconds later, `tiers` shows the entries that were found as `Tier.DISK`.
         """
+        return 0
 
     def answered(self, ticket: int) -> bool:
-        """Return whether the lookup is complete, so that `tiers` shows all entries that it found.
+        """Return whether the lookup with this ticket is complete, so that `tiers` shows all entries that it
+        found.
 
-        It may never return True, so callers must limit their wait. It sends no message.
+        This may never return True, so callers must limit their wait. It sends no message.
         """
+        return True
 
+    def post_reserve(
+        self,
+        entries: Sequence[tuple[bytes, int]],
+        *,
+        app: str,
+        deadline_s: float,
+        part: WriterPart | None = None,
+        only_seen: bool = False,
+        cost_s: float = 0.0,
+    ) -> Posted[list[Reservation | ReserveRefusal]]:
+        """Send a `reserve` without waiting for its reply."""
+        return Answered(
+            self.reserve(
+                entries, app=app, deadline_s=deadline_s, part=part, only_seen=only_seen, cost_s=cost_s
+            )
+        )
 
-@runtime_checkable
-class PeekableStore(Protocol):
-    """Optional interface of stores: lookups that send no message and do not count."""
-
-    def peek(self, keys: Sequence[bytes]) -> bytes:
-        """Return a `Tier` per key, or MEMORY if the client does not know. Raises StoreUnavailable."""
-
-
-@runtime_checkable
-class PurgeableStore(Protocol):
-    """Optional interface of stores: purges for operators."""
+    def post_commit(
+        self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float
+    ) -> Posted[list[bool]]:
+        """Send a `commit` without waiting for its reply."""
+        return Answered(self.commit(written, deadline_s=deadline_s))
 
     def purge(self, rule: PurgeRule, *, deadline_s: float) -> PurgeCount:
         """Delete the matching entries that existed when this call began.
 
         The memory of leased entries is freed when their leases end. `deadline_s` applies to each message.
+        Raises NotImplementedError if the store cannot select entries.
         """
-
-
-@runtime_checkable
-class MappedStore(Protocol):
-    """Optional interface of stores: the whole arena, for a device that copies payloads itself."""
+        raise NotImplementedError
 
     def mapped(self, arena_id: bytes) -> memoryview | None:
-        """Return the memory of this arena, writable, or None if the store has another arena.
+        """Return the memory of this arena, writable, for a device that copies payloads itself. None if the
+        store has another arena, or does not map it.
 
         Access only locations that the store returned, because other pages may not be allocated. The rules of
         `view` apply to each location: hold a lease to read it, and call `view` right before writing.
         """
+        return None
 
 
 def place(location: PayloadLocation) -> bytes:
-    """Encode a location within its arena."""
+    """Encode a location as a `PLACE`, without its arena."""
     return PLACE.pack(location.offset, location.size, location.generation)
 
 
 @dataclass(frozen=True, slots=True)
 class Leases(Sequence[Lease | None]):
-    """Leases by key, or None for each key that is absent. A slice is `Leases`."""
+    """Sequence with a lease, or None if the key is absent, for each key. A slice of it is again `Leases`."""
 
     arena_id: bytes
     keys: Sequence[bytes]
     metas: Sequence[bytes | None]
     """Header of each entry, or None if the key is absent."""
     places: bytes
-    """One `PLACE` per key."""
+    """Concatenated locations, with one `PLACE` per key."""
     tokens: Sequence[int]
     """One token per key, or 0 if there is no lease."""
 
     @classmethod
     def joined(cls, arena_id: bytes, parts: Sequence[Leases]) -> Leases:
-        """Join the leases of several replies for one arena."""
+        """Return the leases of several replies as one sequence. All replies must be for the same arena."""
         keys = list(chain.from_iterable(part.keys for part in parts))
         metas = list(chain.from_iterable(part.metas for part in parts))
         tokens = list(chain.from_iterable(part.tokens for part in parts))

@@ -1,8 +1,8 @@
 """Circuit breaker for a slow store, with a pause that grows with each failure.
 
-Without it, an engine would wait 0.1 s in every step for a store that does not reply in time. Callers with
-longer deadlines may still get replies, so failures are counted separately for each binary order of
-magnitude of the deadline.
+Without a circuit breaker, an engine would wait 0.1 s in every step for a store that does not reply in time.
+Callers with longer deadlines may still get replies, so failures are counted separately for each binary order
+of magnitude of the deadline.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ _PAUSES_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 class CircuitBreaker:
-    """Failures by deadline. All times are of one monotonic clock. Not thread-safe: callers hold a lock."""
+    """Counts late replies by deadline, and rejects requests that would probably fail again. All times are of
+    one monotonic clock. It is not thread-safe, so callers hold a lock."""
 
     def __init__(self) -> None:
         self._missed: dict[int, tuple[int, float]] = {}

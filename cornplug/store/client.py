@@ -33,6 +33,7 @@ from cornplug.store.base import (
     Reservation,
     ReserveRefusal,
     ReserveTerms,
+    Store,
     Tier,
     Unfound,
     WriterPart,
@@ -55,7 +56,7 @@ from cornplug.store.validation import (
 )
 
 SOUGHT_S: Final = 1.0
-"""Time before a key is looked up again, in seconds."""
+"""Time before a key is looked up in far stores again, in seconds."""
 OPEN_S: Final = 0.5
 """Maximum time that callers wait for a ticket, in seconds. A far store must reply within 0.25 s, and a later
 ticket may have replaced a completed ticket in the table."""
@@ -66,7 +67,7 @@ _AS_PRESENT: Final = bytes.maketrans(bytes([UNLISTED]), bytes([PRESENT]))
 
 @dataclass(frozen=True, slots=True)
 class TableEntry:
-    """`UnleasedEntry` of one connection."""
+    """`UnleasedEntry` that was found in the table of one connection."""
 
     record: EntryRecord
     payload: memoryview
@@ -87,7 +88,7 @@ class TableEntry:
 def find_in_table(
     key: bytes, arena: MappedArena, table: MappedEntryTable, notes: ClientNotes | None
 ) -> TableEntry | Unfound:
-    """Look up an entry like `UnleasedReads.find_unleased`. Raises StoreUnavailable if the daemon has shut
+    """Look up an entry like `Store.find_unleased`. Raises StoreUnavailable if the daemon has shut
     down."""
     if notes is None:
         return Unfound.UNKNOWN
@@ -102,8 +103,10 @@ def find_in_table(
 
 
 class SoughtKeys:
-    """Newest keys that were looked up in far stores, with their tickets. Thread-safe. A burst of equal
-    lookups sends one request, with one ticket."""
+    """Keys that were most recently looked up in far stores, and the tickets of these lookups. Thread-safe.
+
+    With these tickets, a burst of equal lookups sends a single request.
+    """
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -113,9 +116,9 @@ class SoughtKeys:
     def begin(self, keys: Sequence[bytes], now_s: float) -> tuple[list[bytes], int]:
         """Return the keys to look up now, and the ticket to wait for.
 
-        If a key is new, the ticket is new too, and the daemon completes it after all earlier lookups.
-        Otherwise it is the ticket of the latest lookup of one of the keys, or 0 if that was at least `OPEN_S`
-        ago.
+        If any key is new, the ticket is new too. The daemon completes it after all earlier lookups. Otherwise
+        the ticket is that of the latest lookup of one of these keys, or 0 if that lookup began at least
+        `OPEN_S` ago.
         """
         if os.getpid() != self._process:
             # In a forked child, a thread of the parent may have held the lock.
@@ -136,17 +139,17 @@ class SoughtKeys:
             return new, ticket
 
 
-class PoolStore:
+class PoolStore(Store):
     """Client of the daemon at `config.socket`.
 
-    All threads share one connection, and no thread waits for the reply of another thread. Large requests are
-    split.
+    All threads share one connection, and no thread waits for the reply to another thread's request. Large
+    requests are split.
 
     Args:
         autostart: Start a daemon if none is running. None: use `config.autostart`.
         connect_timeout_s: Maximum time that the constructor waits for a connection. None: 5 s with autostart,
             otherwise until the first attempt has ended.
-        idle_exit_s: Time after its last client after which a daemon started by this client ends.
+        idle_exit_s: Time in seconds that a daemon started by this client keeps running without any client.
 
     The constructor does not fail if there is no daemon, or if the daemon rejects this client because of
     another protocol, secret or user. The reason is logged, every call raises StoreUnavailable, and the client
@@ -194,23 +197,24 @@ class PoolStore:
 
     @property
     def has_disk(self) -> bool:
-        """See `TieredReads.has_disk`."""
         connection = self._link.connection
         return connection is not None and connection.table.has_disk
 
     def tiers(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
-        """See `TieredReads.tiers`."""
         return self._tiers(keys, lambda: self.contains(keys, deadline_s=deadline_s))
 
+    @property
+    def can_peek(self) -> bool:
+        return True
+
     def peek(self, keys: Sequence[bytes]) -> bytes:
-        """See `PeekableStore.peek`."""
         return self._tiers(keys, lambda: self._link.reachable().table.contains(keys).translate(_AS_PRESENT))
 
     def _tiers(self, keys: Sequence[bytes], in_memory: Callable[[], bytes]) -> bytes:
         """Return a `Tier` per key.
 
-        The disk is checked first. In the other order, an entry that is recalled between the two checks would
-        be missed by both.
+        The disk is checked before memory. In the other order, an entry that is recalled between the two
+        checks would be missed by both checks.
         """
         table = self._link.reachable().table
         on_disk = table.on_disk(keys) if table.has_disk else b""
@@ -220,7 +224,6 @@ class PoolStore:
         return bytes([tier or Tier.DISK * there for tier, there in zip(mask, on_disk, strict=True)])
 
     def recall(self, keys: Sequence[bytes]) -> None:
-        """See `TieredReads.recall`."""
         self._recall(keys)
 
     def _recall(self, keys: Sequence[bytes], ticket: int = 0) -> None:
@@ -233,24 +236,21 @@ class PoolStore:
 
     @property
     def far_answers(self) -> bool:
-        """See `FarReads.far_answers`."""
         connection = self._link.connection
         return connection is not None and connection.table.far_answers
 
     def seek(self, keys: Sequence[bytes]) -> int:
-        """See `FarReads.seek`."""
         if not self.far_answers:
             return 0
         new, ticket = self._sought.begin(keys, time.monotonic())
         if new:
-            # The daemon looks up recalled keys in the far stores if it does not have them.
+            # The daemon looks up recalled keys in the far stores if the host's store does not have them.
             self._recall(new, ticket)
         elif ticket and self.answered(ticket):
             return 0
         return ticket
 
     def answered(self, ticket: int) -> bool:
-        """See `FarReads.answered`."""
         connection = self._link.connection
         return connection is not None and connection.table.shows_ticket(ticket)
 
@@ -264,7 +264,6 @@ class PoolStore:
         return b"".join(masks)
 
     def find_unleased(self, key: bytes) -> TableEntry | Unfound:
-        """See `UnleasedReads.find_unleased`. Used by `payload.py`."""
         check_keys([key])
         connection = self._link.reachable()
         return find_in_table(key, connection.arena, connection.table, connection.notes)
@@ -313,7 +312,7 @@ class PoolStore:
         only_seen: bool = False,
         cost_s: float = 0.0,
     ) -> PostedReserve:
-        """Send a `reserve` whose result is read later."""
+        """Send the request of a `reserve`, whose result the caller reads later."""
         check_entries(entries)
         check_app(app)
         check_part(part)
@@ -325,7 +324,7 @@ class PoolStore:
         return self.post_commit(written, deadline_s=deadline_s).wait()
 
     def post_commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> PostedCommit:
-        """Send a `commit` whose result is read later."""
+        """Send the request of a `commit`, whose result the caller reads later."""
         for _, meta in written:
             check_meta(meta)
         return PostedCommit(self._link.reachable(), written, deadline_s)
@@ -342,7 +341,6 @@ class PoolStore:
         return dropped
 
     def purge(self, rule: PurgeRule, *, deadline_s: float) -> PurgeCount:
-        """See `PurgeableStore.purge`."""
         check_purge(rule)
         connection, begins, more = self._link.reachable(), True, True
         entries = size_bytes = leased = writing = 0
@@ -361,11 +359,10 @@ class PoolStore:
     def view(self, location: PayloadLocation, *, writable: bool = False) -> memoryview:
         arena = self._link.arena
         if arena is None:
-            raise StoreUnavailable("location of another arena", reason="stale_location")
+            raise StoreUnavailable("the location is in another arena", reason="stale_location")
         return arena.view(location, writable=writable)
 
     def mapped(self, arena_id: bytes) -> memoryview | None:
-        """See `MappedStore.mapped`."""
         arena = self._link.arena
         if arena is None or arena.id != arena_id:
             return None

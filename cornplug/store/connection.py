@@ -4,9 +4,9 @@
     wait: one waiting thread reads for all threads until its own reply has arrived
     post: send like ask; the caller reads available replies when it next checks
 
-No thread waits for the reply of another thread. The daemon handles requests in order. If a thread stops
-waiting, the leases and reservations of its reply are released when the reply arrives. A late reply therefore
-costs one miss, and the connection is kept until the socket closes.
+No thread waits for the reply to another thread's request. The daemon handles requests in order. If a thread
+stops waiting, the leases and reservations in its late reply are released when the reply arrives. A late reply
+therefore costs one miss, and the connection is kept until the socket closes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from cornplug.store.use_notes import NO_PAGE, ClientNotes
 
 _CHUNK_BYTES: Final = 256 << 10
 _WELCOME_FDS: Final = 4
-"""Descriptors that accompany `DaemonWelcome`: arena, write fences, table of entries, and notes of reads."""
+"""Number of descriptors that accompany `DaemonWelcome`: arena, write fences, table of entries, and notes of
+reads."""
 _log = logging.getLogger("cornplug.store")
 
 _LAST_NUMBER: Final = (1 << 32) - 1
@@ -46,7 +47,7 @@ R = TypeVar("R", bound=messages.Reply)
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """Pending request to the daemon, found by its number."""
+    """Request to the daemon whose caller has not received the reply."""
 
     asked_s: float
     timeout_s: float
@@ -56,11 +57,12 @@ class Waiter:
 
 
 class DaemonConnection:
-    """Established connection with the memory that the daemon shares with this client.
+    """Established connection to the daemon, and the memory that the daemon shares with this client.
 
-    This is the `arena`, the `table` of entries, and the client's page of `notes`, or None if all pages are in
-    use. Calls raise StoreUnavailable: "store_down" after the connection has ended, "store_slow" if an older
-    request has no reply yet or the daemon was slow recently, and "store_fault" for an unexpected reply.
+    The shared memory consists of the `arena`, the `table` of entries and this client's page of `notes`.
+    `notes` is None if all pages are in use. Calls raise StoreUnavailable: "store_down" after the connection
+    has ended, "store_slow" if an older request has no reply yet or the daemon was slow recently, and
+    "store_fault" for an unexpected reply.
     """
 
     def __init__(self, path: Path, secret: bytes, *, timeout_s: float) -> None:
@@ -99,7 +101,7 @@ class DaemonConnection:
         return self.awaited(self.post(request, timeout_s), kind, end_s)
 
     def post(self, request: messages.Request, timeout_s: float) -> Waiter:
-        """Send a request. Get its reply with `taken`, or wait for it with `awaited`."""
+        """Send a request and return. Poll for its reply with `taken`, or wait for it with `awaited`."""
         now_s = time.monotonic()
         with self._turns:
             self._check_pace(timeout_s, now_s)
@@ -119,7 +121,7 @@ class DaemonConnection:
     def taken(self, waiter: Waiter, kind: type[R], end_s: float) -> R | None:
         """Return the reply to a posted request, or None if it has not arrived. Never waits.
 
-        Raises "store_timeout" if it has not arrived by `end_s` (time.monotonic).
+        Raises "store_timeout" if the reply has not arrived by `end_s` (time.monotonic).
         """
         with self._turns:
             if waiter.answer is None and not self._reading:
@@ -134,7 +136,7 @@ class DaemonConnection:
         return self._decoded(waiter.answer, kind)
 
     def release(self, tokens: Sequence[int]) -> None:
-        """Send a release, or queue it until the socket accepts it. Never waits."""
+        """Send a release of leases or reservations, or queue it until the socket accepts it. Never waits."""
         with self._turns:
             self._queue_release(tokens)
             self._flush()
@@ -155,7 +157,7 @@ class DaemonConnection:
             raise StoreUnavailable("the store was slow a moment ago", reason="store_slow")
 
     def _is_late(self, timeout_s: float, now_s: float) -> bool:
-        """Return whether the oldest request has waited longer than this caller would."""
+        """Return whether the oldest request without a reply has waited for more than `timeout_s`."""
         oldest = next(iter(self._waiting.values()), None)
         return oldest is not None and now_s - oldest.asked_s > timeout_s
 
@@ -200,7 +202,7 @@ class DaemonConnection:
         return waiter.answer
 
     def _missed(self, waiter: Waiter) -> StoreUnavailable:
-        """Return the error for a caller that stops waiting."""
+        """Mark the request as abandoned and return the error for its caller."""
         waiter.abandoned = True
         self._breaker.missed(waiter.timeout_s, time.monotonic())
         return StoreUnavailable("the store did not reply in time", reason="store_timeout")
@@ -211,8 +213,8 @@ class DaemonConnection:
         wanted = select.POLLIN | (select.POLLOUT if self._outbox else 0)
         poller = select.poll()
         poller.register(self._sock, wanted)
-        # A daemon that has just replied is awake, so sleeping here would take longer than its next reply. A
-        # sleeping daemon is woken fastest on this core, which happens if this thread sleeps too.
+        # A daemon that has just replied is awake. Its next reply arrives before this thread could sleep and
+        # wake up. A sleeping daemon wakes up fastest on this core, which happens if this thread sleeps too.
         if now_s - self._answered_s < messages.ALERT_S:
             alert_until_s = min(now_s + messages.ALERT_S / 2, end_s)
             while time.monotonic() < alert_until_s:
@@ -223,7 +225,7 @@ class DaemonConnection:
             poller.poll(left_ms)
 
     def _take_in(self) -> None:
-        """Read and distribute replies, and send queued requests, without blocking."""
+        """Pass received replies to their waiters, and send queued requests, without blocking."""
         try:
             size = self._sock.recv_into(self._chunk)
             if not size:
@@ -331,19 +333,19 @@ class DaemonConnection:
             try:
                 reply = self._first_answer(end_s)
             except (msgspec.MsgspecError, ProtocolError, ValueError) as e:
-                raise ConnectionResetError(f"no store responds there: {e}") from e
+                raise ConnectionResetError(f"no store responds on this socket: {e}") from e
             if isinstance(reply, messages.ClientRejected):
                 field = "store.secret_file" if reply.reason == "secret" else "store.socket"
                 raise ConfigError(field, reply.message, _REMEDIES[reply.reason])
             if not isinstance(reply, messages.DaemonWelcome) or len(fds) != _WELCOME_FDS:
-                raise ConnectionResetError("no store responds there")
+                raise ConnectionResetError("no store responds on this socket")
             arena_fd, fences_fd, table_fd, notes_fd = fds
             try:
                 arena = MappedArena(arena_fd, reply.arena_id, reply.capacity_bytes, MappedFences(fences_fd))
                 notes = None if reply.notes_page == NO_PAGE else ClientNotes(notes_fd, reply.notes_page)
                 return arena, MappedEntryTable(table_fd), notes
             except ValueError as e:
-                raise ConnectionResetError(f"no store responds there: {e}") from e
+                raise ConnectionResetError(f"no store responds on this socket: {e}") from e
         finally:
             for fd in fds:
                 os.close(fd)

@@ -1,4 +1,4 @@
-"""Connection of a process to the host's daemon: reconnects, and starts the daemon if allowed."""
+"""Keeps a process connected to the host's daemon, and starts the daemon if that is allowed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _open_links: weakref.WeakSet[DaemonLink] = weakref.WeakSet()
 class DaemonLink:
     """Connection to the daemon at `config.socket`, maintained by a background thread.
 
-    Only the constructor waits for a connection. Arguments and errors are those of `PoolStore`.
+    Only the constructor waits for a connection. It has the arguments and errors of `PoolStore`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class DaemonLink:
         self._settled = threading.Event()
         self._closing = threading.Event()
         self._keeping = threading.Lock()
-        """Held permanently once the thread that keeps this process connected has started."""
+        """Lock that is never released. The call of `keep` that acquires it starts this process's thread."""
         _open_links.add(self)
         self.keep()
         if connect_timeout_s is None:
@@ -146,7 +146,7 @@ class DaemonLink:
             self._refused = True
             self._say_why(str(e))
         except OSError as e:
-            # The daemon that rejected this client may have ended, so another may be started.
+            # If a daemon rejected this client before, it may have ended, so this client may start another.
             self._refused = False
             self._why = f"no store is running at {self._config.socket}: {e}"
         return None
@@ -157,8 +157,9 @@ class DaemonLink:
         self._why = self._said = why
 
     def abandon_in_child(self) -> None:
-        """Close the connection in a forked child. The socket is the parent's, and two processes on it would
-        mix their replies. The child connects at its first request, which many children never send."""
+        """Close the connection in a forked child. The child shares the socket with its parent, and each would
+        receive some of the other's replies. The child connects at its first request, which many children
+        never send."""
         self._why = f"process {os.getpid()} was forked and has no connection of its own yet"
         # Threads that do not exist in the child may have held the parent's locks.
         closed, self._closing = self._closing.is_set(), threading.Event()

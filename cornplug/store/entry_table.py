@@ -1,7 +1,7 @@
-"""Table of a store's entries: its layout, and the clients' lookups without a message.
+"""Table of a store's entries: its layout, and lookups by clients, which send no message.
 
 The daemon writes the table (`entry_table_writer.py`), and every client maps it read-only. Several keys are
-looked up with numpy, without a loop in Python. Each key needs one cache line.
+looked up with numpy, without a loop in Python. The lookup of a key reads one cache line.
 
     u64 words of the header    serving (1, or 0 after the daemon has shut down) | buckets | records |
                                entries without a tag | whether there is a disk or a far store |
@@ -11,21 +11,23 @@ looked up with numpy, without a loop in Python. Each key needs one cache line.
     records                    256 bytes each, numbered from 1: a location and the entry's header
 
 A tag consists of 40 bits of a key and the number of its record. 0 means no tag. Other bits of the key select
-the bucket. Keys are digests, so they are not hashed again. An entry has no tag if its bucket has 7 others or
-if all records are in use, and an entry with a large header has an empty record. The daemon knows both. An
-entry that is only on disk or in a far store has a tag with the record number ON_DISK_RECORD. It is
-overwritten if an entry in memory finds its bucket full.
+the bucket. Keys are digests, so they are not hashed again. An entry has no tag if its bucket has 7 other tags
+or if all records are in use. An entry with a large header has an empty record. In both cases, clients need a
+message to the daemon to read the entry. An entry that is only on disk or in a far store has a tag with the
+record number ON_DISK_RECORD. Such a tag is overwritten if the bucket is full when an entry in memory is
+added.
 
     record    u64 XXH3-64 of the rest | u64 generation, 0 in an empty record | u64 offset | u64 size
               u32 length of the header | the header
 
-A ticket is the number that a client gave to its lookup in far stores. When the lookup is complete, the ticket
-is written to the word that its value selects. A later ticket may overwrite it. Its client then waits until
-its time limit, as with a daemon that does not support tickets.
+A ticket is the number that a client chose for its lookup in far stores. When the lookup is complete, the
+daemon writes the ticket to the word that the ticket's value selects. A later ticket may overwrite it. The
+client of the overwritten ticket then waits until its time limit, as with a daemon that does not support
+tickets.
 
 The writer changes several words per entry, and readers have no lock. A reader therefore accepts a record only
-if its checksum is right. It accepts bytes of the arena only if the header in the record is the key's, the
-header's checksums match, and the generation is unchanged after the copy.
+if its checksum is right. It accepts bytes of the arena only if the header in the record belongs to the key,
+the header's checksums match, and the generation is unchanged after the copy.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ TAGS: Final = LANES - 1
 RECORD_BITS: Final = 24
 RECORD_MASK: Final = (1 << RECORD_BITS) - 1
 ON_DISK_RECORD: Final = RECORD_MASK
-"""Number that no record has, see _MOST_RECORDS. Older clients treat it as a damaged record."""
+"""Record number of entries that are not in memory. No record has this number, because there are at most
+_MOST_RECORDS. Older clients treat it as a damaged record."""
 TAG_MASK: Final = (1 << 64) - 1 - RECORD_MASK
 SERVING, BUCKETS, RECORDS, UNTAGGED, HAS_DISK, FAR_ANSWERS = range(6)
 """Indices of the header's words."""
@@ -68,18 +71,19 @@ META_AT: Final = RECORD.size
 MAX_META_BYTES: Final = RECORD_BYTES - META_AT
 KEY_WORDS: Final = struct.Struct("=QQ")
 _ENTRY_BYTES: Final = 64 << 10
-"""Bytes of the arena per record. The table then has 0.6 % of the arena's size."""
+"""Bytes of the arena per record. With this number, the table has 0.6 % of the arena's size."""
 _LEAST_RECORDS: Final = 1024
 _MOST_RECORDS: Final = 1 << 20
 _FAR_TAGS: Final = 1 << 15
-"""Tags for entries that were found in far stores and not recalled."""
+"""Number of tags for entries that were found in far stores and not recalled."""
 ABSENT: Final = 0
 PRESENT: Final = 1
 UNLISTED: Final = 2
-"""The key's bucket has entries without a tag, so only the daemon knows whether this key is present."""
+"""The key's bucket has entries without a tag, so the client has to send a message to find out whether the key
+is present."""
 _ANSWERS: Final = {-1: UNLISTED, 0: ABSENT, 1: PRESENT}
 _FEW_KEYS: Final = 6
-"""Maximum number of keys that are looked up one by one. For so few keys, numpy's calls take longer."""
+"""Maximum number of keys that are looked up in a Python loop. For so few keys, calls of numpy take longer."""
 _RECORD_MASK: Final = np.uint64(RECORD_MASK)
 _ONE: Final = np.uint64(1)
 _PRESENT, _UNLISTED = np.uint8(PRESENT), np.uint8(UNLISTED)
@@ -88,7 +92,7 @@ _KEY_WORDS: Final = KEY_BYTES // WORD_BYTES
 
 @dataclass(frozen=True, slots=True)
 class TableShape:
-    """Number of buckets (a power of two) and of records."""
+    """Number of buckets in a table, which is a power of two, and number of records."""
 
     buckets: int
     records: int
@@ -97,10 +101,11 @@ class TableShape:
     def of(cls, capacity_bytes: int, disk_bytes: int = 0, *, has_far: bool = False) -> TableShape:
         """Return the shape for an arena of this capacity.
 
-        It has at least two buckets per record, and one bucket for two tags of a disk of `disk_bytes` and of
-        entries in far stores. Tags of the latter two kinds may be omitted. An entry in memory whose bucket is
-        full costs readers a message. With half an entry per bucket, one bucket in 16 million has more than 7.
-        With two it would be one in 900, and one lookup of 256 keys in four would need a message.
+        The table has at least two buckets per record. With a disk of `disk_bytes` or far stores, it also has
+        at least one bucket for two tags of all kinds. Tags of entries on disk or in far stores may be
+        omitted. Readers need a message for an entry in memory whose bucket is full. With half an entry per
+        bucket, one bucket in 16 million has more than 7 entries. With two entries per bucket it would be one
+        in 900, and a quarter of the lookups of 256 keys would need a message.
         """
         records = min(max(capacity_bytes // _ENTRY_BYTES, _LEAST_RECORDS), _MOST_RECORDS)
         tags = records + min(disk_bytes // _ENTRY_BYTES, _MOST_RECORDS) + _FAR_TAGS * has_far
@@ -123,7 +128,7 @@ class TableShape:
 
 
 def tag_of(key: bytes) -> int:
-    """Return a key's tag, without the number of a record."""
+    """Return a key's tag with 0 in the bits of the record number."""
     tag: int = KEY_WORDS.unpack_from(key)[1]
     return tag & TAG_MASK
 
@@ -193,8 +198,8 @@ class MappedEntryTable:
         return self._words[TICKETS_AT + ticket % TICKETS] == ticket
 
     def on_disk(self, keys: Sequence[bytes]) -> bytes:
-        """Return one byte per key, 1 if it is shown as on disk only. Raises ValueError if a key does not have
-        32 bytes."""
+        """Return one byte per key: 1 if the table shows the key as on disk only, otherwise 0. Raises
+        ValueError if a key does not have 32 bytes."""
         check_keys(keys)
         if not self.has_disk:
             return bytes(len(keys))
@@ -204,7 +209,8 @@ class MappedEntryTable:
         return mask
 
     def find(self, key: bytes) -> int:
-        """Return the number of the key's record, 0 if it is absent, or -1 if it may be unlisted."""
+        """Return the number of the key's record, 0 if the key is absent, or -1 if the entry may have no
+        tag."""
         self._check_serving()
         return self._look(key)
 

@@ -16,7 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from cornplug.errors import StoreUnavailable
 from cornplug.settings import NamespaceConfig
 from cornplug.store.arena import WriteFences
-from cornplug.store.base import Leases, PayloadLocation, Reservation, ReserveRefusal, ReserveTerms, WriterPart
+from cornplug.store.base import (
+    Leases,
+    PayloadLocation,
+    Reservation,
+    ReserveRefusal,
+    ReserveTerms,
+    Store,
+    WriterPart,
+)
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, ReservationTimes
 from cornplug.store.store_stats import StoreStat
@@ -64,8 +72,8 @@ class MemoryStore:
         return MemoryConnection(self, next(self._owners))
 
 
-class MemoryConnection:
-    """`Store` on a `MemoryStore`. It never waits, so no deadline is missed."""
+class MemoryConnection(Store):
+    """Connection to a `MemoryStore`. It never waits, so no deadline is missed."""
 
     def __init__(self, store: MemoryStore, owner: int) -> None:
         self._store = store
@@ -126,22 +134,24 @@ class MemoryConnection:
         index = self._store.index
         end = location.offset + location.size
         if location.arena_id != index.arena_id or location.offset < 0 or end > index.capacity_bytes:
-            raise StoreUnavailable("location of another arena", reason="stale_location")
+            raise StoreUnavailable("the location is in another arena", reason="stale_location")
         if writable and not self._store.fences.holds(location):
             raise StoreUnavailable("this reservation has ended", reason="stale_location")
         view = self.raw(location)
         return view if writable else view.toreadonly()
 
+    @property
+    def can_peek(self) -> bool:
+        return True
+
     def peek(self, keys: Sequence[bytes]) -> bytes:
-        """See `PeekableStore.peek`."""
         return self.contains(keys, deadline_s=0)
 
     def mapped(self, arena_id: bytes) -> memoryview | None:
-        """See `MappedStore.mapped`."""
         return memoryview(self._store.arena) if arena_id == self._store.index.arena_id else None
 
     def raw(self, location: PayloadLocation) -> memoryview:
-        """Return the bytes of a location, writable and without the checks of `view`. For tests of damaged
+        """Return the writable bytes of a location without the checks of `view`. For tests that damage
         entries."""
         return memoryview(self._store.arena)[location.offset : location.offset + location.size]
 

@@ -3,11 +3,12 @@
     greetings     one msgpack message, of any version: `ClientHello`, `DaemonWelcome`, `ClientRejected`
     all others    u32 number | one msgpack message. A reply has the number of its request
 
-Each request except `ReleaseRequest` and `RecallRequest` has one reply, in order. A client recognizes a late
-reply by its number. The client splits large requests (`MAX_KEYS`) and the daemon truncates large replies
-(`LeaseReply`), so that a client does not wait long for another's request. Keys are joined into one blob,
-because 256 keys then decode as one object instead of 256. Payload bytes are never sent. The arena and its
-tables are sent once, as file descriptors that accompany `DaemonWelcome`.
+Each request except `ReleaseRequest` and `RecallRequest` has one reply. Replies have the order of the
+requests. A client detects a late reply by its number. The client splits large requests (`MAX_KEYS`) and the
+daemon truncates large replies (`LeaseReply`), so that a client does not wait long for another client's
+request. Keys are joined into one blob, because 256 keys then decode as one object instead of 256. Payload
+bytes are never sent. The arena and its tables are sent once, as file descriptors that accompany
+`DaemonWelcome`.
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ MAX_KEYS: Final = 1024
 MAX_TOKENS: Final = 16
 """Maximum number of tokens in a `ReleaseRequest`. All leases of a `TakeLeases` may have the same token."""
 CUT_LOOKS: Final = 1024
-"""Number of entries examined to find memory, after which a reply is truncated at the next key."""
+"""Maximum number of entries that the daemon examines to find memory before it truncates a reply at the next
+key."""
 BATCH_BYTES: Final = 1 << 20
-"""Size in bytes at which a reply or a `CommitRequest` is truncated."""
+"""Size in bytes at which a reply is truncated, and at which a client splits its commits into several
+requests."""
 ALERT_S: Final = 150e-6
 """Time that the daemon polls for the next request before it sleeps, in seconds. Waking a sleeping core takes
-longer than any reply, and a client that reserves soon commits."""
+longer than any reply, and a client that has reserved memory commits soon."""
 NUMBER: Final = struct.Struct("<I")
 
 
@@ -77,8 +80,9 @@ class CommitRequest(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class ReleaseRequest(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Release of leases or reservations, without a reply. Waiting for one would take a reader of one entry as
-    long as copying a quarter of a MiB. The client's next request is handled after it."""
+    """Release of leases or reservations, without a reply. Waiting for a reply would cost a reader of one
+    entry as much time as copying a quarter of a MiB. The daemon handles the client's next request after the
+    release."""
 
     tokens: list[int]
 
@@ -92,7 +96,7 @@ class StatRequest(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class PurgeRequest(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Part of a purge. The client sends another request while the reply has `more`."""
+    """Request to purge the next batch. The client repeats the request while `PurgeReply.more` is true."""
 
     rule: PurgeRule
     begins: bool
@@ -104,7 +108,7 @@ class RecallRequest(msgspec.Struct, frozen=True, array_like=True, tag=9):
 
     keys: bytes
     ticket: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Random number chosen by the client, or 0 for none. A daemon of an older release ignores it."""
+    """Random number chosen by the client, or 0 for no ticket. A daemon of an older release ignores it."""
 
 
 class DaemonWelcome(msgspec.Struct, frozen=True, array_like=True, tag=10):
@@ -114,7 +118,8 @@ class DaemonWelcome(msgspec.Struct, frozen=True, array_like=True, tag=10):
     arena_id: bytes
     capacity_bytes: int
     notes_page: int
-    """Page in which this client notes its reads (`use_notes.py`). -1: none, reads need messages."""
+    """Page in which this client notes its reads (`use_notes.py`), or -1 if there is no free page. Without a
+    page, each read needs a message."""
 
 
 class ContainsReply(msgspec.Struct, frozen=True, array_like=True, tag=11):
@@ -133,10 +138,11 @@ class LeaseReply(msgspec.Struct, frozen=True, array_like=True, tag=12):
 
 
 class ReserveReply(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """Reservation, or the value of a `ReserveRefusal`, for each of the first keys, at least one. The reply is
-    truncated if finding memory takes long."""
+    """Results for the first keys of the request, at least one. The reply is truncated if finding memory takes
+    long."""
 
     answers: list[Reservation | str]
+    """Reservation for each key, or the value of a `ReserveRefusal`."""
 
 
 class CommitReply(msgspec.Struct, frozen=True, array_like=True, tag=14):
@@ -165,7 +171,7 @@ class RequestFault(msgspec.Struct, frozen=True, array_like=True, tag=19):
 
 
 class PurgeReply(msgspec.Struct, frozen=True, array_like=True, tag=20):
-    """Result of one part of a purge."""
+    """Result of one batch of a purge. `more` is true if further batches remain."""
 
     count: PurgeCount
     more: bool
@@ -202,7 +208,7 @@ reply_decoder: Final = msgspec.msgpack.Decoder(Reply)
 
 
 def secret_tag(secret: bytes) -> bytes:
-    """Return 8 bytes by which both sides check that they have the same secret."""
+    """Return the 8 bytes that client and daemon compare to check that they have the same secret."""
     return hashlib.sha256(secret).digest()[:8]
 
 
@@ -215,8 +221,8 @@ def frame(message: Request | Reply, number: int | None = None) -> bytes:
 
 
 def batches(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
-    """Yield the items in batches of at most `most`, or one empty batch if there are none, so that a request
-    is sent."""
+    """Yield the items in batches of at most `most` items. Without items, yield one empty batch, so that the
+    caller still sends one request."""
     for start in range(0, max(len(items), 1), most):
         yield items[start : start + most]
 
@@ -241,8 +247,8 @@ def check_count(count: int, most: int = MAX_KEYS) -> None:
 
 
 def split_keys(blob: bytes, most: int = MAX_KEYS) -> list[bytes]:
-    """Split joined keys. Raises ValueError if the length is not a multiple of the key size, or for more than
-    `most` keys."""
+    """Split joined keys. Raises ValueError if the length is not a multiple of the key size, or if there are
+    more than `most` keys."""
     if len(blob) % KEY_BYTES:
         raise ValueError(f"{len(blob)} bytes are not a whole number of keys")
     check_count(len(blob) // KEY_BYTES, most)
@@ -251,7 +257,7 @@ def split_keys(blob: bytes, most: int = MAX_KEYS) -> list[bytes]:
 
 
 def take_number(body: bytes) -> tuple[int, memoryview]:
-    """Return the number and the message of a body. Raises ProtocolError if it is too short."""
+    """Return the number and the message in a frame's body. Raises ProtocolError if the body is too short."""
     if len(body) < NUMBER.size:
         raise ProtocolError("a message has no number")
     return NUMBER.unpack_from(body)[0], memoryview(body)[NUMBER.size :]

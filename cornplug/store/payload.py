@@ -6,7 +6,7 @@ the C library uses non-temporal stores only from this size on. With smaller piec
 is first read from memory (8 GB/s instead of 13).
 
 `reserve` retries for callers that can wait until memory is allocated. `recalled` and `sought` wait for
-entries on disk or in far stores, and do nothing for a store without these.
+entries on disk or in far stores. If the store has no disk or far stores, they return without waiting.
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ import xxhash
 from cornplug import codec
 from cornplug.errors import CodecError, StoreUnavailable
 from cornplug.store.base import (
-    FarReads,
     Lease,
     Reservation,
     ReserveRefusal,
     Store,
     Tier,
-    TieredReads,
     Unfound,
     UnleasedEntry,
-    UnleasedReads,
     WriterPart,
 )
 
@@ -39,9 +36,11 @@ _FIRST_PAUSE_S: Final = 0.5e-3
 _LAST_PAUSE_S: Final = 5e-3
 """Maximum pause between lookups in the table, which send no message."""
 MOST_SOUGHT: Final = 512
-"""Maximum number of absent entries that one request looks up in far stores. Computing the keys takes 1 ms."""
+"""Maximum number of absent entries that one request looks up in far stores. Computing their keys takes 1 ms.
+"""
 FAR_WAIT_S: Final = 5e-3
-"""Maximum time that a reader waits for a far store's lookup. A later result is used by the next request."""
+"""Maximum time that a reader waits for a lookup in far stores, in seconds. If the result arrives later, the
+next request can use it."""
 _PAUSE_S: Final = 0.005
 PIECE_BYTES: Final = 1 << 20
 LEASE_S: Final = 30.0
@@ -51,55 +50,44 @@ Outcome = Literal["stored", "present", "pending", "growing", "full", "too_large"
 """Result of `put_payload`. "lost" means that the reservation ended before the commit."""
 
 
-def has_disk(store: Store) -> bool:
-    """Return whether entries can be on disk only."""
-    return isinstance(store, TieredReads) and store.has_disk
-
-
-def tiers_of(store: Store, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
-    """Return a `Tier` per key. For a store without a disk, use `Store.contains`. Raises StoreUnavailable."""
-    if isinstance(store, TieredReads):
-        return store.tiers(keys, deadline_s=deadline_s)
-    return store.contains(keys, deadline_s=deadline_s)
-
-
 def begin_recall(store: Store, keys: Sequence[bytes], tiers: bytes) -> bool:
-    """Start to read entries that are on disk only into memory, and return whether there are any.
+    """Start to read the keys that are on disk only, according to `tiers`, into memory. Return whether there
+    are any such keys.
 
     Raises StoreUnavailable."""
     on_disk = [key for key, tier in zip(keys, tiers, strict=True) if tier == Tier.DISK]
-    if on_disk and isinstance(store, TieredReads):
+    if on_disk:
         store.recall(on_disk)
     return bool(on_disk)
 
 
 def sought(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s: float) -> bytes:
-    """Return a `Tier` per key when far stores have replied for absent keys, or after `within_s` seconds. For
+    """Look up absent keys in far stores and return a `Tier` per key, after at most `within_s` seconds. For
     background threads. Raises StoreUnavailable.
 
     Args:
         deadline_s: Time limit of each request to the store.
     """
-    tiers = tiers_of(store, keys, deadline_s=deadline_s)
-    if Tier.ABSENT not in tiers or not isinstance(store, FarReads):
+    tiers = store.tiers(keys, deadline_s=deadline_s)
+    if Tier.ABSENT not in tiers or not store.far_answers:
         return tiers
     absent = [key for key, tier in zip(keys, tiers, strict=True) if tier == Tier.ABSENT]
     ticket = store.seek(absent[:MOST_SOUGHT])
     if not ticket:
         # The lookup of another caller may have completed since the first check.
-        return tiers_of(store, keys, deadline_s=deadline_s)
+        return store.tiers(keys, deadline_s=deadline_s)
     end_s, over = time.monotonic() + within_s, False
     while not over and Tier.ABSENT in tiers and time.monotonic() < end_s:
         time.sleep(_FIRST_PAUSE_S)
-        # Check this before `tiers`, because found entries are shown before the ticket.
+        # The daemon shows found entries before the ticket, so check the ticket first.
         over = store.answered(ticket)
-        tiers = tiers_of(store, keys, deadline_s=deadline_s)
+        tiers = store.tiers(keys, deadline_s=deadline_s)
     return tiers
 
 
 def recalled(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s: float) -> bytes:
-    """Return a `Tier` per key when no entry is on disk only, or after `within_s` seconds. For background
-    threads.
+    """Recall entries from disk into memory and return a `Tier` per key, after at most `within_s` seconds. For
+    background threads.
 
     Absent keys are first looked up in far stores, for at most FAR_WAIT_S. Raises StoreUnavailable.
 
@@ -113,7 +101,7 @@ def recalled(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s
     while Tier.DISK in tiers and (left_s := end_s - time.monotonic()) > 0:
         time.sleep(min(pause_s, left_s))
         pause_s = min(2 * pause_s, _LAST_PAUSE_S)
-        tiers = tiers_of(store, keys, deadline_s=deadline_s)
+        tiers = store.tiers(keys, deadline_s=deadline_s)
     return tiers
 
 
@@ -126,7 +114,8 @@ def reserve(
     part: WriterPart | None = None,
     cost_s: float = 0.0,
 ) -> list[Reservation | ReserveRefusal]:
-    """Reserve memory like `Store.reserve`, but retry GROWING until the deadline. Raises StoreUnavailable."""
+    """Reserve memory like `Store.reserve`, but retry entries that got GROWING until the deadline. Raises
+    StoreUnavailable."""
     end_s = time.monotonic() + deadline_s
     answers = store.reserve(entries, app=app, deadline_s=deadline_s, part=part, cost_s=cost_s)
     while growing := [i for i, answer in enumerate(answers) if answer is ReserveRefusal.GROWING]:
@@ -150,7 +139,8 @@ def copy_checksummed(
     """Copy flat bytes and return the XXH3-64 of each of `segments` equal parts.
 
     Writers compute checksums of the source, so that readers detect a wrong copy. Readers compute checksums of
-    the target, which they will use. Raises ValueError if the lengths differ or are not divisible.
+    the target, whose bytes they use afterwards. Raises ValueError if the lengths differ or are not divisible
+    by `segments`.
     """
     if target.nbytes != source.nbytes or segments < 1 or source.nbytes % segments:
         raise ValueError(f"cannot copy {source.nbytes} bytes to {target.nbytes} in {segments} segments")
@@ -164,11 +154,11 @@ def get_payload(
 ) -> tuple[codec.PayloadHeader, bytearray] | None:
     """Return the header and a verified copy of a payload, or None if it is absent.
 
-    If the entry is on disk only, it is recalled, and this call waits for at most `recall_s`. With 0 it only
-    starts the recall, and with None it does not. A lease is used only if the store does not support reads
-    without a lease, or if such a read failed.
+    If the entry is on disk only, this call recalls it and waits for at most `recall_s` seconds. With 0 it
+    starts the recall without waiting. With None it does not recall the entry. A lease is used only if the
+    store does not support reads without a lease, or if such a read failed.
 
-    Raises CodecError if the entry does not match its header, after deleting the entry from the store. Raises
+    If the entry does not match its header, it is deleted from the store and CodecError is raised. Raises
     StoreUnavailable if the store does not reply.
     """
     return _recalled(store, key, lambda: _get_copy(store, key, deadline_s, lease_s), recall_s, deadline_s)
@@ -189,7 +179,7 @@ def _get_copy(
         return None
     with _released(store, lease, deadline_s):
         header = _header(store, lease, deadline_s)
-        # This allocates and copies in one pass. A bytearray of zeros would cost another pass.
+        # This allocates and copies in one pass. To create a bytearray of zeros first would cost another pass.
         payload = bytearray(store.view(lease.location))
         try:
             codec.verify(header, memoryview(payload))
@@ -210,8 +200,8 @@ def get_payload_into(
 ) -> codec.PayloadHeader | None:
     """Copy a payload into `target` (flat bytes). This is faster than `get_payload` for large payloads.
 
-    Raises ValueError if `target` has another size. Other errors are those of `get_payload`. After an error,
-    the content of `target` is undefined.
+    Raises ValueError if `target` does not have the payload's size. Other errors are those of `get_payload`.
+    After an error, the content of `target` is undefined.
     """
     return _recalled(
         store, key, lambda: _get_into(store, key, target, deadline_s, lease_s), recall_s, deadline_s
@@ -223,7 +213,7 @@ def _recalled(
 ) -> _Found | None:
     """Return the result of `get`, after a recall from disk if needed."""
     found = get()
-    if found is not None or recall_s is None or not has_disk(store):
+    if found is not None or recall_s is None or not store.has_disk:
         return found
     tiers = recalled(store, [key], within_s=recall_s, deadline_s=deadline_s)
     return get() if tiers[0] == Tier.MEMORY else None
@@ -253,10 +243,10 @@ def _get_into(
 
 
 class NewPayload(msgspec.Struct, frozen=True):
-    """Payload to store, and its header without checksums."""
+    """Payload to store, and the fields of its header except the checksums."""
 
     data: bytes | bytearray | memoryview
-    """C-contiguous, any item size."""
+    """C-contiguous data of any item size."""
     kind: codec.PayloadKind
     key: bytes
     dtype: str
@@ -293,9 +283,7 @@ def put_payload(
 
 
 def _find_unleased(store: Store, key: bytes) -> tuple[UnleasedEntry, codec.PayloadHeader] | Unfound:
-    """Return an entry and its header, if the store can read them without a lease."""
-    if not isinstance(store, UnleasedReads):
-        return Unfound.UNKNOWN
+    """Return an entry and its header without a lease, or the reason why that is not possible."""
     entry = store.find_unleased(key)
     if isinstance(entry, Unfound):
         return entry
@@ -361,7 +349,7 @@ def _released(store: Store, lease: Lease, deadline_s: float) -> Iterator[None]:
     try:
         yield
     finally:
-        # If the store has ended, so has the lease. The copy is complete nevertheless.
+        # If the store has ended, the lease has ended too. The copy is complete nevertheless.
         with contextlib.suppress(StoreUnavailable):
             store.release([lease.token], deadline_s=deadline_s)
 

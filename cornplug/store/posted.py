@@ -5,63 +5,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from cornplug.errors import StoreUnavailable
 from cornplug.store import messages
-from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms, Store, WriterPart
+from cornplug.store.base import Posted, Reservation, ReserveRefusal, ReserveTerms
 from cornplug.store.connection import DaemonConnection
 
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
-
-class Posted(Protocol[T_co]):
-    """Request that was sent."""
-
-    def take(self) -> T_co | None:
-        """Return the reply, or None if it has not arrived. Never waits.
-
-        Raises StoreUnavailable if no reply arrived within the request's deadline, or none can arrive. Leases
-        and reservations of a late reply are released.
-        """
-
-
-@runtime_checkable
-class PostingStore(Store, Protocol):
-    """`Store` that can send requests without waiting for their replies."""
-
-    def post_reserve(
-        self,
-        entries: Sequence[tuple[bytes, int]],
-        *,
-        app: str,
-        deadline_s: float,
-        part: WriterPart | None = None,
-        only_seen: bool = False,
-        cost_s: float = 0.0,
-    ) -> Posted[list[Reservation | ReserveRefusal]]:
-        """Send a `reserve`, answered later."""
-
-    def post_commit(
-        self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float
-    ) -> Posted[list[bool]]:
-        """Send a `commit`, answered later."""
-
-
-class Answered(Generic[T]):
-    """Result of a store that replied immediately."""
-
-    def __init__(self, answer: T) -> None:
-        self._answer = answer
-
-    def take(self) -> T:
-        return self._answer
-
-
-class PostedReserve:
-    """Posted `reserve`. The daemon truncates long replies. The remaining entries are requested when a reply
-    arrives."""
+class PostedReserve(Posted[list[Reservation | ReserveRefusal]]):
+    """Posted `reserve`. The daemon truncates long replies. When a truncated reply arrives, the remaining
+    entries are requested."""
 
     def __init__(
         self,
@@ -101,7 +54,8 @@ class PostedReserve:
         return self._given()
 
     def _whole(self, reply: messages.ReserveReply) -> bool:
-        """Return whether this reply completes the result. If not, request the remaining entries."""
+        """Add a reply to the result and return whether the result is complete. If not, request the remaining
+        entries."""
         if not reply.answers and self._entries:
             raise StoreUnavailable("the store's reply covers too few keys", reason="store_fault")
         self._answers += reply.answers
@@ -119,7 +73,7 @@ class PostedReserve:
             self._connection.release(tokens)
 
 
-class PostedCommit:
+class PostedCommit(Posted[list[bool]]):
     """Posted `commit`, split into several messages if it is large."""
 
     def __init__(

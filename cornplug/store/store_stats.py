@@ -16,9 +16,10 @@ class NamespaceStat(msgspec.Struct, frozen=True):
     entries: int
     hits: int
     reservations: dict[str, int]
-    """Keys by result: "given", or the value of a `ReserveRefusal`."""
+    """Number of reserved keys by result: "given", or the value of a `ReserveRefusal`."""
     removals: dict[str, int]
-    """Entries by cause: "evicted", "expired" (the namespace's time to live), "deleted", "purged"."""
+    """Number of removed entries by cause: "evicted", "expired" (the namespace's time to live), "deleted",
+    "purged"."""
 
 
 class DiskNamespaceStat(msgspec.Struct, frozen=True):
@@ -29,7 +30,8 @@ class DiskNamespaceStat(msgspec.Struct, frozen=True):
     hits: int
     """Number of entries that were recalled into memory."""
     removals: dict[str, int]
-    """Entries by cause: "evicted" with their segment, "expired", "deleted", "purged", "damaged"."""
+    """Number of removed entries by cause: "evicted" (with their segment), "expired", "deleted", "purged",
+    "damaged"."""
 
 
 class DiskStat(msgspec.Struct, frozen=True):
@@ -37,7 +39,7 @@ class DiskStat(msgspec.Struct, frozen=True):
 
     capacity_bytes: int
     used_bytes: int
-    """Size of its files."""
+    """Size of the files on the disk."""
     entries: int
     """Number of entries on disk, including entries that are also in memory."""
     queued: int
@@ -45,11 +47,12 @@ class DiskStat(msgspec.Struct, frozen=True):
     scanning: bool
     """Whether the scan for entries of an earlier daemon is still running."""
     writes: dict[str, int]
-    """Entries by outcome: "written", "gone" (evicted or deleted before), "dropped" (too many waiting),
-    "too_large", "disk_full", "disk_readonly", "disk_error", "ceiling"."""
+    """Number of entries by outcome of their write: "written", "gone" (evicted or deleted before the write),
+    "dropped" (too many entries waited), "too_large", "disk_full", "disk_readonly", "disk_error",
+    "ceiling"."""
     reads: dict[str, int]
-    """Recalled entries by outcome: "read", "refused" (too many at once), "damaged", "late" (deleted during
-    the read), "disk_error", or the value of a `ReserveRefusal`."""
+    """Number of recalled entries by outcome: "read", "refused" (too many recalls at once), "damaged", "late"
+    (deleted during the read), "disk_error", or the value of a `ReserveRefusal`."""
     namespaces: dict[str, DiskNamespaceStat]
 
 
@@ -61,16 +64,18 @@ class FarStat(msgspec.Struct, frozen=True):
     queued: int
     """Number of entries that wait to be written."""
     asks: dict[str, int]
-    """Keys by result: "found", "absent", "error", "dropped" (too many waiting)."""
+    """Number of keys that were looked up, by result: "found", "absent", "error", "dropped" (too many keys
+    waited)."""
     reads: dict[str, int]
-    """Recalled entries by outcome: "read", "gone" (no longer stored, or `ttl_s` is over), "damaged", "error",
-    "refused" (too many waiting), "late" (deleted during the read), or the value of a `ReserveRefusal`."""
+    """Number of recalled entries by outcome: "read", "gone" (no longer stored, or `ttl_s` is over),
+    "damaged", "error", "refused" (too many recalls waited), "late" (deleted during the read), or the value of
+    a `ReserveRefusal`."""
     writes: dict[str, int]
-    """Entries by outcome: "written", "present" (another host wrote it), "gone" (evicted before), "dropped"
-    (too many waiting), "too_large", "error"."""
+    """Number of entries by outcome of their write: "written", "present" (another host wrote the record),
+    "gone" (evicted before the write), "dropped" (too many entries waited), "too_large", "error"."""
     read_bytes: int
     written_bytes: int
-    """Bytes of written records."""
+    """Size of the written records in bytes."""
 
 
 class StoreStat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -82,20 +87,22 @@ class StoreStat(msgspec.Struct, frozen=True, omit_defaults=True):
     reservations: int
     leases: int
     bytes_by_app: dict[str, int]
-    """Bytes of the 256 largest apps. All others are summed under OTHER_APPS."""
+    """Bytes of each of the 256 largest apps. The bytes of all other apps are summed under OTHER_APPS."""
     evictions: int
     hits: int
-    """Keys for which `lease` or an unleased read found an entry, since the store started."""
+    """Number of keys for which `lease` or an unleased read found an entry, since the store started."""
     misses: int
     refusals: int
-    """Reservations rejected with FULL or TOO_LARGE."""
+    """Number of reservations rejected with FULL or TOO_LARGE."""
     found: int = 0
-    """Keys found by lookups in the shared table. A waiting request is looked up again in each step."""
+    """Number of keys found by lookups in the shared table. An engine looks up a waiting request again in each
+    step."""
     absent: int = 0
-    """Keys not found by such lookups."""
+    """Number of keys not found by lookups in the shared table."""
     namespaces: dict[str, NamespaceStat] = {}
     """Statistics by namespace. Empty if the store has no namespaces."""
     disk: DiskStat | None = None
-    """None if the store has no disk."""
+    """Statistics of the store's disk. None if the store has no disk."""
     far: dict[str, FarStat] = {}
-    """Statistics by URL without user and password. Empty if the store has no far stores."""
+    """Statistics of each far store, by its URL without user and password. Empty if there are no far
+    stores."""

@@ -1,11 +1,13 @@
-"""Notes of reads without a message. Each client has a page, which the daemon reads when it needs the counts.
+"""Notes in shared memory about reads for which clients send no message.
+
+Each client writes its notes to its own page, which the daemon reads when it needs the counts.
 
     page    u64 hits | u64 misses | u64 notes so far | u32 keys found | u32 keys absent | ring of u32 numbers
             of table records
 
-Hits and misses count reads. Keys found and absent count lookups, which read nothing.
+Hits and misses count reads. Keys found and absent count lookups, which read no payload.
 
-One memory contains the pages of all clients. A client that writes arbitrary data, or writes to another
+One shared memory contains the pages of all clients. A client that writes arbitrary data, or writes to another
 client's page, can only change counts and the order of eviction.
 """
 
@@ -28,20 +30,21 @@ PAGE_BYTES: Final = mmap.ALLOCATIONGRANULARITY
 _RING_AT: Final = 8
 """Number of 32-bit words before the ring."""
 RING: Final = PAGE_BYTES // 4 - _RING_AT
-"""Number of notes in a page. If more are written between two reads of the daemon, the oldest are lost."""
+"""Number of notes in a page. If a client writes more between two reads by the daemon, the oldest are lost."""
 _HITS, _MISSES, _NOTED = range(3)
 _FOUND, _ABSENT = 6, 7
 """Indices of 32-bit words."""
 _WORD_MASK: Final = (1 << 64) - 1
 _HALF_MASK: Final = (1 << 32) - 1
 MOST_COUNTED: Final = 1 << 24
-"""Maximum number of reads or keys of the fastest client between two reads of the daemon, which are half a
-second apart. A larger increase means that the page is damaged, and is counted as this number."""
+"""Maximum increase of a count since the daemon last read the page. The daemon reads each page at least every
+half second, and even the fastest client increases a count by less in this time. A larger increase means that
+the page is damaged, and is counted as this number."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotedReads:
-    """Reads of one client since the daemon last read its page."""
+    """Reads and lookups of one client since the daemon last read the client's page."""
 
     hits: int
     misses: int
@@ -58,12 +61,12 @@ class UseNotes:
         self.fd, mapped = sealed_memory("cornplug-notes", PAGES * PAGE_BYTES, others_write=True)
         self._memory = memoryview(mapped)
         self._seen: dict[int, tuple[int, ...]] = {}
-        """Counts by page, when it was last read."""
+        """Counts of each page when it was last read."""
         self._free: list[int] = []
         self._unused = itertools.count()
 
     def open(self) -> int:
-        """Return an empty page for a new client, or NO_PAGE if all are in use."""
+        """Return the number of an empty page for a new client, or NO_PAGE if all pages are in use."""
         page = self._free.pop() if self._free else next(self._unused)
         if page >= PAGES:
             return NO_PAGE
@@ -72,7 +75,7 @@ class UseNotes:
         return page
 
     def take(self, page: int) -> NotedReads | None:
-        """Return a client's reads since the last call, or None if there were none."""
+        """Return a client's reads and lookups since the last call, or None if its page has not changed."""
         if page == NO_PAGE:
             return None
         memory = self._memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
@@ -102,7 +105,7 @@ class UseNotes:
 
 
 class ClientNotes:
-    """A client's side of the notes: its own page. Thread-safe."""
+    """A client's side of the notes, which is one page. Thread-safe."""
 
     def __init__(self, fd: int, page: int) -> None:
         """Map the page. Raises OSError or ValueError if it does not exist."""
@@ -121,7 +124,7 @@ class ClientNotes:
             words[_HITS] = (words[_HITS] + 1) & _WORD_MASK
 
     def miss(self) -> None:
-        """Note that an entry was requested but absent."""
+        """Note that a client tried to read an absent entry."""
         with self._lock:
             self._words[_MISSES] = (self._words[_MISSES] + 1) & _WORD_MASK
 

@@ -1,4 +1,4 @@
-"""Checks of arguments, which raise ValueError in the caller before anything is sent."""
+"""Checks of a store's arguments. They raise ValueError before a client sends a request, and in the daemon."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from cornplug.store.base import KEY_BYTES, PurgeRule, WriterPart
 
 MAX_META_BYTES: Final = 1 << 20
-"""Maximum size of a header. A header of 65535 segments takes half of it."""
+"""Maximum size of a header in bytes. A header with checksums of 65535 segments has half of this size."""
 MAX_TTL_S: Final = 3600.0
 MAX_APP_BYTES: Final = 256
 MAX_COST_S: Final = 3600.0
@@ -33,7 +33,7 @@ def check_entries(entries: Sequence[tuple[bytes, int]]) -> None:
 
 
 def check_part(part: WriterPart | None) -> None:
-    """Raise ValueError if the part is not valid in any group."""
+    """Raise ValueError if the group's size, the index or the count is out of bounds."""
     if part is None:
         return
     if not 16 <= len(part.group) <= 32:

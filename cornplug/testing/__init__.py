@@ -1,4 +1,4 @@
-"""Contract tests that every store must pass, and a store with injected faults, for authors of a store.
+"""Tools for authors of a store: contract tests that every store must pass, and a store with injected faults.
 
 Modules are imported lazily, because only `StoreContract` needs pytest.
 """

@@ -1,4 +1,4 @@
-"""Wrapper of any store that injects the faults that a caller must survive."""
+"""Wrapper of a store that injects faults, to test that callers handle them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from cornplug.errors import StoreUnavailable
 from cornplug.store.base import (
     Leases,
-    MappedStore,
     PayloadLocation,
-    PeekableStore,
     Reservation,
     ReserveRefusal,
     Store,
@@ -19,17 +17,18 @@ from cornplug.store.base import (
 from cornplug.store.store_stats import StoreStat
 
 
-class FaultyStore:
+class FaultyStore(Store):
     """Store that forwards calls to `inner`, except for the faults that are currently set.
 
     Attributes:
-        unavailable: every call raises StoreUnavailable("store_down") immediately.
-        slow_s: delay of every call. If it exceeds the call's deadline, the call raises "store_timeout" after
-            the deadline, and does not reach `inner`.
-        full: `reserve` returns FULL for all entries.
-        growing: number of entries of a call after which `reserve` returns GROWING, or None.
-        corrupt_reads: a read-only `view` is a copy with one bit of its last byte flipped.
-        calls: number of calls by method, including faults.
+        unavailable: Whether every call raises StoreUnavailable("store_down") immediately.
+        slow_s: Delay in seconds of every call. If the delay exceeds the call's deadline, the call raises
+            StoreUnavailable("store_timeout") at the deadline, and is not forwarded.
+        full: Whether `reserve` returns FULL for all entries.
+        growing: Number of entries that a call of `reserve` forwards. It returns GROWING for the other
+            entries. None forwards all entries.
+        corrupt_reads: Whether a read-only `view` returns a copy with one bit of the last byte flipped.
+        calls: Number of calls by method, including calls that failed with a fault.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -84,20 +83,17 @@ class FaultyStore:
         self._fault("stat", deadline_s)
         return self.inner.stat(deadline_s=deadline_s)
 
+    @property
+    def can_peek(self) -> bool:
+        return self.inner.can_peek
+
     def peek(self, keys: Sequence[bytes]) -> bytes:
-        """Forward `PeekableStore.peek` to an inner store that supports it."""
         self._fault("peek", self.slow_s)
-        assert isinstance(self.inner, PeekableStore)
         return self.inner.peek(keys)
 
     def mapped(self, arena_id: bytes) -> memoryview | None:
-        """Forward `MappedStore.mapped`. Returns None with `corrupt_reads`, because copies by a device would
-        bypass `view`."""
-        return (
-            None
-            if self.corrupt_reads or not isinstance(self.inner, MappedStore)
-            else self.inner.mapped(arena_id)
-        )
+        # With `corrupt_reads` None, because copies by a device would bypass `view`.
+        return None if self.corrupt_reads else self.inner.mapped(arena_id)
 
     def view(self, location: PayloadLocation, *, writable: bool = False) -> memoryview:
         self.calls["view"] = self.calls.get("view", 0) + 1

@@ -1,4 +1,4 @@
-"""Contract of `cornplug.store.base.Store`, as tests that every implementation runs.
+"""Contract tests for implementations of `cornplug.store.base.Store`. A subclass runs them:
 
 class TestMine(StoreContract):
     capacity_bytes = 1 << 20
@@ -37,13 +37,14 @@ __all__ = ["DEADLINE_S", "StoreContract", "StoreStage", "fill", "key", "lease", 
 def reserve_seen(
     store: Store, name: object, size_bytes: int = 64, part: WriterPart | None = None
 ) -> Reservation | ReserveRefusal:
-    """Reserve for one request that reserves only a key that another request has named."""
+    """Reserve an entry with `only_seen`, so that the store reserves it only if another request named the key
+    before."""
     entries = [(key(name), size_bytes)]
     return store.reserve(entries, app="test", part=part, deadline_s=DEADLINE_S, only_seen=True)[0]
 
 
 class SightingContract:
-    """Part of `StoreContract`."""
+    """Tests of `reserve` with `only_seen`, part of `StoreContract`."""
 
     capacity_bytes: ClassVar[int]
 
@@ -104,7 +105,8 @@ class SightingContract:
 
 
 class StoreContract(WritingContract, SightingContract):
-    """Contract tests. Inherit, set the store's `capacity_bytes` and define the fixture `stage`."""
+    """Contract tests of a store. Subclasses set the store's `capacity_bytes` and define the fixture
+    `stage`."""
 
     capacity_bytes: ClassVar[int] = 1 << 20
 
@@ -201,7 +203,7 @@ class StoreContract(WritingContract, SightingContract):
         before = store.stat(deadline_s=DEADLINE_S)
         assert present(store, 0) == b"\1"
         after = store.stat(deadline_s=DEADLINE_S)
-        # Entries may be written to a disk or to far stores at this time.
+        # Ignore these fields, because entries may be written to a disk or to far stores at the same time.
         same = msgspec.structs.replace(
             after, found=before.found, absent=before.absent, disk=before.disk, far=before.far
         )

@@ -1,4 +1,4 @@
-"""Helpers of the store's contract, and its tests of writing: expiring reservations, parts, late writers."""
+"""Helpers for the contract tests of stores, and the tests of writing: reservations, parts, late writers."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ DEADLINE_S = 5.0
 
 @dataclass(frozen=True)
 class StoreStage:
-    """Environment of a test: one store of `StoreContract.capacity_bytes`, with these times."""
+    """Environment of a test: one store with a capacity of `StoreContract.capacity_bytes`, and its time
+    limits."""
 
     connect: Callable[[], Store]
-    """Open a new connection to the store, which the stage closes."""
+    """Function that opens a new connection to the store. The stage closes it after the test."""
     advance: Callable[[float], None]
-    """Let a number of seconds pass for the store, by a clock or by waiting."""
+    """Function that lets this number of seconds pass for the store, by setting a clock or by waiting."""
     quarantine_s: float
     reservation_s: float
     """Seconds after which a reservation expires."""
     reclaim_s: float
-    """Seconds after which its memory is reused although its connected writer has sent nothing."""
+    """Seconds after which the memory of an expired reservation is reused, even if the writer is still
+    connected and has sent nothing."""
     raw: Callable[[Store, PayloadLocation], memoryview]
-    """Return the bytes of a location, writable and without the checks of `view`, as a stray write would
-    access them.
+    """Function that returns the bytes of a location, writable and without the checks of `view`, as a stray
+    write would access them.
     """
 
 
 def key(name: object) -> bytes:
-    """Return a key for a test."""
+    """Return the store key for a name in a test."""
     return hashlib.sha256(repr(name).encode()).digest()
 
 
@@ -54,7 +56,7 @@ def reserve_part(
 
 
 def write_part(store: Store, room: Reservation, payload: bytes, segments: int, mine: range) -> bool:
-    """Write and commit the segments `mine` of a payload. Return whether they were accepted."""
+    """Write and commit the segments `mine` of a payload. Return whether the store accepted the commit."""
     step = len(payload) // segments
     view = store.view(room.location, writable=True)
     view[mine.start * step : mine.stop * step] = payload[mine.start * step : mine.stop * step]
@@ -64,7 +66,7 @@ def write_part(store: Store, room: Reservation, payload: bytes, segments: int, m
 
 
 def fill(store: Store, name: object, payload: bytes, app: str = "test") -> None:
-    """Reserve, write and commit one entry with meta b"meta". Fails the test if it is refused."""
+    """Reserve, write and commit one entry with meta b"meta". Fails the test if the store refuses it."""
     room = reserve(store, name, len(payload), app)
     assert isinstance(room, Reservation), room
     store.view(room.location, writable=True)[:] = payload
@@ -80,7 +82,7 @@ def present(store: Store, *names: object) -> bytes:
 
 
 def put(store: Store, payload: bytes, segments: int) -> str:
-    """Store `payload` under key("e") as 64 float16 rows."""
+    """Put `payload` into the store under key("e"), as 64 float16 rows."""
     shape = (64, len(payload) // 128)
     return put_payload(
         store,
@@ -98,7 +100,7 @@ class WritingContract:
     capacity_bytes: ClassVar[int]
 
     def test_store_released_reservation_is_gone(self, stage: StoreStage, store: Store) -> None:
-        """The space is reused later, because another process of the owner may still be writing."""
+        """The memory is not reused immediately, because another process of the owner may still be writing."""
         room = reserve(store, "a", self.capacity_bytes)
         assert isinstance(room, Reservation)
         store.release([room.token], deadline_s=DEADLINE_S)
@@ -109,7 +111,7 @@ class WritingContract:
 
     @pytest.mark.parametrize("how", ["committed", "released", "expired", "gone"])
     def test_store_late_writer_damages_no_entry(self, stage: StoreStage, store: Store, how: str) -> None:
-        """A worker process writes late to the space that the scheduler's process reserved."""
+        """A worker process writes late to memory that the scheduler's process reserved."""
         size, scheduler, worker = self.capacity_bytes, stage.connect(), stage.connect()
         room = reserve(scheduler, "a", size)
         assert isinstance(room, Reservation)
@@ -152,8 +154,8 @@ class WritingContract:
     def test_store_expired_reservation_room_waits_for_its_writer(
         self, stage: StoreStage, store: Store, other: Store
     ) -> None:
-        """The key of a stopped or hung client must become available, but its space must not be reused while
-        it may still write."""
+        """The key that a stopped or hung client reserved must become available, but the memory must not be
+        reused while the client may still write."""
         room = reserve(store, "a", self.capacity_bytes)
         assert isinstance(room, Reservation)
         assert reserve(other, "a", 64) is ReserveRefusal.PENDING

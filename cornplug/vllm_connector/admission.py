@@ -1,31 +1,32 @@
-"""Admission control for vLLM's API server: requests that would miss their deadline are rejected.
+"""Admission control for vLLM's API server, which rejects requests that would miss their deadline.
 
     CORNPLUG_CONFIG=qos.toml vllm serve MODEL --middleware cornplug.vllm_connector.admission.Admission
 
-Classes of service are those of the encoder service ([qos], see `cornplug.qos`). `deadline_s` is the time to
-the first token. A rejection has status 429 (the class exceeds its share, and the rest is reserved for other
-classes) or 503 (the deadline cannot be met), with Retry-After and OpenAI's error format. Without [qos] every
-request is admitted. If vLLM's metrics are missing (`--disable-log-stats`), every request is admitted and
-counted as "blind".
+The classes of service are the same as the encoder service's ([qos], see `cornplug.qos`). A class's
+`deadline_s` limits the time to the first token. A rejected request gets status 429 (its class exceeds its
+share, and the remaining capacity is reserved for other classes) or 503 (its deadline cannot be met), with
+Retry-After and OpenAI's error format. Without [qos] every request is admitted. If vLLM's metrics are missing
+(`--disable-log-stats`), every request is admitted and counted as "blind".
 
 Each API server process (`--api-server-count`) reads the metrics of all processes, and counts the requests
-that it has admitted itself. Between two readings, at most half a second, it does not see requests that other
-processes admit.
+that it has admitted itself. Between two readings of the metrics (at most half a second), it does not count
+requests that other processes admit.
 
-vLLM's request priority is not set, because it is a field of the body, which is passed on unread.
+vLLM's request priority is not set. It is a field of the request's body, which the middleware passes on
+without reading.
 
 `TtftForecast` predicts a request's time to first token (TTFT) from vLLM's queue metrics. vLLM serves its
-queue in order of arrival. The wait of a request is therefore the number of requests ahead, divided by the
-rate of first tokens while requests wait (Little's law: J. Little, "A proof for the queuing formula L = λW",
-1961). A class keeps its share because the number of requests in the queue is limited, not because of their
-order:
+queue in order of arrival. The wait of a request is therefore the number of requests ahead of it, divided by
+the rate of first tokens while requests wait (Little's law: J. Little, "A proof for the queuing formula L =
+λW", 1961). Classes keep their shares because the number of queued requests is limited per class, not because
+of the order in which requests are served:
 
-    size of the queue = requests that the rate serves inside the shortest deadline of a class with a share
+    size of the queue = requests served at this rate within the shortest deadline of a class with a share
     ├ premium's share of it     kept free for premium, used or not
     ├ standard's share
     └ the rest                  requests of any class, in the order of arrival
 
-A class without a share has no guarantee. Its deadline only limits its own requests.
+A class without a share has no guaranteed capacity. Its deadline only limits the class's own requests.
 """
 
 from __future__ import annotations
@@ -50,15 +51,18 @@ from cornplug.qos import LEAST_SHARE, QosClasses, ServiceClass
 Outcome = Literal["admitted", "blind", "over_share", "overloaded"]
 
 _MEMORY_S: Final = 60.0
-"""Seconds of saturation after which the weight of a measurement has dropped to a third."""
+"""Time constant of the measured rate, in seconds. Only time during which requests are queued counts. After
+this time, the weight of a measurement has dropped to about a third."""
 _LEAST_FIRST_TOKENS: Final = 3
-"""Number of first tokens to measure under saturation before the rate is used."""
+"""Minimum number of first tokens counted while requests are queued, before the measured rate is used for
+predictions."""
 _LONGEST_RETRY_S: Final = 60.0
 PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _STATUS: Final = {"over_share": (429, "RateLimitError"), "overloaded": (503, "ServiceUnavailableError")}
 _PERIOD_S: Final = 0.5
 _READ_S: Final = 0.25
-"""Maximum time that a request waits for a reading. After it, the previous reading is used."""
+"""Maximum seconds that an incoming request waits for vLLM's metrics to be read again. After that, the
+previous reading is used."""
 _WAITING: Final = "vllm:num_requests_waiting"
 _FIRST_TOKENS: Final = "vllm:time_to_first_token_seconds_count"
 _PREFILL_SUM: Final = "vllm:request_prefill_time_seconds_sum"
@@ -68,28 +72,29 @@ _NAMES: Final = (_WAITING, _FIRST_TOKENS, _PREFILL_SUM, _PREFILLS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueReading:
-    """vLLM's counters at one time, summed over its engines."""
+    """Values of vLLM's queue metrics at one time, summed over its engines."""
 
     at_s: float
     waiting: float
-    """Requests in the engine's queue."""
+    """Number of requests in the engines' queues."""
     first_tokens: float
-    """Requests that have had their first token, since the start."""
+    """Number of requests that have produced their first token since the engines started."""
     prefill_s: float = 0.0
-    """Seconds of prefill of all finished requests."""
+    """Total prefill time in seconds of all finished requests."""
     prefills: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TtftVerdict:
-    """Decision about one request."""
+    """Admission decision for one request."""
 
     outcome: Outcome
     wait_s: float | None = None
-    """Predicted time to the first token, or None if there is no queue or no measurement."""
+    """Predicted seconds from the request's arrival to its first token, or None if no request is queued or no
+    rate was measured."""
     retry_after_s: float | None = None
-    """Seconds after which the request would be admitted if no other request arrived. Set only for
-    rejections."""
+    """Seconds after which a rejected request would be admitted if no other request arrived. None if it is
+    admitted."""
 
     @property
     def admitted(self) -> bool:
@@ -97,7 +102,8 @@ class TtftVerdict:
 
 
 class TtftForecast:
-    """Forecast of one engine's queue from one API server's point of view. Used by one event loop."""
+    """Predicts the time to the first token of requests, as seen by one API server process. Used by one event
+    loop."""
 
     def __init__(self, classes: Sequence[ServiceClass]) -> None:
         self._shares: Final[Mapping[str, float]] = {c.name: c.share for c in classes}
@@ -113,14 +119,16 @@ class TtftForecast:
         self._believed = False
 
     def read(self, now: QueueReading | None) -> None:
-        """Update with a new reading, or None if vLLM's metrics cannot be read."""
+        """Update the forecast with a new reading of vLLM's metrics, or with None if the metrics cannot be
+        read."""
         last, self._last = self._last, now
         self._since_reading = 0
         if last is None or now is None or now.at_s <= last.at_s or now.first_tokens < last.first_tokens:
             return
         if now.prefills > last.prefills:
             self._prefill_s, self._prefills = now.prefill_s, now.prefills
-        # Only while requests wait does the rate show the engine's speed, and not the arrival rate.
+        # While requests wait, the rate of first tokens shows the engine's speed. Otherwise it shows the
+        # arrival rate.
         if last.waiting > 0 and now.waiting > 0:
             seconds = now.at_s - last.at_s
             kept = math.exp(-seconds / _MEMORY_S)
@@ -129,16 +137,17 @@ class TtftForecast:
             self._believed = self._believed or self._first_tokens >= _LEAST_FIRST_TOKENS
 
     def enters(self, qos: ServiceClass) -> None:
-        """Record that a request of this class was sent to the engine."""
+        """Record that a request of this service class was sent to the engine."""
         self._pending[qos.name] += 1
         self._since_reading += 1
 
     def leaves(self, qos: ServiceClass) -> None:
-        """Record that the request has its first token, or has ended without one."""
+        """Record that a request of this service class has received its first token, or has ended without
+        one."""
         self._pending[qos.name] -= 1
 
     def decide(self, qos: ServiceClass, now_s: float) -> TtftVerdict:
-        """Decide whether a request of this class may go to the engine now."""
+        """Decide whether to admit a request of this service class now."""
         if self._last is None:
             return TtftVerdict(outcome="blind")
         if not self._believed:
@@ -152,7 +161,7 @@ class TtftForecast:
         if qos.deadline_s is not None and wait_s > qos.deadline_s:
             return _refused("overloaded", wait_s, wait_s - qos.deadline_s)
         rooms = (_served(rate * max(deadline_s - prefill_s, 0.0)) for deadline_s in self._promised_s)
-        # Nothing is reserved for a deadline that would be missed even with an empty queue.
+        # Capacity is not reserved for a deadline that would be missed even with an empty queue.
         room = next((room for room in rooms if room >= 1), math.inf)
         in_queue = min(queue / max(sum(self._pending.values()), 1), 1.0)
         if math.isfinite(room) and self._pending[qos.name] * in_queue + 1 > self._shares[qos.name] * room:
@@ -167,23 +176,24 @@ class TtftForecast:
         return TtftVerdict(outcome="admitted", wait_s=wait_s)
 
     def _queue(self, last: QueueReading, now_s: float, rate: float) -> float:
-        """Return the number of requests ahead: the queue of the last reading, plus requests sent since, minus
-        requests begun since.
-        """
+        """Estimate the number of requests ahead of a new request: requests queued at the last reading of the
+        metrics, plus requests sent since, minus requests that the engine has started since."""
         since = min(self._since_reading, sum(self._pending.values()))
         return last.waiting + since - rate * max(now_s - last.at_s, 0.0)
 
 
 def _likely(requests: float) -> float:
-    """Return the queue length that covers nearly every wait after `requests`: their number and three standard
-    deviations. Times between first tokens have a standard deviation close to their mean, so that of a sum of
-    n grows with the root of n.
+    """Return an upper estimate of a queue's length: `requests` plus three standard deviations. It covers
+    nearly every wait.
+
+    The standard deviation of the time between first tokens is close to its mean, so the standard deviation of
+    a sum of n such times grows with the square root of n.
     """
     return requests + 3 * math.sqrt(requests)
 
 
 def _served(requests: float) -> float:
-    """Return the inverse of `_likely`."""
+    """Return the queue length for which `_likely` returns `requests`."""
     return (math.sqrt(2.25 + requests) - 1.5) ** 2
 
 
@@ -194,7 +204,8 @@ def _refused(outcome: Outcome, wait_s: float, retry_after_s: float) -> TtftVerdi
 
 
 class Admission:
-    """ASGI middleware. vLLM constructs it with only the application. The other arguments are for tests."""
+    """ASGI middleware that rejects generation requests which would miss their deadline. vLLM constructs it
+    with only the application. The other arguments are for tests."""
 
     def __init__(
         self,
@@ -230,7 +241,11 @@ class Admission:
             await _refusal(qos, verdict)(scope, receive, send)
 
     async def _pass(self, qos: ServiceClass, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request, which counts as queued until its first bytes: the first token of a stream."""
+        """Pass an admitted request to the application.
+
+        The request counts as queued until the first bytes of its response body are sent. In a stream, this is
+        the first token.
+        """
         waits = True
 
         def first() -> None:
@@ -251,7 +266,8 @@ class Admission:
             first()
 
     async def _fresh(self) -> None:
-        """Refresh a reading that is older than a period. Waits at most `_READ_S`."""
+        """Read vLLM's metrics again if the last reading is older than `_PERIOD_S`. Waits at most `_READ_S`
+        for the result."""
         if self._clock() - self._read_at_s < _PERIOD_S:
             return
         if self._reading is None or self._reading.done():
@@ -259,19 +275,19 @@ class Admission:
         await asyncio.wait({self._reading}, timeout=_READ_S)
 
     async def _read(self) -> None:
-        # With several API servers the metrics are in files, which take milliseconds to read.
+        # With several API servers, the metrics are in files, and reading these takes milliseconds.
         self._forecast.read(await asyncio.to_thread(_figures, self._registry, self._clock))
         self._read_at_s = self._clock()
 
 
 def _figures(registry: CollectorRegistry | None, clock: Callable[[], float]) -> QueueReading | None:
-    """Return vLLM's metrics, summed over its engines, or None if vLLM has none."""
+    """Read vLLM's queue metrics, summed over its engines. Returns None if vLLM does not export them."""
     found: dict[str, float] = {}
     try:
         for sample in (s for family in _families(registry) for s in family.samples if s.name in _NAMES):
             found[sample.name] = found.get(sample.name, 0.0) + sample.value
     except (OSError, ValueError):
-        # Another API server's file was removed while it was read.
+        # Another API server's metrics file was removed while it was read.
         return None
     if _WAITING not in found or _FIRST_TOKENS not in found:
         return None
@@ -289,7 +305,7 @@ def _families(registry: CollectorRegistry | None) -> Iterable[Any]:
         together = CollectorRegistry()
         multiprocess.MultiProcessCollector(together)  # type: ignore[no-untyped-call]
         return together.collect()
-    # Only these of about sixty metrics.
+    # vLLM has about sixty metrics. Collect only those that the forecast uses.
     return (registry or REGISTRY).restricted_registry(_NAMES).collect()
 
 

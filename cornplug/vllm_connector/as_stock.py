@@ -1,8 +1,8 @@
-"""Fallback for vLLM releases that cornplug does not support: engines start with the same command lines, as
-stock vLLM.
+"""Fallback for vLLM releases that cornplug does not support. Command lines with cornplug's flags still start
+engines, which run as stock vLLM.
 
-After an upgrade of vLLM, a start must not fail with "unrecognized arguments". Therefore the flags are still
-parsed, cornplug's connectors are removed from the configuration, and a log line gives the reason.
+After an upgrade of vLLM, an engine's start must not fail with "unrecognized arguments". Therefore cornplug's
+flags are still parsed, its connectors are removed from the configuration, and a log line gives the reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cornplug.vllm_connector.several_connectors import connectors, has_ours, is_
 
 def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
     parser = original(parser)
-    # A later release of vLLM may have a flag with this name.
+    # A later release of vLLM may have its own flag with this name.
     with contextlib.suppress(argparse.ArgumentError):
         add_group(
             parser,
@@ -47,7 +47,8 @@ def _from_cli_args(why: str, original: Callable[..., Any], cls: type, args: argp
 
 
 def _create(why: str, original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Create the VllmConfig without cornplug's connectors, which are not registered here."""
+    """Create the VllmConfig without cornplug's connectors, which are not registered with this release of
+    vLLM."""
     kv, ec = getattr(args, "kv_transfer_config", None), getattr(args, "ec_transfer_config", None)
     ours = [has_ours(kv), ec is not None and ec.ec_connector == EC_CONNECTOR]
     if any(ours):
@@ -59,7 +60,8 @@ def _create(why: str, original: Callable[..., Any], args: Any, *rest: Any, **kwa
 
 
 def _others(kv: Any) -> Any | None:
-    """Return the configuration of the other KV connectors, or None if cornplug is the only one."""
+    """Return the KV transfer configuration without cornplug, or None if no other KV connector is
+    configured."""
     if kv is None or is_ours(kv):
         return None
     if has_ours(kv):
@@ -74,7 +76,8 @@ def _warn(asked: str, why: str) -> None:
 
 
 def wraps(why: str) -> list[tuple[str, str, Callable[..., Any]]]:
-    """Return vLLM's functions to wrap, with their wrappers. `why` is the reason why cornplug is disabled."""
+    """Return (module, function's qualified name, wrapper) for each vLLM function to wrap while cornplug is
+    disabled. `why` is the reason that the wrappers log."""
     arguments = "vllm.engine.arg_utils"
     return [
         (arguments, "EngineArgs.add_cli_args", _add_cli_args),

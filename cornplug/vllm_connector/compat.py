@@ -1,27 +1,28 @@
-"""Facts of one vLLM version: the tested range, the validated families, and how functions are wrapped.
+"""Compatibility with vLLM: the supported versions, the validated model families, and the wrapping of vLLM's
+functions.
 
-vLLM's entry points, connector classes and metrics hooks need no patch. Functions that have no hook in 0.32
-are wrapped once, each by a short wrapper around the original:
+vLLM's entry points, connector classes and metrics hooks are used as they are. The following functions have no
+hook in vLLM 0.32. Each of them is wrapped once, by a short wrapper around the original:
 
 * `EngineArgs.add_cli_args` and `.from_cli_args`: add the `--kv-connector` flag group.
 * `BaseMultiModalProcessor._get_mm_hashes` and `InputProcessor.process_inputs`: set identifiers of media.
 * `create_parser` of both item trackers, `BaseRenderer.render_chat` and `.render_chat_async`, and the HTTP
-    server's `init_exception_handler`: process images for an engine without a tower.
-* `init_scale_out_state`: logs that media of requests that were rendered elsewhere are not shared.
+server's `init_exception_handler`: process images for an engine that has not loaded its vision tower.
+* `init_scale_out_state`: logs that media in requests rendered by another process are not shared.
 * `Worker.get_kv_cache_spec`: logs the weights that an engine without a tower has not loaded.
-* `make_empty_encoder_model_runner_output`: reports the saves of an engine without a language model.
+* `make_empty_encoder_model_runner_output`: reports the embeddings that an encoder-only engine saves.
 * `ImageEmbeddingMediaIO.load_base64`: accepts handles instead of embeddings.
 * `Worker.load_model` and `.reload_weights`: compare the loaded weights with the files.
 * `MultiConnector.__init__` and `.update_state_after_alloc`: detect that other connectors load KV.
-* `EngineCoreProc.run_busy_loop`: wakes a sleeping engine.
-* `SpinCondition.wait`: does not let workers spin after steps without tokens.
-* `OMPProcessManager.__init__`: lets an engine on a CPU use as many cores as without cornplug.
+* `EngineCoreProc.run_busy_loop`: lets a timer wake an idle engine core.
+* `SpinCondition.wait`: stops workers from busy-waiting after steps without tokens.
+* `OMPProcessManager.__init__`: lets a CPU engine use as many cores as it would without cornplug.
 * `EngineCore._reset_caches`: distinguishes a pause from a reset that a user requested.
 * `collective_rpc` of `EngineCore` and `AsyncLLM`, `EngineCore.sleep`: detect that weights were replaced.
-* `EngineCore.reset_prefix_cache`: detects that no block holds KV of replaced weights.
+* `EngineCore.reset_prefix_cache`: detects that no block still holds KV computed with replaced weights.
 * `Worker.sleep`: ends copies of KV before its memory is released.
 * `Scheduler.__init__`: counts the engine cores that share this engine's state.
-* `Scheduler.add_request`: allows the id of a request that was aborted while it loads.
+* `Scheduler.add_request`: accepts a request with the id of a request that was aborted while it was loading.
 """
 
 from __future__ import annotations
@@ -44,33 +45,36 @@ logger = logging.getLogger("vllm.cornplug")
 
 KV_CONNECTOR: Final = "CornplugConnector"
 EC_CONNECTOR: Final = "CornplugECConnector"
-"""Names of both connectors in vLLM's factories. Users write them into configurations."""
+"""`KV_CONNECTOR` and `EC_CONNECTOR` are the names of cornplug's connectors in vLLM's factories. Users write
+these names into configurations."""
 
 SUPPORTED_VERSIONS: Final = VersionRange("vLLM", "vllm", (0, 32), (0, 34))
 
 EPOCHS: Final[dict[str, int]] = {}
-"""`model_type` -> numeric epoch. Increase it when a release of vLLM changes the results of a model (a bug fix
-in the tower, another rope), so that engines before and after the change do not share."""
+"""Epoch number by `model_type`. Increase a model's epoch when a release of vLLM changes the results of the
+model (for example a bug fix in the tower, or another rope), so that engines before and after the change do
+not share."""
 
 _ADAPTS_NEIGHBOURS: Final = VersionRange("vLLM", "vllm", (0, 32), (0, 33))
-"""Releases whose CPU LoRA kernels may apply another request's adapter to requests without one
+"""Releases whose CPU LoRA kernels may apply another request's adapter to requests without an adapter
 (vllm#48421)."""
 _MARK = "_cornplug_original"
 
 
 def validated_families(dtype: str, kind: str = "image") -> frozenset[str]:
-    """Return the families whose media of this kind the installed vLLM shares with this dtype.
+    """Return the model families for which cornplug shares embeddings of this kind of media with the installed
+    vLLM in this dtype.
 
-    `tests/integration/test_families.py` and `test_family_videos.py` have compared this release's embeddings
-    with those of the encoder service. vLLM may lay out, scale or split embeddings of other families
-    differently.
+    For these families, `tests/integration/test_families.py` and `test_family_videos.py` have compared this
+    release's embeddings with the encoder service's embeddings. vLLM may lay out, scale or split the
+    embeddings of other families differently.
     """
     return validated("vllm", SUPPORTED_VERSIONS.installed(), dtype, kind)
 
 
 def adapts_neighbours(config: VllmConfig) -> bool:
     """Return whether vLLM may apply another request's LoRA adapter of the same batch to a request without
-    one."""
+    an adapter."""
     from vllm.platforms import current_platform
 
     affected = str(SUPPORTED_VERSIONS.installed()) in _ADAPTS_NEIGHBOURS and current_platform.is_cpu()
@@ -78,17 +82,18 @@ def adapts_neighbours(config: VllmConfig) -> bool:
 
 
 def decoding() -> str:
-    """Return the rule by which the installed vLLM decodes images."""
+    """Return the name of the image decoding rule that the installed vLLM uses."""
     version = str(SUPPORTED_VERSIONS.installed())
-    # If the rule is unknown, this name makes the encoder service reject the request.
+    # For an unknown version, return a name that makes the encoder service reject the request.
     return decoding_of("vllm", version) or f"vllm-{version}"
 
 
 def wrap(module: str, qualified: str, wrapper: Callable[..., Any]) -> None:
-    """Replace `module.qualified` by `wrapper(original, *args, **kwargs)`, once.
+    """Replace the function `qualified` in `module` by one that calls `wrapper(original, *args, **kwargs)`.
+    Does nothing if the function is already wrapped.
 
-    Keeps staticmethod and classmethod. Raises AttributeError or ImportError if this vLLM does not have the
-    function. `plugin.register` logs that as one line.
+    A wrapped staticmethod or classmethod stays a staticmethod or classmethod. Raises AttributeError or
+    ImportError if this vLLM does not have the function. `plugin.register` logs this error as one line.
     """
     owner, name, raw = _target(module, qualified)
     function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
@@ -107,7 +112,8 @@ def wrap(module: str, qualified: str, wrapper: Callable[..., Any]) -> None:
 
 
 def wrap_all(seams: Iterable[tuple[str, str, Callable[..., Any]]]) -> None:
-    """Wrap all of these functions, or none if this vLLM does not have one of them. Raises as `wrap`."""
+    """Wrap vLLM functions, given as (module, qualified name, wrapper). If this vLLM lacks one of the
+    functions, no function is wrapped. Raises the same errors as `wrap`."""
     seams = list(seams)
     for module, qualified, _ in seams:
         _target(module, qualified)
@@ -116,7 +122,8 @@ def wrap_all(seams: Iterable[tuple[str, str, Callable[..., Any]]]) -> None:
 
 
 def _target(module: str, qualified: str) -> tuple[Any, str, Any]:
-    """Return the owner of `module.qualified`, the name there, and the attribute's value."""
+    """Return (object that has the attribute, name of the attribute, value of the attribute) for
+    `module.qualified`."""
     owner: Any = importlib.import_module(module)
     *path, name = qualified.split(".")
     for part in path:

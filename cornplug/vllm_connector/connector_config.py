@@ -1,8 +1,9 @@
-"""Adds cornplug's connectors to an engine's configuration, if stock vLLM accepts them.
+"""Configuration of an engine with cornplug's connectors, as far as stock vLLM accepts them.
 
-vLLM rejects KV connectors with some features, in some cases only during the start of an engine. A working
-command line must still work with `--kv-connector cornplug`. Therefore the connector that vLLM rejects (KV,
-embeddings or both) is left out, and one log line names it and the reason.
+vLLM rejects KV connectors in combination with some features, in some cases only late during an engine's
+start. A command line that works without cornplug must also work with `--kv-connector cornplug`. Therefore any
+connector that vLLM rejects (KV, embeddings or both) is left out of the configuration, and one log line names
+the connector and the reason.
 """
 
 from __future__ import annotations
@@ -29,35 +30,37 @@ from cornplug.vllm_connector.several_connectors import (
 _RECOMPUTE: Final = "recompute"
 _PRODUCER: Final = "ec_producer"
 
-# Exceptions that vLLM's configuration classes raise for combinations that they reject (pydantic's
+# Exceptions that vLLM's configuration classes raise for unsupported combinations of settings (pydantic's
 # ValidationError is a ValueError).
 _REFUSALS: Final = (ValueError, AssertionError, NotImplementedError, RuntimeError)
 
 _left_out: Final[list[str]] = []
-"""Reason why the last configuration has no KV connector of cornplug, if it has none."""
+"""Reason why the most recently created VllmConfig does not include cornplug's KV connector. Empty if it
+does."""
 
 
 def why_not() -> str:
-    """Return the reason why the last configuration that this process made does not share KV, or "" if it does
-    or if cornplug was not configured.
-    """
+    """Return the reason why the VllmConfig that this process created last does not share KV. Returns "" if it
+    shares KV or if cornplug was not configured."""
     return _left_out[0] if _left_out else ""
 
 
 def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Create the VllmConfig of these engine arguments, with as many of cornplug's connectors as vLLM accepts.
+    """Create the VllmConfig for these engine arguments, with each of cornplug's connectors that vLLM accepts.
 
-    Raises stock vLLM's errors for the same arguments without cornplug.
+    If vLLM rejects the arguments even without cornplug, vLLM's own error is raised.
     """
     _left_out.clear()
     if not _asked_for(args):
         return original(args, *rest, **kwargs)
     engine_state.begin()
     _offload_beside(args)
-    # vLLM sets this flag itself for every engine with a connector that loads embeddings.
+    # vLLM sets this flag itself for every engine with a connector that loads embeddings, so read the user's
+    # value first.
     by_value = bool(getattr(args, "enable_mm_embeds", False))
     without_tower = no_tower_settings.leave_out(args)
-    # vLLM writes resolved values into the arguments, so a second attempt needs a copy of the original.
+    # vLLM writes resolved values into the arguments, so a second attempt needs a copy of the original
+    # arguments.
     given = copy.deepcopy(args)
 
     def without(*names: str) -> Any:
@@ -86,11 +89,11 @@ def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -
 
 
 def _encoder_alone(given: Any, make: Callable[[Any], Any]) -> Any | None:
-    """Create the configuration of an engine that runs only its encoder. Returns None for other engines, and
-    if vLLM rejects it.
+    """Create the VllmConfig for an engine that runs only its multimodal encoder. Returns None for any other
+    engine, and if vLLM rejects the configuration.
 
-    vLLM's first model runner depends on the role: with a role that may load embeddings, it calls the language
-    model, which `--mm-encoder-only` does not load.
+    vLLM's first model runner depends on the connector's role. With a role that may load embeddings, it calls
+    the language model, which `--mm-encoder-only` does not load.
     """
     ec = given.ec_transfer_config
     asked = given.mm_encoder_only or (_is_ec(ec) and ec.ec_role == _PRODUCER)
@@ -102,7 +105,8 @@ def _encoder_alone(given: Any, make: Callable[[Any], Any]) -> Any | None:
     if _is_ec(ec):
         fewer.ec_transfer_config.ec_role = _PRODUCER
         if fewer.mm_processor_device == "auto" and fewer.mm_tensor_ipc == "torch_shm":
-            # vLLM would preprocess on a producer's GPU, and consumers would have different pixels.
+            # vLLM would preprocess images on a producer's GPU, so its pixel values would differ from those of
+            # consumers.
             fewer.mm_processor_device = "cpu"
     try:
         config = make(fewer)
@@ -116,10 +120,12 @@ def _encoder_alone(given: Any, make: Callable[[Any], Any]) -> Any | None:
 
 
 def measure_encoder_output_widths(original: Callable[..., Any], config: Any, *rest: Any) -> None:
-    """Measure widths for connectors that size transfers by them. cornplug reads them from the model's config.
+    """Skip vLLM's measurement of embedding widths for cornplug, which reads the widths from the model's
+    config.
 
-    vLLM encodes a dummy item of each modality for this, and fails if there is none: with a model whose limits
-    are all 0, or that runs as a language model only.
+    Other encoder-cache connectors size their transfers by the measured widths. To measure them, vLLM encodes
+    a dummy item of each modality. This fails if no modality is enabled: if all multimodal limits are 0, or if
+    the engine runs only the language model.
     """
     ec = config.ec_transfer_config
     if ec is None or ec.ec_connector != EC_CONNECTOR:
@@ -137,8 +143,8 @@ def _is_ec(ec: Any) -> bool:
 
 
 def _offload_beside(args: Any) -> None:
-    """Make native offloading one of several connectors. Otherwise vLLM would silently replace cornplug by
-    it."""
+    """Convert `--kv-offloading-size` to a connector next to cornplug. Otherwise vLLM would silently replace
+    cornplug with its offloading connector."""
     if args.kv_offloading_size is None or not has_ours(args.kv_transfer_config):
         return
     args.kv_transfer_config = with_offloading(
@@ -148,7 +154,8 @@ def _offload_beside(args: Any) -> None:
 
 
 def _fewer(without: Callable[..., Any], given: Any, refused: Exception) -> Any:
-    """Create the configuration without the smallest part of cornplug that vLLM rejects."""
+    """Create the VllmConfig again without the connectors that vLLM rejects, leaving out as few as
+    possible."""
     if is_ours(given.kv_transfer_config):
         try:
             config = without("kv_transfer_config")
@@ -166,11 +173,11 @@ def _fewer(without: Callable[..., Any], given: Any, refused: Exception) -> Any:
     names = ["ec_transfer_config"]
     if is_ours(given.kv_transfer_config):
         names.append("kv_transfer_config")
-    # If stock vLLM rejects these arguments too, this raises stock vLLM's error.
+    # If vLLM also rejects the arguments without cornplug, this call raises vLLM's own error.
     config = without(*names)
     _no_kv(
-        "cornplug: this engine shares nothing, because vLLM rejects its connectors with this configuration: "
-        "%s",
+        "cornplug: this engine shares nothing, because vLLM rejects cornplug's connectors with this "
+        "configuration: %s",
         refused,
     )
     return config
@@ -182,8 +189,8 @@ def _no_kv(line: str, why: object) -> None:
 
 
 def kv_impossible(config: Any) -> str | None:
-    """Return why an engine of this configuration cannot start with a KV connector, for cases that vLLM checks
-    too late."""
+    """Return why an engine with this configuration cannot start with a KV connector, or None if it can.
+    Covers only cases that vLLM detects too late."""
     if config.model_config.is_encoder_decoder:
         return "vLLM does not support KV connectors for encoder-decoder models"
     backend = config.attention_config.backend
@@ -191,14 +198,14 @@ def kv_impossible(config: Any) -> str | None:
         try:
             supported = backend.get_class().supports_kv_connector()
         except ImportError:
-            return None  # The backend is for another platform. vLLM raises its own error.
+            return None  # The backend belongs to another platform. vLLM raises its own error for it.
         if not supported:
             return f"attention backend {backend.name} does not support KV connectors"
     return None
 
 
 def _note_by_value(config: Any) -> None:
-    """Record `--enable-mm-embeds` beside the settings that every API process receives."""
+    """Copy `--enable-mm-embeds` into cornplug's settings, which every API server process receives."""
     kv, ec = our_settings(config.kv_transfer_config), config.ec_transfer_config
     if kv is not None:
         kv[EMBEDDINGS_BY_VALUE] = True
@@ -207,8 +214,9 @@ def _note_by_value(config: Any) -> None:
 
 
 def _complete_settings(config: Any) -> None:
-    """Copy all settings into the configuration, because Ray's workers do not inherit the environment."""
-    # The caller may use these objects for another engine in another environment.
+    """Copy all of cornplug's settings into the VllmConfig, because Ray's workers do not inherit the
+    environment."""
+    # The caller may reuse these objects for another engine in another environment.
     config.kv_transfer_config = copy.deepcopy(config.kv_transfer_config)
     config.ec_transfer_config = copy.deepcopy(config.ec_transfer_config)
     for extra in no_tower_settings.settings_in(config):
@@ -217,12 +225,12 @@ def _complete_settings(config: Any) -> None:
 
 def _settle(config: Any) -> None:
     if _is_ec(config.ec_transfer_config) and not config.model_config.is_multimodal_model:
-        config.ec_transfer_config = None  # Without a tower there is nothing to share.
+        config.ec_transfer_config = None  # A text-only model has no embeddings to share.
     kv = config.kv_transfer_config
     if not has_ours(kv):
         return
-    # The scheduler uses the policy of the outer connector for a page that any connector lost. vLLM's default
-    # "fail" would abort requests whose pages are damaged.
+    # When any connector has lost a page, the scheduler uses the outer connector's policy. With vLLM's default
+    # "fail", the scheduler would abort requests whose pages are damaged.
     if kv.kv_load_failure_policy != _RECOMPUTE:
         compat.logger.warning(
             "cornplug: set kv_load_failure_policy to %r, because 'fail' aborts requests when a page is lost",

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
 
 class CornplugECConnector(ECConnectorBase):
-    """Encoder-cache connector that loads embeddings from the store and the encoder service, and saves
-    embeddings that this engine computes.
-    """
+    """vLLM's encoder-cache connector for cornplug. It loads embeddings from the store and the encoder
+    service, and saves the embeddings that this engine computes."""
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
@@ -42,9 +41,10 @@ class CornplugECConnector(ECConnectorBase):
         self._scheduler: ECScheduler | None = None
         self._worker: ECWorker | None = None
         self._stopped: ECScheduler | None = None
-        """The scheduler half, after an error has ended sharing."""
+        """The former scheduler half, kept after an error has stopped sharing. None while sharing works."""
         self._last = CornplugECMetadata(publish=False)
-        """Metadata that the engine still expected when sharing stopped."""
+        """Metadata for the next step after sharing has stopped: the embeddings that the engine still
+        expects."""
         self._app = run.app
         if vllm_config.model_config.multimodal_config is None:
             return
@@ -69,7 +69,7 @@ class CornplugECConnector(ECConnectorBase):
             self._worker.load(encoder_cache, self._moves())
 
     def start_save_caches(self, **kwargs: Any) -> None:
-        # vLLM does not load embeddings in an engine that runs only its encoder.
+        # vLLM does not call `start_load_caches` in an engine that runs only its encoder, so load here.
         if self._worker is not None and not self.is_consumer:
             cache: dict[str, torch.Tensor] = kwargs["encoder_cache"]
             self._worker.load(cache, self._moves())
@@ -77,7 +77,7 @@ class CornplugECConnector(ECConnectorBase):
 
     @fenced(lambda *_, **__: None)
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
-        # Profiling runs encode outside of a step. They have no metadata and nothing to share.
+        # Profiling encodes dummy items outside of a step, without metadata. There is nothing to share.
         if self._worker is not None and self._connector_metadata is not None:
             self._worker.save(mm_hash, encoder_cache[mm_hash], self._moves())
 
@@ -101,7 +101,8 @@ class CornplugECConnector(ECConnectorBase):
         return self._scheduler is None or self._scheduler.available(request, num_computed_tokens)
 
     def _promise(self, request: Request, index: int) -> None:
-        """Record that the engine expects this embedding and has reserved memory for it."""
+        """After sharing has stopped, add an embedding that already arrived to the next step's metadata,
+        because the engine expects it and has reserved memory for it."""
         identifier = request.mm_features[index].identifier
         arrived = self._stopped.in_hand(identifier) if self._stopped is not None else None
         if arrived is not None and all(one.identifier != identifier for one in self._last.arrived):
@@ -137,7 +138,8 @@ class CornplugECConnector(ECConnectorBase):
     # -- both halves ------------------------------------------------------------------------
 
     def _stop_sharing(self, hook: str, error: Exception) -> None:
-        """Stop sharing after an unexpected error. The engine continues without sharing."""
+        """Stop sharing embeddings after an unexpected error in `hook`. The engine continues without
+        sharing."""
         compat.logger.error(
             "cornplug: embeddings of this engine are no longer shared: %s failed", hook, exc_info=error
         )

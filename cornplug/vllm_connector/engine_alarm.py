@@ -1,12 +1,12 @@
 """Timer that wakes an idle engine core, and a short sleep in steps that compute nothing.
 
-vLLM's core blocks on its input queue while it has no work. Without this timer, an engine that saves pages
-after a pause would have to run steps during each pause, hundreds of times per second in two processes. The
-timer puts vLLM's own wake-up message into that queue, like vLLM's signal handler.
+vLLM's engine core blocks on its input queue while it has no work. Without this timer, an engine that saves
+pages after a pause would have to run steps during each pause, hundreds of times per second in two processes.
+The timer puts vLLM's own wake-up message into that queue, as vLLM's signal handler does.
 
-While page copies or disk reads are in flight, vLLM polls for them about 650 times per second, in two
-processes. On a small host this takes CPU time from the copies, the store, and the API server that will
-receive the next request.
+While page copies or disk reads are in flight, vLLM polls for their completion about 650 times per second, in
+two processes. On a small host this polling takes CPU time from the copies, the store, and the API server that
+will receive the next request.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 REST_S: Final = 1e-3
-"""Maximum delay that this adds before an engine notices a request or the end of a copy."""
+"""Seconds that an idle engine core sleeps in one step. This is also the maximum delay before it notices a new
+request or a completed copy."""
 
 
 class EngineAlarm:
-    """Timer that wakes the engine core. There is one per process. The engine's thread sets it, and a separate
-    thread fires it."""
+    """Timer that wakes this process's engine core. There is one timer per process. The engine's thread sets
+    the timer, and a separate thread fires it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -31,7 +32,7 @@ class EngineAlarm:
         self._in_wave: Callable[[], bool] | None = None
         self._due: float | None = None
         self._rings = False
-        """Whether a thread is waiting."""
+        """Whether the timer's thread is running and will fire the wake-up."""
 
     def bind(
         self,
@@ -39,12 +40,13 @@ class EngineAlarm:
         has_input: Callable[[], bool] | None = None,
         in_wave: Callable[[], bool] | None = None,
     ) -> None:
-        """Set the functions of an engine's loop, or None for all after the loop has ended.
+        """Bind the timer to an engine's busy loop, or unbind it by passing None as `wake` after the loop has
+        ended.
 
         Args:
-            wake: wakes the engine.
-            has_input: returns whether input is queued.
-            in_wave: returns whether each step runs on all data-parallel replicas.
+            wake: wakes the engine core. None unbinds the timer.
+            has_input: returns whether the engine core's input queue has messages.
+            in_wave: returns whether all data-parallel replicas currently step together.
         """
         with self._changed:
             self._wake, self._has_input, self._in_wave = wake, has_input, in_wave
@@ -52,10 +54,10 @@ class EngineAlarm:
             self._changed.notify()
 
     def set(self, seconds: float) -> bool:
-        """Wake the engine in `seconds`, and return whether that is possible: only an engine with its own loop
-        sleeps.
+        """Schedule a wake-up of the engine core after `seconds`. Returns False if the engine does not run its
+        own busy loop, because such an engine does not sleep.
 
-        A later call postpones the wake-up. There is a single caller, whose delay is constant.
+        A later call postpones the wake-up. There is a single caller, which always passes the same delay.
         """
         with self._changed:
             if self._wake is None:
@@ -67,19 +69,22 @@ class EngineAlarm:
             return True
 
     def input_waits(self) -> bool:
-        """Return whether a request, or the end of a request, may wait for the engine's next step."""
+        """Return whether a new request, or the abort of a request, may be queued for the engine's next
+        step."""
         has_input = self._has_input
         return has_input is None or has_input()
 
     def replicas_wait(self) -> bool:
-        """Return whether other data-parallel replicas wait for each step. Replicas of a mixture of experts
-        compute in step while one of them has a request."""
+        """Return whether other data-parallel replicas wait for this engine's steps. Replicas of a
+        mixture-of-experts model compute in lockstep while any replica has a request."""
         in_wave = self._in_wave
         return in_wave is not None and in_wave()
 
     def _ring(self) -> None:
-        """Fire once and end. Pauses are frequent, so a postponed time is checked when the original time has
-        passed.
+        """Wake the engine core at the due time, then end the timer's thread.
+
+        Pauses are frequent, so the thread checks whether the wake-up was postponed only when its original
+        time has passed.
         """
         with self._changed:
             while self._due is not None:
@@ -118,7 +123,8 @@ WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
 
 
 class IdleRest:
-    """Idle sleeps of one engine core."""
+    """Makes an engine core sleep briefly in steps that compute nothing, so that polling does not use a CPU
+    core."""
 
     def __init__(self, sleep: Callable[[float], None] = time.sleep, alarm: EngineAlarm = ALARM) -> None:
         self._sleep, self._alarm = sleep, alarm
@@ -126,11 +132,12 @@ class IdleRest:
         """Whether the last step had nothing to compute."""
 
     def step(self, *, empty: bool, waits: Callable[[], bool]) -> None:
-        """Sleep if this step and the previous one are empty, the engine `waits` for cornplug, and no other
-        replica waits for the engine.
+        """Sleep for `REST_S` if this step and the previous step are empty, `waits()` is true, and no other
+        data-parallel replica waits for this engine. `waits` returns whether the engine runs steps only
+        because cornplug has work in flight.
 
-        With asynchronous scheduling, the step after a step that computes is scheduled before that step's
-        output arrives. Therefore a single empty step does not sleep.
+        With asynchronous scheduling, the scheduler schedules the step after a computing step before the
+        computing step's output arrives. Therefore a single empty step does not sleep.
         """
         if empty and self._empty and waits() and not self._alarm.replicas_wait():
             self._sleep(REST_S)

@@ -1,7 +1,8 @@
-"""Catches all errors in hooks: after an error, the engine continues without sharing.
+"""Error handling for connector hooks. After an unexpected error in a hook, the engine continues without
+sharing.
 
-vLLM does not catch exceptions of these calls, so an exception in its engine core or in a worker would end the
-engine. Expected errors are counted as misses where they occur. This module handles all others.
+vLLM does not catch exceptions from connector hooks, so an exception in its engine core or in a worker would
+end the engine. Expected errors are counted as misses where they occur. This module handles all other errors.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 
 class Fenced(Protocol):
-    """Connector whose sharing can be stopped."""
+    """Connector whose hooks `fenced` can guard, because it can stop sharing after an error."""
 
     def _stop_sharing(self, hook: str, error: Exception) -> None: ...
 
@@ -21,9 +22,8 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def fenced(answer: Callable[..., Any]) -> Callable[[_Hook], _Hook]:
-    """Return a decorator of hooks. After an error it stops sharing, and the hook returns `answer(self,
-    ...)`.
-    """
+    """Return a decorator for connector hooks. If a decorated hook raises, sharing stops and the hook returns
+    `answer(self, ...)` instead."""
 
     def decorate(hook: _Hook) -> _Hook:
         @functools.wraps(hook)
@@ -40,5 +40,6 @@ def fenced(answer: Callable[..., Any]) -> Callable[[_Hook], _Hook]:
 
 
 def called_again(hook: _Hook) -> _Hook:
-    """Decorate a hook: after an error, stop sharing and call the hook once more."""
+    """Decorate a connector hook so that if it raises, sharing stops and the hook is called again, now without
+    sharing."""
     return fenced(hook)(hook)

@@ -1,12 +1,13 @@
-"""Option group of `vllm serve MODEL --kv-connector cornplug`.
+"""Command-line flags for `vllm serve MODEL --kv-connector cornplug`.
 
-The flags only fill `--kv-transfer-config` and `--ec-transfer-config`. You can also write these in their long
-JSON form, with the same `kv_connector_extra_config`:
+The flags only fill `--kv-transfer-config` and `--ec-transfer-config`. You can also write these two options in
+their long JSON form, with the same `kv_connector_extra_config`:
 
     --kv-transfer-config '{"kv_connector": "CornplugConnector", "kv_role": "kv_both",
       "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"engine.app": "chat"}}'
 
-With `--kv-connector cornplug`, `--kv-transfer-config` names a connector that runs alongside (NIXL, LMCache).
+With `--kv-connector cornplug`, `--kv-transfer-config` names a second KV connector (for example NIXL or
+LMCache) that runs alongside cornplug.
 """
 
 from __future__ import annotations

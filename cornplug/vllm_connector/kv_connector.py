@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
-    """KV connector that shares pages with all engines that run the same model."""
+    """vLLM's KV connector for cornplug, which shares KV pages with all engines that run the same model."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -64,9 +64,11 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: KVWorker | GroupsWorker | DisabledKVWorker | None = None
         self._rest = IdleRest()
         self._detached: dict[str, list[KVCacheBlock]] = {}
-        """Pinned blocks for loads of finished requests. Other requests may reuse their ids."""
+        """Blocks that stay pinned until the load of a finished request has completed, by request id. A new
+        request may already use the same id."""
         self._last_loads: list[PageLoad] = []
-        """Loads that the engine still expected when sharing stopped."""
+        """Loads that were offered to the engine but not yet sent to the worker half when sharing stopped. The
+        engine waits for their result."""
         self._several_groups = len(kv_cache_config.kv_cache_groups) > 1
         engine = self._runtime.config.engine
         try:
@@ -81,7 +83,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
                     if self._several_groups
                     else KVScheduler(vllm_config, self._runtime, kinds[0].geometry, self._tally)
                 )
-                # A token occupies a slot in a block of each group.
+                # Each token occupies one slot per cache group.
                 own_tokens = kv_cache_config.num_blocks * kinds[0].block_size // len(kinds)
                 log_store_size(self._runtime, whole_page(kinds), own_tokens, compat.logger)
             else:
@@ -119,7 +121,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     @called_again
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        # Both model runners call this first in each step.
+        # Both of vLLM's model runners call `handle_preemptions` first in each step.
         moves = kv_connector_metadata
         assert isinstance(moves, CornplugKVMetadata)
         cpu_use.began(computes=moves.computes)
@@ -130,11 +132,12 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     @called_again
     def unregister_kv_caches(self) -> None:
-        # vLLM calls this since 0.33.
+        # vLLM calls `unregister_kv_caches` since release 0.33.
         self._end_copies()
 
     def _end_copies(self) -> None:
-        """End all copies before sleep frees the engine's memory (`kv/copies_in_flight.py`)."""
+        """Wait for all copies to end before the engine's sleep mode frees the KV cache
+        (`kv/copies_in_flight.py`)."""
         if self._worker is not None:
             self._worker.drain()
 
@@ -146,10 +149,11 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.start_loads(moves.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing. Loads are asynchronous, and a request runs only after all its layers are loaded."""
+        """Do nothing. Loads are asynchronous, and vLLM runs a request only after all its layers are
+        loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing. Pages contain all layers and are copied after the forward pass."""
+        """Do nothing. A page contains all layers, so pages are copied after the forward pass."""
 
     @called_again
     def wait_for_save(self) -> None:
@@ -164,7 +168,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is None:
             return None, None
-        # Blocks are never held for saves, so `sent` has no requests.
+        # Saves do not hold blocks, so no request is ever reported as sent.
         return None, self._worker.finished() or None
 
     @called_again
@@ -196,7 +200,8 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.bind(kv_cache_manager, specs[0])
 
     def _fail_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Fail a load that the worker half does not have, because the engine waits for it."""
+        """Send the worker half a load that fails. After an error, the engine would otherwise wait for a load
+        that the worker half never received."""
         if not num_external_tokens or any(load.request_id == request.request_id for load in self._last_loads):
             return
         for group, ids in enumerate(blocks.get_block_ids()):
@@ -206,8 +211,8 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def _loads_over(self, connector_output: Any) -> None:
-        """Release the blocks of loads whose requests have finished, and hide the end of these loads from
-        vLLM."""
+        """Release the blocks of completed loads whose requests have already finished, and remove these loads
+        from the output that vLLM processes."""
         for request_id in set(connector_output.finished_recving or ()) & self._detached.keys():
             connector_output.finished_recving = connector_output.finished_recving - {request_id}
             assert self._kv_cache_manager is not None
@@ -236,7 +241,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def _another_connector_loads(self) -> None:
-        """Record that another of the engine's connectors will load KV (`kv/provenance.py`)."""
+        """Record that another KV connector of this engine will load KV (`kv/provenance.py`)."""
         if self._scheduler is not None:
             self._scheduler.another_connector_loads()
 
@@ -273,12 +278,13 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.finished(request, block_ids)
         elif self._scheduler is not None:
             self._scheduler.finished(request, block_ids[0] if block_ids else ())
-        # A later request may have the same id, and a cache reset does not wait for saves, so the blocks are
-        # not kept.
+        # Do not let vLLM keep the blocks, because a later request may have the same id, and a cache reset
+        # does not wait for saves.
         return False, None
 
     def _detach_load(self, request: Request) -> bool:
-        """Continue the load of a finished request without the request (`kv/copies_in_flight.py`)."""
+        """Let the load of a finished request complete after vLLM has removed the request. Returns False if
+        the request has no such load (`kv/copies_in_flight.py`)."""
         manager, half = self._kv_cache_manager, self._scheduler
         if half is None or manager is None or not half.detach_load(request):
             return False
@@ -310,13 +316,13 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Return False: a lost save is only a later miss."""
+        """False, because a lost save only causes a later cache miss."""
         return False
 
     # -- both halves ------------------------------------------------------------------------
 
     def _stop_sharing(self, hook: str, error: Exception) -> None:
-        """Stop sharing after an unexpected error. The engine continues without sharing."""
+        """Stop sharing KV after an unexpected error in `hook`. The engine continues without sharing."""
         compat.logger.error(
             "cornplug: KV of this engine is no longer shared: %s failed", hook, exc_info=error
         )
@@ -328,7 +334,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             elif isinstance(self._worker, KVWorker | GroupsWorker):
                 size = self._vllm_config.cache_config.block_size
                 self._worker = DisabledKVWorker.in_place_of(self._worker, size, "error")
-        except Exception:  # noqa: BLE001 - the first error is the one to look at
+        except Exception:  # noqa: BLE001 - any error; the first error was already logged
             compat.logger.exception("cornplug: could not release all KV blocks")
 
     def shutdown(self) -> None:

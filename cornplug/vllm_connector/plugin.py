@@ -1,7 +1,9 @@
-"""Entry point `vllm.general_plugins`, which every process of vLLM calls, some of them twice.
+"""Registration of cornplug with vLLM, through the entry point `vllm.general_plugins`. Every vLLM process
+calls it, and some processes call it twice.
 
-vLLM does not catch exceptions of this call, so an exception would stop engines that do not use cornplug. For
-an unsupported version, it only logs a line, and engines run as stock vLLM (`as_stock.py`).
+vLLM does not catch exceptions from this call, so an exception would also stop engines that do not use
+cornplug. With an unsupported version of vLLM, `register` only logs a line, and engines run as stock vLLM
+(`as_stock.py`).
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ def registered() -> bool:
 
 
 def why_not() -> str:
-    """Return the reason why `register` did nothing, or "" if it completed or was not called yet."""
+    """Return the reason why `register` did nothing, or "" if it completed or has not been called yet."""
     return str(_state.get("why", ""))
 
 
 def register() -> None:
-    """Add the flags, register both connectors, and wrap the functions that `compat` lists."""
+    """Add cornplug's command-line flags, register both connectors, and wrap the vLLM functions that cornplug
+    needs to change. Does nothing if this process is already registered."""
     if registered():
         return
     why = compat.SUPPORTED_VERSIONS.refusal()
@@ -45,17 +48,18 @@ def register() -> None:
 
 
 def _install_flags(why: str) -> None:
-    """Let command lines with cornplug's flags start stock engines, if this vLLM can be wrapped."""
+    """Add flags that are parsed and then ignored, so that command lines with cornplug's flags still start
+    stock engines. Logs a warning if this vLLM's functions cannot be wrapped."""
     try:
         from cornplug.vllm_connector import as_stock
 
         compat.wrap_all(as_stock.wraps(why))
     except (AttributeError, ImportError) as e:
-        compat.logger.warning("cornplug: cannot add its flags to this release of vLLM: %s", e)
+        compat.logger.warning("cornplug: cannot add cornplug's flags to this release of vLLM: %s", e)
 
 
 def _seams() -> list[tuple[str, str, Callable[..., Any]]]:
-    """Return vLLM's functions to wrap, with their wrappers."""
+    """Return (module, function's qualified name, wrapper) for each vLLM function that cornplug wraps."""
     from cornplug.vllm_connector import connector_config, engine_alarm, flags, rendered_elsewhere
     from cornplug.vllm_connector.kv import copies_in_flight, cpu_use, page_keys, provenance, resets
     from cornplug.vllm_connector.media import encoder_only, left_out_weights, mm_identifiers, served_images

@@ -1,8 +1,8 @@
-"""Requests with media that another process has rendered: `vllm launch render` (used by llm-d), or a client.
+"""Requests whose media were processed by another process: `vllm launch render` (used by llm-d), or a client.
 
-They send processed inputs and a name for each medium to `/inference/v1/generate`. Nothing proves that the
-name belongs to the inputs, so media of such a request have no key (`media/mm_identifiers.py`). A server that
-accepts such requests logs this at start.
+Such a request sends processed inputs and a name for each media item to `/inference/v1/generate`. cornplug
+cannot verify that a name belongs to the inputs, so these media have no key and are not shared
+(`media/mm_identifiers.py`). A server that accepts such requests logs this at start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NOT_SHARED: Final = (
 
 
 def are_taken(args: Any) -> bool:
-    """Return whether a server with these command-line arguments accepts processed inputs by HTTP."""
+    """Return whether a server with these command-line arguments accepts processed inputs over HTTP."""
     return bool(getattr(args, "enable_scale_out", False) or getattr(args, "tokens_only", False))
 
 

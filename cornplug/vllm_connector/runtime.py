@@ -1,4 +1,4 @@
-"""The `EngineRuntime` of each vLLM process, shared by the KV and EC connectors."""
+"""Access to the vLLM process's `EngineRuntime`, which the KV and encoder-cache connectors share."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _runtimes: dict[str, EngineRuntime] = {}
 
 
 def runtime(extra: Mapping[str, Any]) -> EngineRuntime:
-    """Return the process's runtime for these settings, created on first use.
+    """Return this process's runtime for these connector settings. The first call with the settings creates
+    the runtime.
 
-    Raises ConfigError if cornplug cannot run although the operator configured it.
+    Raises ConfigError if cornplug is configured but cannot run with this vLLM.
     """
     if not registered():
         register()

@@ -1,7 +1,8 @@
-"""KV connectors of an engine if cornplug is one of several: vLLM's MultiConnector and its settings.
+"""Configuration of engines that run cornplug alongside other KV connectors, using vLLM's MultiConnector.
 
-MultiConnector loads from the first connector that has a prefix of the request, and saves to all. The other
-connectors come before cornplug: a decode server loads its prefill server's KV, and native offloading its own.
+MultiConnector loads a request's prefix from the first connector that offers one, and saves to all connectors.
+The other connectors are listed before cornplug, so that a decode server loads KV from its prefill server, and
+native offloading loads the KV that it has offloaded.
 """
 
 from __future__ import annotations
@@ -14,28 +15,26 @@ from cornplug.vllm_connector.compat import KV_CONNECTOR
 
 _MULTI: Final = "MultiConnector"
 _OF_THE_WHOLE: Final = ("engine_id", "kv_buffer_device", "kv_port")
-"""Fields that vLLM or a connector reads from the outer config. MultiConnector gives each child its engine's
-id."""
+"""Fields of KVTransferConfig that vLLM or a connector reads from the outer config. MultiConnector also copies
+the engine's id to each child."""
 
 
 def connectors(kv: Any) -> list[dict[str, Any]]:
-    """Return the settings of a MultiConnector's connectors, as in its configuration. Empty for other
-    connectors.
-    """
+    """Return the settings of each connector in a MultiConnector's configuration, or an empty list if `kv` is
+    None or configures a different connector."""
     if kv is None or kv.kv_connector != _MULTI:
         return []
     return list(kv.kv_connector_extra_config.get("connectors") or ())
 
 
 def is_ours(kv: Any) -> bool:
-    """Return whether cornplug is the only KV connector."""
+    """Return whether this KVTransferConfig configures cornplug as the only KV connector."""
     return kv is not None and kv.kv_connector == KV_CONNECTOR
 
 
 def our_settings(kv: Any) -> dict[str, Any] | None:
-    """Return cornplug's settings in a configuration, which may be modified, or None if cornplug is not a KV
-    connector in it.
-    """
+    """Return cornplug's settings from a KVTransferConfig, or None if cornplug is not among its KV connectors.
+    Changes to the returned dict change the configuration."""
     if is_ours(kv):
         return kv.kv_connector_extra_config
     for child in connectors(kv):
@@ -45,12 +44,12 @@ def our_settings(kv: Any) -> dict[str, Any] | None:
 
 
 def has_ours(kv: Any) -> bool:
-    """Return whether cornplug is the KV connector, or one of several."""
+    """Return whether a KVTransferConfig configures cornplug, alone or together with other connectors."""
     return our_settings(kv) is not None
 
 
 def beside(other: Any, ours: Any) -> Any:
-    """Return the KVTransferConfig of `other`, which may contain several connectors, with `ours` appended."""
+    """Return a KVTransferConfig with the connectors of `other`, followed by `ours`."""
     from vllm.config import KVTransferConfig
 
     if other.kv_connector is None:
@@ -58,7 +57,8 @@ def beside(other: Any, ours: Any) -> Any:
     children = connectors(other) if other.kv_connector == _MULTI else [_as_child(other)]
     return KVTransferConfig(
         kv_connector=_MULTI,
-        # The outer connector saves and loads, whatever role a prefill or decode server's own connector has.
+        # The outer connector must save and load, even if the other connector's role is only prefill or only
+        # decode.
         kv_role="kv_both",
         kv_load_failure_policy=ours.kv_load_failure_policy,
         kv_connector_extra_config={"connectors": [*children, _as_child(ours)]},
@@ -67,7 +67,8 @@ def beside(other: Any, ours: Any) -> Any:
 
 
 def with_offloading(kv: Any, size_gib: float, backend: str) -> Any:
-    """Return the KVTransferConfig with the connector of `--kv-offloading-size` before its others."""
+    """Return a KVTransferConfig with the connector for `--kv-offloading-size`, followed by the connectors of
+    `kv`."""
     from vllm import envs
     from vllm.config import KVTransferConfig
 
@@ -86,7 +87,8 @@ def with_offloading(kv: Any, size_gib: float, backend: str) -> Any:
 
 
 def _as_child(kv: Any) -> dict[str, Any]:
-    """Return the settings of one of several connectors: those that differ from vLLM's defaults."""
+    """Convert a KVTransferConfig to a child's settings for MultiConnector, with only the values that differ
+    from vLLM's defaults."""
     plain = type(kv)(kv_connector=kv.kv_connector, kv_role=kv.kv_role)
     names = [one.name for one in dataclasses.fields(kv) if one.name != "engine_id"]
     given = {name: getattr(kv, name) for name in names if getattr(kv, name) != getattr(plain, name)}

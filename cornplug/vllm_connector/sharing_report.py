@@ -1,8 +1,9 @@
-"""Sharing verdicts for a checkpoint in vLLM, without loading it, for `cornplug doctor --model`.
+"""Report for `cornplug doctor --model`: whether vLLM can share a checkpoint's KV and embeddings. It does not
+start an engine.
 
-It calls the functions that an engine calls at start. vLLM groups layers by their KV cache specs, so the model
-is built on PyTorch's meta device, without weights. The last check of an engine, which writes a pattern into
-the cache and reads it back, needs the cache and is skipped.
+The report calls the same checks that an engine calls at start. vLLM groups layers by their KV cache specs, so
+the report builds the model on PyTorch's meta device, without weights. It skips an engine's last check, which
+writes a pattern into the KV cache and reads it back, because there is no cache.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 _ONE_MANAGER: Final = "--disable-hybrid-kv-cache-manager"
-# Exceptions from constructors of models that need more than the meta device.
+# Exceptions that the constructors of some models raise on the meta device.
 _UNBUILDABLE: Final = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
     TypeError, ValueError,
@@ -42,10 +43,11 @@ _UNBUILDABLE: Final = (
 
 
 def describe(model: str, flags: Sequence[str] = ()) -> list[SharingVerdict]:
-    """Return the verdicts on `vllm serve MODEL FLAGS --kv-connector cornplug`. Reads weights once.
+    """Return whether KV and embeddings are shared with `vllm serve MODEL FLAGS --kv-connector cornplug`.
+    Reads the weights once.
 
-    Call it in a process that runs nothing else: it initialises vLLM's process groups for one rank, and exits
-    if vLLM's parser rejects a flag.
+    Call this function in a process of its own. It initialises vLLM's process groups for one rank, and ends
+    the process if vLLM's parser rejects a flag.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -59,7 +61,8 @@ def describe(model: str, flags: Sequence[str] = ()) -> list[SharingVerdict]:
 
 
 def _arguments(model: str, flags: Sequence[str]) -> argparse.Namespace:
-    """Parse arguments like `vllm serve`, with cornplug as a KV connector."""
+    """Parse the arguments of `vllm serve MODEL FLAGS`, with cornplug added as a KV connector if the flags do
+    not configure one."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -110,8 +113,8 @@ def _kv(config: VllmConfig) -> SharingVerdict:
 
 
 def _one_rank(config: VllmConfig) -> VllmConfig:
-    """Return the config of the same engine with all heads of a layer on one rank, because only one process
-    runs here."""
+    """Return a copy of the config with tensor and data parallelism of 1, so that one rank has all heads of a
+    layer. The report runs in a single process."""
     alone = copy.copy(config)
     alone.parallel_config = _undivided(config.parallel_config)
     if config.speculative_config is not None:
@@ -128,7 +131,7 @@ def _undivided(parallel: Any) -> Any:
 
 
 def _check(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page_tokens: int) -> None:
-    """Raise LayoutError with the reason why an engine does not share KV of these layers."""
+    """Raise LayoutError, with the reason, if the engine cannot share the KV of these layers."""
     groups = _grouped(config, specs)
     kinds = page_kinds(config, groups, page_tokens)
     for kind in kinds:
@@ -138,7 +141,8 @@ def _check(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page_tokens: in
 
 
 def _one_group_shares(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page_tokens: int) -> bool:
-    """Return whether only the groups of vLLM's hybrid cache manager prevent sharing."""
+    """Return whether KV could be shared with vLLM's hybrid KV cache manager disabled, so that all layers are
+    in one cache group."""
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         return False
     plain = copy.copy(config)
@@ -146,13 +150,14 @@ def _one_group_shares(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page
     plain.scheduler_config.disable_hybrid_kv_cache_manager = True
     try:
         _check(plain, specs, page_tokens)
-    except (LayoutError, ValueError):  # vLLM cannot unify some kinds of layers.
+    except (LayoutError, ValueError):  # vLLM cannot put some kinds of layers into one group.
         return False
     return True
 
 
 def _layer_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """Return the KV cache spec of each layer by name, in the order of construction."""
+    """Build the model without weights and return its layers' KV cache specs by layer name, in the order in
+    which the layers are constructed."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
@@ -162,20 +167,22 @@ def _layer_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
     from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
     with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(config):
-        # A second call keeps the process groups of the first.
+        # If this function is called again, vLLM keeps the process groups that the first call created.
         init_distributed_environment(1, 0, f"file://{Path(folder, 'group')}", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
         with torch.device("meta"), set_default_torch_dtype(config.model_config.dtype):
             initialize_model(vllm_config=config)
             _build_draft(config)
-        # In models with states, a block is as large as a state, whose size only the layers know.
+        # In models with recurrent states, a block has the size of one layer's state, which is known only
+        # after the layers are constructed.
         current_platform.update_block_size_for_backend(config)
         found: dict[str, KVCacheSpec] = get_kv_cache_spec(config)
     return found
 
 
 def _build_draft(config: VllmConfig) -> None:
-    """Add the layers of a draft model, which vLLM loads after its target, to the config's layers."""
+    """Build the draft model, if there is one, so that its layers are added to the config. vLLM also loads the
+    draft after its target."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
 
@@ -184,7 +191,7 @@ def _build_draft(config: VllmConfig) -> None:
         return
     draft = speculative.draft_model_config
     if not speculative.uses_draft_model():
-        # The draft's class reads the target's config too.
+        # The draft model's class also reads the target model's config.
         initialize_model(vllm_config=config, model_config=draft)
         return
     alone = copy.copy(config)
@@ -194,19 +201,20 @@ def _build_draft(config: VllmConfig) -> None:
 
 
 def _grouped(config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> KVCacheConfig:
-    """Return the cache groups that vLLM makes of these layers."""
+    """Return the KV cache groups into which vLLM divides these layers."""
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     try:
         from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
-    except ImportError:  # 0.32
+    except ImportError:  # vLLM 0.32 does not have the builder.
         from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
     else:
         get_kv_cache_groups = get_kv_cache_config_builder(config).get_kv_cache_groups
 
     if config.cache_config.kv_cache_layout is None:
-        # An engine core gets this from its workers. It affects how groups share memory, but not the groups.
+        # In an engine, the workers report the layout to the engine core. It affects how groups share memory,
+        # but not which groups vLLM makes.
         config.cache_config.kv_cache_layout = "LBNHC"
-    # vLLM modifies the specs when it unifies them.
+    # vLLM modifies the specs while it groups them.
     groups = get_kv_cache_groups(config, copy.deepcopy(dict(specs)))
     return KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)

@@ -1,7 +1,8 @@
-"""Passes cornplug's counters through vLLM's connector hooks to the engine's `/metrics`.
+"""Reporting of cornplug's counters through vLLM's connector hooks to the engine's `/metrics`.
 
-KV and EC connectors report the same metric names, so both share one set of collectors. vLLM passes the
-classes from which the collectors are built (plain, or Ray's).
+The KV connector and the encoder-cache (EC) connector report the same metric names, so both share one set of
+Prometheus collectors. vLLM passes the classes from which the collectors are built (Prometheus's own, or
+Ray's).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from cornplug.metrics import METRICS, WAIT_BUCKETS_S, Tally
 
 
 class _TallyStats:
-    """Base of both stats classes, with data in the form of `Tally.drain`."""
+    """Base class of `KVStats` and `ECStats`. `data` has the form that `Tally.drain` returns."""
 
     data: dict[str, Any]
 
@@ -43,21 +44,24 @@ class _TallyStats:
 
 
 class KVStats(_TallyStats, KVConnectorStats):
-    """Counts of the KV connector."""
+    """Metric counts of cornplug's KV connector, in the form that vLLM sends from its workers and
+    scheduler."""
 
 
 class ECStats(_TallyStats, ECConnectorStats):
-    """Counts of the encoder-cache connector."""
+    """Metric counts of cornplug's encoder-cache connector, in the form that vLLM sends from its workers and
+    scheduler."""
 
 
 def drained_kv(tally: Tally) -> KVStats | None:
-    """Return the counts since the last call, or None if there are none."""
+    """Return the KV connector's metric counts since the last call, or None if nothing was counted."""
     data = tally.drain()
     return KVStats(data=data) if data else None
 
 
 def drained_ec(tally: Tally) -> ECStats | None:
-    """Return the counts since the last call, or None if there are none."""
+    """Return the encoder-cache connector's metric counts since the last call, or None if nothing was
+    counted."""
     data = tally.drain()
     return ECStats(data=data) if data else None
 
@@ -98,7 +102,7 @@ class _PromMixin:
 
 
 class KVProm(_PromMixin, KVConnectorPromMetrics):
-    """The KV connector's counters on `/metrics`."""
+    """Exports the KV connector's metric counts as Prometheus metrics on the engine's `/metrics`."""
 
     def __init__(self, config: Any, metric_types: Any, labelnames: list[str], per_engine: Any) -> None:
         super().__init__(config, metric_types, labelnames, per_engine)
@@ -106,7 +110,8 @@ class KVProm(_PromMixin, KVConnectorPromMetrics):
 
 
 class ECProm(_PromMixin, ECConnectorPromMetrics):
-    """The encoder-cache connector's counters on `/metrics`."""
+    """Exports the encoder-cache connector's metric counts as Prometheus metrics on the engine's
+    `/metrics`."""
 
     def __init__(self, config: Any, metric_types: Any, labelnames: list[str], per_engine: Any) -> None:
         super().__init__(config, metric_types, labelnames, per_engine)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +51,38 @@ def test_engine_checks_one_engine_in_its_range_is_enough(
     assert (found["vllm"].status, found["sglang"].status) == expected
     for finding in (found["vllm"], found["sglang"]):
         assert bool(finding.remedy) == (finding.status != "ok")
+
+
+def names_in(module: str) -> set[str]:
+    """Names that a module defines, read from its source: its engine may not be installed here."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin)
+    found = {each.stem for each in source.parent.glob("*.py")} if source.name == "__init__.py" else set()
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+@pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=lambda engine: engine.name)
+def test_engine_checks_probes_use_names_that_exist(engine: CheckedEngine) -> None:
+    """In every environment, as most have only one of the engines."""
+    for program in (engine.probe, engine.model_probe):
+        nodes, modules = list(ast.walk(ast.parse(program))), dict[str, str]()
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("cornplug"):
+                wanted = {alias.name for alias in node.names}
+                assert wanted <= names_in(str(node.module))
+                modules |= {name: f"{node.module}.{name}" for name in wanted}
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                module = modules.get(node.value.id, "")
+                assert not module or node.attr in names_in(module), f"{module}.{node.attr}"
 
 
 @pytest.mark.more

@@ -44,4 +44,4 @@ def test_store_size_of_absent_store_is_unknown(caplog: pytest.LogCaptureFixture)
         log_store_size(Runtime(OffStore("no secret")), LLAMA_8B, 1, LOG)
     (record,) = caplog.records
     assert record.levelno == logging.INFO
-    assert "cannot compute its size" in record.getMessage()
+    assert "cannot compute the store" in record.getMessage()

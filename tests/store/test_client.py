@@ -20,7 +20,7 @@ from time_limits import TimeLimits
 from cornplug.config import StoreConfig
 from cornplug.errors import StoreUnavailable
 from cornplug.store import autostart
-from cornplug.store.base import PeekableStore, Reservation, ReserveRefusal, Tier
+from cornplug.store.base import Reservation, ReserveRefusal, Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
 from cornplug.testing import StoreContract
@@ -150,7 +150,7 @@ def test_pool_store_peek_asks_no_daemon_and_counts_nothing(connect: Connect, sta
     fill(store, 0, b"x")
     before = store.stat(deadline_s=5)
     os.kill(daemon.pid, signal.SIGSTOP)
-    assert isinstance(store, PeekableStore)
+    assert store.can_peek
     assert store.peek([key(0), key(1)]) == bytes([Tier.MEMORY, Tier.ABSENT])
     assert store.peek([key(name) for name in range(300)])[:2] == bytes([Tier.MEMORY, Tier.ABSENT])
     os.kill(daemon.pid, signal.SIGCONT)

@@ -13,10 +13,9 @@ import pytest
 
 from cornplug.errors import StoreUnavailable
 from cornplug.store import messages
-from cornplug.store.base import Reservation, ReserveRefusal
+from cornplug.store.base import Answered, Posted, Reservation, ReserveRefusal
 from cornplug.store.client import PoolStore
 from cornplug.store.memory import MemoryStore
-from cornplug.store.posted import Posted, PostingStore
 from cornplug.testing.store import fill, present
 from cornplug.testing.store_writing import key
 
@@ -40,9 +39,11 @@ def reserve(store: PoolStore, *names: object, deadline_s: float = 5.0) -> Posted
     return store.post_reserve(entries, app="test", deadline_s=deadline_s)  # type: ignore[return-value]
 
 
-def test_pool_store_posts_and_memory_store_answers_at_once(connect: Connect) -> None:
-    assert isinstance(connect(), PostingStore)
-    assert not isinstance(MemoryStore(capacity_bytes=1 << 20).connect(), PostingStore)
+def test_pool_store_posts_and_memory_store_answers_at_once(connect: Connect, start_daemon: Start) -> None:
+    start_daemon()
+    assert not isinstance(reserve(connect(), "a"), Answered)
+    (room,) = taken(reserve(MemoryStore(capacity_bytes=1 << 20).connect(), "a"), within_s=0)  # type: ignore[arg-type]
+    assert isinstance(room, Reservation)
 
 
 def test_posted_reserve_and_commit_do_as_reserve_and_commit(connect: Connect, start_daemon: Start) -> None:

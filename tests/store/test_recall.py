@@ -8,8 +8,8 @@ import pytest
 from keyed_store import KeyedStore
 from time_limits import TimeLimits
 
-from cornplug.store.base import Tier, TieredReads
-from cornplug.store.payload import get_payload, recalled, tiers_of
+from cornplug.store.base import Tier
+from cornplug.store.payload import get_payload, recalled
 from cornplug.testing.store import key, put
 
 from .shelved_store import ShelvedStore
@@ -25,9 +25,8 @@ def store() -> ShelvedStore:
 
 
 def test_recalled_entries_come_within_the_time(store: ShelvedStore) -> None:
-    assert isinstance(store, TieredReads)
     wanted = [key("none"), key("e")]
-    assert tiers_of(store, wanted, deadline_s=1) == bytes([Tier.ABSENT, Tier.DISK])
+    assert store.tiers(wanted, deadline_s=1) == bytes([Tier.ABSENT, Tier.DISK])
     assert recalled(store, wanted, within_s=10, deadline_s=1) == bytes([Tier.ABSENT, Tier.MEMORY])
     assert store.recalls == [[key("e")]], "asked for once"
 
@@ -44,7 +43,7 @@ def test_recalled_entry_that_never_comes_costs_the_time_given(
 def test_recalled_of_store_without_disk_is_its_contains() -> None:
     memory = KeyedStore(capacity_bytes=1 << 20).connect()
     put(memory, bytes(4096), 1)
-    assert not isinstance(memory, TieredReads)
+    assert not memory.has_disk
     assert recalled(memory, [key("e"), key("f")], within_s=10, deadline_s=1) == b"\1\0"
 
 

@@ -1,7 +1,7 @@
-"""OpenAI client of an application. Without a router, it sends each request to the engine that responds first.
+"""OpenAI client of an application. It sends each request directly to the engine that can begin first.
 
-    openai.OpenAI ──> RoutedTransport ──> RoutedCall: the engine, whether to send again, the rest of a stream
-                                            │         (no I/O, the same for AsyncRoutedTransport)
+    openai.OpenAI ──> RoutedTransport ──> RoutedCall: chooses the engine, repeats requests, continues streams
+                                            │         (no I/O, also used by AsyncRoutedTransport)
                                             ├─> EngineChooser: prefixes, queues and pauses of each engine
                                             └─> StreamContinuation: text so far, and the request for the rest
 

@@ -1,11 +1,12 @@
-"""Choice of the engine for a request: the engine at which the KV of its prompt is available first.
+"""Chooses the engine for a request: the engine that would have the KV of the request's prompt first.
 
-The price of an engine is the sum of three times: prefill of tokens that no engine has processed, loading of
-tokens that another engine on the same host has processed (they share a store), and its queue.
+The price of an engine is the sum of three times: the prefill of tokens that no engine on its host has
+processed, the loading of tokens that another engine on its host has processed (they share a store), and the
+wait in its queue.
 
-Prompts are compared as chains of hashes, one per step of bytes, with the prefixes that this client sent to
-each engine. The hashes only select an engine. The engine's own keys decide which KV is valid, so a wrong
-guess only costs time. Queue lengths are read from the engines' Prometheus metrics.
+A prompt is represented by a chain of hashes, one per `STEP_BYTES` of text, and compared with the prompts that
+this client sent to each engine. The hashes only select an engine. The engine's own keys decide which KV is
+valid, so a wrong guess only costs time. Queue lengths are read from the engines' Prometheus metrics.
 """
 
 from __future__ import annotations
@@ -34,34 +35,34 @@ INTERVAL_S: Final = 1.0
 _TIMEOUT_S: Final = 1.0
 _MOST_BYTES: Final = 8 << 20
 _SAMPLE: Final = re.compile(rf"^({'|'.join(PRESENT)})(?:\{{.*\}})? (\S+)", re.MULTILINE)
-"""Line of one of the four gauges. Parsing all lines of the response takes a hundred times as long."""
+"""Matches a line of one of the four gauges. Parsing all lines of the response takes a hundred times as
+long."""
 STEP_BYTES: Final = 512
 STEP_TOKENS: Final = 128
-"""Tokens of one step, with four bytes of text per token."""
+"""Estimated number of tokens in one step, with four bytes of text per token."""
 _MEDIUM_STEPS: Final = 2
 """Number of steps that represent one image, audio clip or video."""
 _HEAD: Final = ("model", "cache_salt", "tools", "chat_template_kwargs")
-"""Fields that change the first tokens of a prompt."""
+"""Fields of a request that change the first tokens of its prompt."""
 MOST_STEPS: Final = 65_536
-"""Maximum steps per engine: 8 million tokens, and about 8 MB of this process."""
+"""Maximum number of steps that are remembered per engine: 8 million tokens, in about 8 MB of memory."""
 _RUNNING_TOKENS: Final = 16.0
-"""Prefill tokens that a running request counts as. Its decode steps take that part of a new request's
-time."""
+"""Number of prefill tokens that delay a new request as much as the decode steps of one running request."""
 _FIRST_GUESS_TOKENS: Final = 512.0
 _NEW_SHARE: Final = 0.1
-"""Weight of the newest request in the moving average of computed tokens."""
+"""Weight of the newest request in the moving average of tokens that an engine must compute for a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """Number of requests of all clients in one engine."""
+    """Numbers of waiting and running requests in one engine, from all clients."""
 
     waiting: float
     running: float
 
 
 def parse_load(page: str) -> EngineLoad | None:
-    """Return the load in a metrics response, or None if it has none of the gauges."""
+    """Return the load that a metrics response contains, or None if the response has none of the gauges."""
     found = [(name, float(value)) for name, value in _SAMPLE.findall(page)]
     if not found:
         return None
@@ -73,8 +74,10 @@ Report = Callable[[Mapping[str, EngineLoad]], None]
 
 
 class LoadPoller:
-    """Reader of the engines' metrics while requests arrive. The load of an engine that does not respond is
-    unknown."""
+    """Reads the load from the engines' metrics while requests arrive, and passes it to `report`.
+
+    An engine that does not respond is missing from the report.
+    """
 
     def __init__(self, report: Report, *, interval_s: float = INTERVAL_S) -> None:
         self._report = report
@@ -84,7 +87,8 @@ class LoadPoller:
         self._thread: threading.Thread | None = None
 
     def poke(self, engines: Collection[str]) -> None:
-        """Start a reading in a thread if the last one is older than the interval. Returns immediately."""
+        """Read the metrics in a thread if the last reading is older than the interval. Returns
+        immediately."""
         with self._lock:
             now = time.monotonic()
             busy = self._thread is not None and self._thread.is_alive()
@@ -123,14 +127,15 @@ def _load(http: httpx.Client, engine: str) -> EngineLoad | None:
 
 @dataclass(frozen=True, slots=True)
 class PromptPrefix:
-    """Hashes of a prompt's first 1, 2, ... steps."""
+    """Hashes of a prompt's leading steps, with which it is compared with other prompts."""
 
     steps: tuple[int, ...]
+    """Hashes of the prompt's first 1, 2, ... steps."""
     conversation: bytes
     """Digest of the prompt up to the user's first message, which is the same in all turns of a
     conversation."""
     tokens: int
-    """Estimated tokens of the whole prompt."""
+    """Estimated number of tokens in the complete prompt."""
 
 
 NO_PREFIX: Final = PromptPrefix((), b"", 0)
@@ -138,7 +143,7 @@ NO_PREFIX: Final = PromptPrefix((), b"", 0)
 
 
 def prompt_prefix(body: Mapping[str, Any]) -> PromptPrefix:
-    """Return the prefix of the body of a chat or completion request."""
+    """Return the prefix of the prompt in a chat or completion request."""
     head = _bytes({name: body[name] for name in _HEAD if body.get(name) is not None})
     parts, first = [head], None
     messages = body.get("messages")
@@ -163,7 +168,7 @@ def _bytes(value: Any) -> bytes:
 
 
 def _short(value: Any) -> Any:
-    """Replace each medium by a digest with the length of `_MEDIUM_STEPS`."""
+    """Replace each medium in a message by a repeated digest with the length of `_MEDIUM_STEPS` steps."""
     if isinstance(value, str) and value.startswith("data:"):
         return xxhash.xxh3_128_hexdigest(value.encode()) * (_MEDIUM_STEPS * STEP_BYTES // 32)
     if isinstance(value, list):
@@ -176,9 +181,10 @@ def _short(value: Any) -> Any:
 
 
 class PrefixMemory:
-    """Prefixes that this client sent to each engine, least recently used first. Bounded.
+    """Remembers the steps of prompts that this client sent to each engine, up to a limit per engine.
 
-    Not thread-safe: `EngineChooser` holds the lock."""
+    Not thread-safe. `EngineChooser` holds the lock.
+    """
 
     def __init__(self, most_steps: int = MOST_STEPS) -> None:
         self._most = most_steps
@@ -189,7 +195,7 @@ class PrefixMemory:
         return tuple(self._steps)
 
     def keep(self, engines: Container[str]) -> None:
-        """Forget all other engines, which a launch has ended."""
+        """Forget all engines except these. A launch has stopped the other engines."""
         for engine in [one for one in self._steps if one not in engines]:
             del self._steps[engine]
 
@@ -202,9 +208,9 @@ class PrefixMemory:
         return len(steps)
 
     def remember(self, engine: str, steps: Sequence[int]) -> None:
-        """Record that this engine now has these steps."""
+        """Record that this engine now has the KV of prompts with these steps."""
         found = self._steps.setdefault(engine, OrderedDict())
-        # In reverse order, so that the end of a prompt is forgotten before its beginning.
+        # Add steps in reverse order, so that the end of a prompt is forgotten before its beginning.
         for step in reversed(steps):
             found[step] = None
             found.move_to_end(step)
@@ -212,18 +218,20 @@ class PrefixMemory:
             found.popitem(last=False)
 
     def forget(self, engine: str) -> None:
-        """Record that this engine lost its memory, because its process ended."""
+        """Forget the steps of an engine whose process ended."""
         self._steps.pop(engine, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissPrice:
-    """Speeds used to compare a cache miss with a longer queue. `cornplug plan` and engine logs report
-    them."""
+    """Speeds with which a client compares a cache miss with a longer queue.
+
+    `cornplug plan` and engine logs report them.
+    """
 
     prefill_tokens_per_s: float = 5_000.0
     load_tokens_per_s: float = 50_000.0
-    """Tokens per second that are loaded from the host's store."""
+    """Number of tokens per second that an engine loads from the host's store."""
 
     def __post_init__(self) -> None:
         for name in ("prefill_tokens_per_s", "load_tokens_per_s"):
@@ -234,7 +242,7 @@ class MissPrice:
 
 
 class EngineChooser:
-    """State of each engine as this client sees it, and the choice among them. Thread-safe."""
+    """Chooses engines from their prefixes, queues and failures as this client observes them. Thread-safe."""
 
     def __init__(
         self,
@@ -249,16 +257,17 @@ class EngineChooser:
         self._memory = PrefixMemory()
         self._circuits = CircuitBreakers((), uniform)
         self._sent: Counter[str] = Counter()
-        """Requests of this client in progress."""
+        """Number of this client's requests in progress, by engine."""
         self._loads: Mapping[str, EngineLoad] = {}
         self._sent_then: Mapping[str, int] = {}
-        """`_sent` at the last reading of loads, which includes those requests."""
+        """Value of `_sent` when `_loads` was read. The loads include these requests."""
         self._typical_tokens = _FIRST_GUESS_TOKENS
 
     def take(self, engines: Mapping[str, float], prefix: PromptPrefix, now: float) -> str | None:
-        """Return the engine for a request, or None if every engine has failed or requested a pause.
+        """Choose the engine for a request. Returns None if every engine has failed or requested a pause.
 
-        Ties are decided by the conversation's digest and the weights, in the same way in every process.
+        Among engines with equal prices, the conversation's digest and the weights decide, so that every
+        process chooses the same engine.
         """
         with self._lock:
             self._circuits.watch(engines)
@@ -274,7 +283,7 @@ class EngineChooser:
             return chosen
 
     def take_first(self, engines: Mapping[str, float], prefix: PromptPrefix) -> str:
-        """Return the engine whose pause ends first, for a request that cannot wait that long."""
+        """Choose the engine whose pause ends first, for a request that cannot wait until then."""
         with self._lock:
             chosen = min(engines, key=self._circuits.opens_at)
             self._note_sent(chosen, prefix)
@@ -287,7 +296,7 @@ class EngineChooser:
             return min(map(self._circuits.opens_at, engines))
 
     def ended(self, engine: str) -> None:
-        """Record that a request that `take` assigned to this engine is over."""
+        """Record that a request that `take` or `take_first` assigned to this engine has ended."""
         with self._lock:
             self._sent[engine] -= 1
 
@@ -298,19 +307,22 @@ class EngineChooser:
             self._memory.remember(engine, prefix.steps)
 
     def refused(self, engine: str, now: float, pause_s: float | None) -> None:
-        """Record that the engine requested a pause, None if it gave no duration."""
+        """Record that the engine requested a pause of `pause_s` seconds, or of no particular duration
+        (None)."""
         with self._lock:
             self._circuits.refused(engine, now, pause_s)
 
     def failed(self, engine: str, now: float, *, sent: float) -> None:
-        """Record that the engine did not respond to the request sent at `sent`. If its process restarts,
-        it has no prefixes."""
+        """Record that the engine did not respond to the request sent at `sent`.
+
+        Its prefixes are forgotten, because its process may have restarted.
+        """
         with self._lock:
             self._circuits.failed(engine, now, sent=sent)
             self._memory.forget(engine)
 
     def loaded(self, loads: Mapping[str, EngineLoad]) -> None:
-        """Store a reading of loads. The load of engines that are missing in it is unknown."""
+        """Set the engines' loads from a new reading. Engines that are missing in it have no measured load."""
         with self._lock:
             self._loads = loads
             self._sent_then = {engine: self._sent[engine] for engine in loads}
@@ -339,7 +351,7 @@ class EngineChooser:
         )
 
     def _queue_tokens(self, engine: str) -> float:
-        """Return the prefill tokens ahead of a new request."""
+        """Return the number of prefill tokens that an engine processes before a new request."""
         load = self._loads.get(engine, EngineLoad(0.0, 0.0))
         since = max(self._sent[engine] - self._sent_then.get(engine, 0), 0)
         return (load.waiting + since) * max(self._typical_tokens, 1.0) + load.running * _RUNNING_TOKENS

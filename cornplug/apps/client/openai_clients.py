@@ -1,4 +1,4 @@
-"""`openai.OpenAI` and `openai.AsyncOpenAI` over the routed transports."""
+"""Creates `openai.OpenAI` and `openai.AsyncOpenAI` clients that use the routed transports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _BASE_URL: Final = "http://routed.invalid/v1"
 """Base URL of the client. The transport replaces it by an engine's address."""
 _NO_KEY: Final = "none"
-"""Placeholder key, because an `OPENAI_API_KEY` in the environment is for another service."""
+"""API key that is sent by default, because an `OPENAI_API_KEY` in the environment is for another service."""
 _TAKEN: Final = ("base_url", "http_client")
 
 
@@ -40,7 +40,7 @@ def sync_client(router: CallRouter, arguments: dict[str, Any]) -> openai.OpenAI:
 
 
 def async_client(router: CallRouter, arguments: dict[str, Any]) -> openai.AsyncOpenAI:
-    """Create an `openai.AsyncOpenAI` client, as `sync_client` does."""
+    """Create a client with these arguments of `openai.AsyncOpenAI`. Raises ConfigError."""
     package = _package()
     transport = AsyncRoutedTransport(router)
     http = httpx.AsyncClient(transport=transport, trust_env=False, **_http(package, arguments))
@@ -73,6 +73,8 @@ def _http(package: ModuleType, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _defaults(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Add defaults. Retries of openai are off, because they would repeat requests that must not be
-    repeated."""
+    """Add default arguments of the client.
+
+    The openai package's own retries are off, because they would repeat requests that must not be repeated.
+    """
     return {"api_key": _NO_KEY, "max_retries": 0, "base_url": _BASE_URL, **arguments}

@@ -1,6 +1,6 @@
-"""One request of a client: its next engine, and the handling of responses and failures. No I/O.
+"""Routes one request of a client: chooses its engines, and handles responses and failures. No I/O.
 
-    next_step() ──> httpx.Request: send it ──> takes(status, headers) ──> True: return it to the caller
+    next_step() ──> httpx.Request: send it ──> takes(status, headers) ──> True: return the response
                 │                          │                         └──> False: call next_step again
                 │                          └─> failed(error): call next_step again
                 ├─> RetryPause: wait
@@ -9,10 +9,11 @@
     forward(chunk), then ended(error) ──> last bytes of the stream, or None: call next_step for the rest
 
 A request is sent again only in three cases: its connection was refused, the engine returned status 429 or
-503, or the engine was lost before the first byte of its response and a second execution is harmless. It is
-given up after the loss of more than `MOST_LOSSES` engines, because it may be the cause.
+503, or the engine was lost before the first byte of its response and a second execution is harmless. The
+request fails after the loss of more than `MOST_LOSSES` engines, because it may be the cause of the losses.
 
-The engines of a request class are those of `routes.json` of `cornplug launch`, or given addresses.
+The engines of a request class are listed in the `routes.json` of `cornplug launch`, or the caller passes
+their addresses.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ Addresses = Sequence[str] | Mapping[str, float]
 """URLs of engines, or a mapping of URLs to each engine's share of the requests."""
 MOST_LOSSES: Final = 2
 _REPEATABLE: Final = frozenset({CHAT, COMPLETIONS, "/v1/embeddings"})
-"""Paths whose requests change nothing. A second execution only costs time."""
+"""Paths whose requests have no side effects, so that a second execution only costs time."""
 _WITH_FIELDS: Final = frozenset({CHAT, COMPLETIONS})
-"""Paths whose bodies accept `priority` and `cache_salt`, in both engines."""
+"""Paths whose request bodies may contain `priority` and `cache_salt`, in vLLM and SGLang."""
 _BUSY: Final = frozenset({429, 503})
 _REFUSED: Final = (httpx.ConnectError, httpx.ConnectTimeout)
 _LOST: Final = (httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
@@ -60,7 +61,7 @@ _LEAST_PAUSE_S: Final = 0.001
 
 @dataclass(frozen=True, slots=True)
 class ClassRoute:
-    """Destination of the requests of one class, and the fields that they carry."""
+    """Engines for the requests of one class, and fields that are added to these requests."""
 
     engines: Mapping[str, float]
     """URL without a trailing slash -> weight."""
@@ -75,14 +76,14 @@ Routes = Callable[[], ClassRoute]
 def routes_of(
     app: str, classes: Sequence[str], source: Path | Addresses | None, request: str | None
 ) -> Routes:
-    """Return the routes of one request class of an application.
+    """Return a function that returns the current route of one request class.
 
     Args:
         app: Name of the application.
-        classes: Names of its request classes.
-        source: `routes.json` or its folder, or addresses. By default this user's only launch that has the
-            class.
-        request: Request class. By default the application's only class.
+        classes: Names of the application's request classes.
+        source: Path of `routes.json` or its folder, or addresses of engines. The default is this user's only
+            launch that has the class.
+        request: Name of the request class. The default is the application's only class.
 
     Raises ConfigError with the field `request` or `routes`.
     """
@@ -104,7 +105,7 @@ def routes_of(
 
 
 class RoutesFile:
-    """Route of one class in a `routes.json`, read again when the file changes."""
+    """Reads the route of one class from a `routes.json`, and again when the file changes."""
 
     def __init__(self, path: Path, name: str) -> None:
         self._path = path
@@ -114,7 +115,7 @@ class RoutesFile:
         self._route = self._read()
 
     def current(self) -> ClassRoute:
-        """Return the current route, or the last one while the file cannot be read."""
+        """Return the current route, or the last valid route if the file cannot be read."""
         with self._lock:
             try:
                 if self._stamp_now() != self._stamp:
@@ -172,7 +173,7 @@ def _launched(name: str) -> Path:
 
 
 class RoutedCall:
-    """A request in progress. Its methods are called in the order that the module describes."""
+    """State of a request in progress. The module's docstring describes the order of the calls."""
 
     def __init__(
         self,
@@ -202,19 +203,22 @@ class RoutedCall:
             request.method == "POST" and self._path in _REPEATABLE
         )
         self.is_whole = self._repeatable and not (body or {}).get("stream")
-        """Whether the transport reads the whole response before it returns anything to the caller."""
+        """Whether the transport reads the complete response before it returns anything to the caller."""
         self._engine: str | None = None
         self._sent_at = 0.0
         self._losses = 0
         self._forwarded = False
         self._error: Exception | None = None
-        """Error of the engine used last."""
+        """Error of the last engine."""
         self._loss: Exception | None = None
-        """Error that interrupted the stream. It is raised to the caller if no engine continues the stream."""
+        """Error that interrupted the stream. It is raised if no engine continues the stream."""
         self._given_up = False
 
     def next_step(self) -> httpx.Request | RetryPause:
-        """Return the request to send to an engine, or a pause. Raises the last error if neither can help."""
+        """Return the request to send to an engine, or a pause to wait before the next call.
+
+        Raises the last engine's error if the request must not be sent again.
+        """
         now = self._chooser.clock()
         error = self._loss or self._error
         if error is not None and (self._given_up or now >= self._end):
@@ -233,10 +237,10 @@ class RoutedCall:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Context manager around sending one request. A transport error is recorded and ends only this
-        attempt.
+        """Record a transport error that occurs while the request is sent, and end only this attempt.
 
-        Other exceptions, such as a cancellation, are raised. The engine then has no more work for this call.
+        Use this as a context manager around sending the request. After any other exception, such as a
+        cancellation, the call is closed and the exception is raised.
         """
         try:
             yield
@@ -247,7 +251,7 @@ class RoutedCall:
             raise
 
     def takes(self, status: int, headers: httpx.Headers) -> bool:
-        """Return whether this response goes to the caller. Otherwise close it."""
+        """Return whether to return this response to the caller. If not, close it and call `next_step`."""
         engine, now = self._current(), self._chooser.clock()
         if status in _BUSY:
             self._chooser.refused(engine, now, retry_after_s(headers.get("retry-after")))
@@ -266,7 +270,7 @@ class RoutedCall:
         return True
 
     def failed(self, error: httpx.TransportError) -> None:
-        """Record that no response arrived."""
+        """Record that sending the request failed or no response arrived."""
         self._error = error
         refused = isinstance(error, _REFUSED)
         lost = isinstance(error, _LOST)
@@ -283,12 +287,12 @@ class RoutedCall:
             yield out
 
     def ended(self, error: Exception | None) -> bytes | None:
-        """Return the caller's last bytes, or None if `next_step` returns a request for the rest.
+        """Return the last bytes for the caller, or None if `next_step` returns a request for the rest.
 
         Args:
             error: One of `STREAM_ERRORS`, or None if the engine ended its response.
 
-        Raises `error` if no engine can continue. After two losses, raises the first error.
+        If no engine can continue, raises the error that first interrupted the stream.
         """
         stream = self._stream
         if error is not None:
@@ -309,14 +313,16 @@ class RoutedCall:
         raise final
 
     def closed(self) -> None:
-        """Record that the engine has no more work for this call. May be called again."""
+        """Record that the engine no longer processes this call. May be called more than once."""
         if self._engine is not None:
             self._chooser.ended(self._engine)
             self._engine = None
 
     def _goes_on(self, error: Exception | None) -> bool:
-        """Return whether to request the rest, or everything if nothing was forwarded, and prepare the call
-        for it."""
+        """Prepare the call for another engine, and return whether to send a request to that engine.
+
+        The new request is for the rest of the stream, or for everything if nothing was forwarded.
+        """
         if self._losses > MOST_LOSSES or not isinstance(error, (*_LOST, EngineFailedInStream, type(None))):
             return False
         if self._stream is not None and self._stream.can_go_on:
@@ -341,7 +347,7 @@ class RoutedCall:
     def _request_to(self, engine: str) -> httpx.Request:
         headers = [(k, v) for k, v in self._request.headers.raw if k.lower() not in _NEW_HEADERS]
         if self._stream is not None:
-            # Compressed events cannot be cut.
+            # Request uncompressed events, because compressed events cannot be split.
             headers = [(k, v) for k, v in headers if k.lower() != b"accept-encoding"]
             headers.append((b"accept-encoding", b"identity"))
         url = engine + self._request.url.raw_path.decode("ascii")
@@ -352,7 +358,7 @@ class RoutedCall:
 
 
 class CallRouter:
-    """Factory of the calls of one client. Thread-safe."""
+    """Creates the calls of one client. Thread-safe."""
 
     def __init__(
         self,
@@ -368,7 +374,7 @@ class CallRouter:
         self._poke = poke
 
     def call(self, request: httpx.Request, content: bytes) -> RoutedCall:
-        """Return the call for a request with this body."""
+        """Create the call for a request with the body `content`."""
         self._poke(self._routes().engines)
         return RoutedCall(self._chooser, self._routes, request, content, retry_s=self._retry_s)
 
@@ -381,6 +387,6 @@ def _object(content: bytes) -> dict[str, Any] | None:
 
 
 def _with_fields(body: dict[str, Any], route: ClassRoute) -> dict[str, Any]:
-    """Add the class's priority and the tenant's salt, unless the caller set them."""
+    """Add the class's priority and cache salt to a request's body, unless the caller has set them."""
     fields = {"priority": route.priority, "cache_salt": route.cache_salt}
     return {name: value for name, value in fields.items() if value is not None} | body

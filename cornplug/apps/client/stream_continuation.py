@@ -1,16 +1,17 @@
-"""Stream that may continue on another engine: its text so far, and the request for the rest. No I/O.
+"""Continues a stream on another engine if the first engine is lost. No I/O.
 
-The caller sees one stream: the events of the first engine, then those of the next engine with the first one's
-id. The rest is requested from the end of the last event that does not end with white space, because a chat
-template may strip white space from a message. The engine repeats the text after that point, and the repeated
-text is not forwarded twice.
+The caller receives one stream: the events of the first engine, then the events of the next engine with the
+first engine's id. The request for the rest contains the text up to the last event that does not end with
+white space, because a chat template may strip white space from a message. The next engine therefore repeats
+any text after that event, and the repeated text is not forwarded again.
 
-If a token limit or the usage needs the number of tokens received, the usage is requested from engines in each
-event. It is removed again unless the caller requested it too.
+If a token limit or the usage depends on the number of received tokens, each engine is requested to send the
+usage in every event. The usage is removed from the events unless the caller has also requested it.
 
 A stream may continue only if all fields of its request are in an allow list. A field is allowed if the
-remaining text depends on it only through the prompt and the text so far. Penalties and seeds depend on the
-tokens of one request, stop strings hold back text, and formats and tools parse the text from its beginning.
+remaining text depends on the field only through the prompt and the text so far. For example, penalties and
+seeds depend on the tokens of one request, stop strings delay text, and formats and tools parse the text from
+its beginning.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ DONE: Final = b"data: [DONE]\n\n"
 _END: Final = re.compile(rb"\r?\n\r?\n")
 _LIMITS: Final = ("max_tokens", "max_completion_tokens")
 _KEPT: Final = ("id", "object", "created", "model")
-"""Fields of the first stream's events that all later events copy."""
+"""Fields that are copied from the first event to the events of later engines."""
 
 
 def _is_number(value: Any) -> bool:
@@ -53,7 +54,8 @@ def _is_zero(value: Any) -> bool:
 
 
 def _ends_with_a_question(messages: Any) -> bool:
-    """Return whether the last message is not the assistant's, which the text so far would follow."""
+    """Return whether the last message is not an assistant message, which the engine would already
+    continue."""
     if not isinstance(messages, list) or not messages or not isinstance(messages[-1], dict):
         return False
     return messages[-1].get("role") in _LAST_ROLES
@@ -92,13 +94,15 @@ _FIELDS: Final[Mapping[str, Mapping[str, Test]]] = {
 
 
 def fields_of(path: str) -> frozenset[str]:
-    """Return the allowed field names for requests to a path."""
+    """Return the names of fields with which requests to a path may continue."""
     return frozenset(_FIELDS.get(path, ()))
 
 
 def may_continue(path: str, body: Mapping[str, Any]) -> bool:
-    """Return whether a stream of this request may continue on another engine: every field and value is
-    allowed."""
+    """Return whether the stream of this request may continue on another engine.
+
+    All fields and values of the request must be allowed.
+    """
     fields = _FIELDS.get(path)
     if fields is None or body.get("stream") is not True or _NEEDED[path] not in body:
         return False
@@ -106,13 +110,13 @@ def may_continue(path: str, body: Mapping[str, Any]) -> bool:
 
 
 class EventSplitter:
-    """Splitter of a byte stream after each event."""
+    """Splits a byte stream into events."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """Yield the events that are now complete, each with its empty line."""
+        """Yield the events that are complete after this chunk, each with its empty line."""
         self._rest += chunk
         begin = 0
         for end in _END.finditer(self._rest):
@@ -142,7 +146,7 @@ def data_of(event: bytes) -> dict[str, Any] | None:
 
 
 def event_of(data: Mapping[str, Any]) -> bytes:
-    """Return the event of a JSON object, as vLLM and SGLang write it."""
+    """Encode a JSON object as an event, as vLLM and SGLang do."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
@@ -151,7 +155,10 @@ class StreamDiverged(Exception):
 
 
 class EngineFailedInStream(Exception):
-    """The engine ended the stream with an error event: `event`, for a caller without another engine."""
+    """The engine ended the stream with an error.
+
+    `event` is the engine's error event, which the caller receives if no other engine continues the stream.
+    """
 
     def __init__(self, event: bytes) -> None:
         super().__init__("the engine ended its stream with an error")
@@ -169,17 +176,17 @@ class StreamContinuation:
         self._usage_in_all = self._usage_asked and bool(options.get("continuous_usage_stats"))
         self._limited = any(body.get(name) is not None for name in _LIMITS)
         self._counts = self._limited or self._usage_asked
-        """Whether the remaining limit or the usage needs the number of tokens received."""
+        """Whether the remaining limit or the usage depends on the number of received tokens."""
         self._events = EventSplitter()
         self._text = ""
         self._overlap = ""
-        """Text that was already forwarded and that the next engine repeats."""
+        """Text that was already forwarded and that the current engine still has to repeat."""
         self._tokens_before = 0
-        """Tokens of the text from which this engine's request continued."""
+        """Number of tokens of generated text in the current engine's request."""
         self._tokens: int | None = 0
-        """Tokens of the whole text, None if the engine does not report them."""
+        """Number of tokens of all generated text, or None if the engine does not report it."""
         self._resume = (0, 0)
-        """Characters and tokens of the text from whose end the next engine continues."""
+        """(characters, tokens) of the generated text that a request to the next engine would contain."""
         self._first: dict[str, Any] | None = None
         self._prompt_tokens: int | None = None
         self._usage_sent = False
@@ -192,16 +199,16 @@ class StreamContinuation:
 
     @classmethod
     def of(cls, path: str, body: Mapping[str, Any]) -> Self | None:
-        """Return the stream of a request, or None if it must not continue on another engine."""
+        """Return the continuation of a request's stream, or None if the stream must not continue."""
         return cls(path, body) if may_continue(path, body) else None
 
     @property
     def can_go_on(self) -> bool:
-        """Whether the rest may be requested from another engine."""
+        """Whether another engine may continue the stream."""
         return not (self._strange or self.done or self.finished) and self._next_limits() is not None
 
     def request(self) -> dict[str, Any]:
-        """Return the body to send: the caller's, or the body for the rest of the text."""
+        """Return the body of the next request: the caller's body, or a body for the rest of the text."""
         body = dict(self._body)
         if self._counts:
             body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
@@ -216,7 +223,7 @@ class StreamContinuation:
         return body
 
     def go_on(self) -> None:
-        """Record that the engine was lost and that `request` goes to another engine."""
+        """Record that the engine was lost and that the next request is sent to another engine."""
         characters, self._tokens_before = self._resume
         self._tokens = self._tokens_before
         self._overlap = self._text[characters:]
@@ -225,11 +232,12 @@ class StreamContinuation:
             self._engines += 1
 
     def forward(self, chunk: bytes) -> Iterator[bytes]:
-        """Yield events for the caller. Raises StreamDiverged, EngineFailedInStream."""
+        """Yield events for the caller. Raises StreamDiverged and EngineFailedInStream."""
         return filter(None, map(self._forward_event, self._events.feed(chunk)))
 
     def end(self) -> bytes:
-        """Return the last bytes of a stream that ended, or whose engine was lost after its last token."""
+        """Return the last bytes for the caller, after the stream ended or its engine was lost after the last
+        token."""
         if self.done or not self.finished:
             return self._events.take_rest()
         self.done = True
@@ -238,7 +246,10 @@ class StreamContinuation:
         return event_of({**self._first, "choices": [], "usage": self._usage_of(self._tokens)}) + DONE
 
     def _next_limits(self) -> dict[str, int] | None:
-        """Return the token limits for the rest, or None if no tokens are left or their number is unknown."""
+        """Return the token limits for the rest of the text.
+
+        Returns None if the limit is reached or the number of tokens so far is not available.
+        """
         if not self._limited:
             return {}
         if self._tokens is None:
@@ -254,7 +265,7 @@ class StreamContinuation:
             return event
         data = data_of(event)
         if data is None:
-            # A comment keeps a connection open. Other data are unknown.
+            # Comments keep the connection open and are allowed. After other data, the stream cannot continue.
             self._strange |= event.startswith(b"data:")
             return event
         if "error" in data:
@@ -303,7 +314,10 @@ class StreamContinuation:
         return event_of({**data, **(self._first or {})})
 
     def _text_of(self, choice: dict[str, Any]) -> str:
-        """Return the new text of an event. Reasoning and other parts cannot be passed to another engine."""
+        """Return the new text of an event.
+
+        After reasoning and other parts, the stream cannot continue on another engine.
+        """
         if not self._is_chat:
             return choice.get("text") or ""
         delta = choice.get("delta") or {}
@@ -338,6 +352,6 @@ class StreamContinuation:
 
 
 def _is_of_the_engine(error: Any) -> bool:
-    """Return whether an error is a failure of the engine, such as a dead process, not of the request."""
+    """Return whether an error is caused by the engine, such as an exited process, and not by the request."""
     code = error.get("code") if isinstance(error, dict) else None
     return isinstance(code, int) and code >= 500

@@ -1,4 +1,4 @@
-"""httpx transports, sync and async, that send each request to the engine chosen by `RoutedCall`."""
+"""httpx transports, sync and async, that send each request to the engine that `RoutedCall` chooses."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=10
 
 
 class RoutedTransport(httpx.BaseTransport):
-    """Transport for `httpx.Client`. It ignores the host of a request's URL, because `router` selects the
-    engine."""
+    """Transport for `httpx.Client`.
+
+    The host in a request's URL is ignored, because `router` chooses the engine.
+    """
 
     def __init__(self, router: CallRouter, engines: httpx.BaseTransport | None = None) -> None:
         self._router = router
@@ -57,7 +59,7 @@ class RoutedTransport(httpx.BaseTransport):
 
 
 class AsyncRoutedTransport(httpx.AsyncBaseTransport):
-    """Transport for `httpx.AsyncClient`, as `RoutedTransport`."""
+    """Transport for `httpx.AsyncClient`. See `RoutedTransport`."""
 
     def __init__(self, router: CallRouter, engines: httpx.AsyncBaseTransport | None = None) -> None:
         self._router = router
@@ -94,7 +96,7 @@ class AsyncRoutedTransport(httpx.AsyncBaseTransport):
 
 
 class _RoutedStream(httpx.SyncByteStream):
-    """Bytes of a stream, from one engine after another."""
+    """Body of a response, which several engines may send one after another."""
 
     def __init__(self, transport: RoutedTransport, call: RoutedCall, answer: httpx.Response) -> None:
         self._transport = transport
@@ -159,7 +161,7 @@ class _AsyncRoutedStream(httpx.AsyncByteStream):
 
 
 def _sync(answer: httpx.Response) -> httpx.SyncByteStream:
-    """Return the bytes as the engine sent them. The client decodes them."""
+    """Return the response's bytes as the engine sent them, because the client decodes them."""
     assert isinstance(answer.stream, httpx.SyncByteStream)
     return answer.stream
 
@@ -179,7 +181,9 @@ def _whole(answer: httpx.Response, content: bytes) -> httpx.Response:
 
 
 def _streamed(answer: httpx.Response, stream: httpx.SyncByteStream | httpx.AsyncByteStream) -> httpx.Response:
-    """Return a response with the same status and headers, except the length, because another engine may
-    continue it."""
+    """Return a response with the same status and headers and another stream.
+
+    The content-length header is removed, because another engine may continue the response.
+    """
     headers = [(k, v) for k, v in answer.headers.raw if k.lower() != b"content-length"]
     return httpx.Response(answer.status_code, headers=headers, stream=stream, extensions=answer.extensions)

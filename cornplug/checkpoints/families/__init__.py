@@ -1,7 +1,8 @@
-"""Model families: names of tower and projector tensors in a checkpoint, and the settings that affect them.
+"""Model families: names of tower and projector tensors in a checkpoint, and settings that affect their
+results.
 
-Each family is a module with a `FAMILY`. Other modules contain shared code. `FAMILIES` maps `model_type` of
-config.json to the family.
+Each family is described by a module with a variable `FAMILY`. Other modules contain shared code. `FAMILIES`
+maps the `model_type` of config.json to the family.
 """
 
 from __future__ import annotations

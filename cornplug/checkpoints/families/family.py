@@ -1,8 +1,8 @@
-"""Description of a model family: tensor names, and pure functions from published JSON to specs.
+"""Description of a model family: tensor names, and functions that convert published JSON to specs.
 
-Specs contain every field that can change a tower's output, with transformers' defaults filled in, so that an
-absent field equals its explicit default. Unknown fields are kept: an unnecessary field costs a cache miss, a
-missing field causes wrong results.
+Specs contain every field that can change a tower's output. Absent fields are filled with transformers'
+defaults, so that an absent field equals its explicit default. Fields that no family describes are kept,
+because an unnecessary field only causes cache misses, but a missing field causes wrong results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Modality = Literal["image", "video", "audio"]
 Json = Mapping[str, Any]
 Spec = dict[str, Any]
 
-# Fields that transformers writes to any config and that no forward pass of an engine reads.
+# Fields that transformers writes to any config and that engines do not read in a forward pass.
 _INERT_WORDS: Final = """
 _name_or_path _attn_implementation _attn_implementation_autoset _commit_hash
 architectures attention_dropout bad_words_ids begin_suppress_tokens bos_token_id
@@ -39,15 +39,15 @@ _INERT: Final = frozenset(_INERT_WORDS.split())
 _INERT_WHERE_OFF: Final = frozenset(
     {"add_cross_attention", "auto_map", "is_decoder", "is_encoder_decoder", "tie_encoder_decoder"}
 )
-"""Fields that transformers 4 writes even if they are off."""
+"""Fields that transformers 4 writes even if they are off. They have no effect if they are off."""
 
 
 def without_inert(config: Json) -> Spec:
-    """Return the config without names, token ids, and fields for training and sampling."""
+    """Return the config without names, token ids, and fields that affect only training or sampling."""
     return {k: v for k, v in config.items() if k not in _INERT and (v or k not in _INERT_WHERE_OFF)}
 
 
-# Classes that engines run for a `model_type` with this config and these weights.
+# `model_type` -> `architectures` with which engines run the usual class for this `model_type`.
 _USUAL_CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
     "deepseek_v2": ("DeepseekV2ForCausalLM",),
     "deepseek_v3": ("DeepseekV3ForCausalLM",),
@@ -75,8 +75,10 @@ _USUAL_CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def unusual_classes(config: Json) -> list[str] | None:
-    """Return `architectures` if they are not those of the `model_type`, so that engines may run other code,
-    or None."""
+    """Return the config's `architectures` if they are unusual for its `model_type`, else None.
+
+    Engines may run other code for unusual `architectures`.
+    """
     found = config.get("architectures")
     names = [str(name) for name in found] if isinstance(found, list) else [str(found)] if found else []
     usual = _USUAL_CLASSES.get(str(config.get("model_type")), ())
@@ -85,12 +87,12 @@ def unusual_classes(config: Json) -> list[str] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseCheckpoint:
-    """Part that a family may keep in another checkpoint, which config.json names."""
+    """Part of a model that may be in another checkpoint, whose name is in config.json."""
 
     part: Part
     name: Callable[[Json], str | None]
-    """Function that returns the other checkpoint (folder or hub id) for config.json, or None if the part is
-    in this checkpoint."""
+    """Function that returns the other checkpoint's name (folder or hub id) from config.json, or None if the
+    part is in this checkpoint."""
     prefixes: tuple[str, ...]
     """Prefixes of the part's tensors in the other checkpoint. Other tensors are not read."""
     config_field: str
@@ -111,21 +113,22 @@ def _any_config(config: Json) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """One `model_type`. The three spec functions raise CheckpointError for an unsupported config."""
+    """Description of one `model_type`. The spec functions raise CheckpointError for an unsupported config."""
 
     name: str
     """`model_type` of config.json."""
     tower_class: str
     """Class that computes the tower: "module:Class" in `cornplug.encoder_service.towers`."""
     inputs: Mapping[Modality, tuple[str, ...]]
-    """Names of the tower's inputs (the processor's outputs) by modality. Empty for a generic family, whose
-    tower gets them from transformers."""
+    """Names of the tower's inputs (the processor's outputs) by modality. A generic family has no names,
+    because transformers' own class receives all outputs of the processor."""
     tower_prefixes: tuple[str, ...]
     projector_prefixes: tuple[str, ...]
     language_model_prefixes: tuple[tuple[str, str], ...]
     """(published prefix, normalised prefix) for every naming scheme in use."""
     shares_features: bool
-    """Whether the tower's output is cached before the projector, for use by other LLMs."""
+    """Whether the tower's output is cached before the projector, so that models with other LLMs can use
+    it."""
     tower_spec: Callable[[Json], Spec]
     """Function that returns the settings in config.json that affect the tower up to the cut, except weights
     and dtype."""
@@ -133,41 +136,44 @@ class ModelFamily:
     """Function that returns the settings in config.json that affect the projector, except weights and
     dtype."""
     preprocess_spec: Callable[[Json], Spec]
-    """Function that returns every field of the first modality's processor JSON that changes the tower's
+    """Function that returns every field of the first modality's processor JSON that affects the tower's
     input."""
     before_cut: Callable[[Json, str], bool]
-    """Function that returns whether a normalised tower tensor can affect the tower's output, given
-    config.json."""
+    """Function that returns, for config.json and a tensor's normalised name, whether the tensor can affect
+    the tower's output."""
     processor_defaults: Mapping[Modality, Json] = field(default_factory=dict)
-    """Arguments that the model's processor class adds to the processor JSON: transformers'
-    `ProcessorKwargs._defaults`. An engine's overrides take precedence."""
+    """Arguments that the model's processor class adds to the processor JSON (transformers'
+    `ProcessorKwargs._defaults`). An engine's overrides take precedence."""
     other_preprocess_specs: Mapping[Modality, Callable[[Json], Spec]] = field(default_factory=dict)
-    """`preprocess_spec` of each additional modality in `inputs`, which has its own processor."""
+    """`preprocess_spec` of every other modality in `inputs`. Each modality has its own processor."""
     base: BaseCheckpoint | None = None
     fits: Callable[[Json], bool] = _any_config
-    """Function that returns whether this family describes the tower. `families.generic` serves it
-    otherwise."""
+    """Function that returns whether this description fits the tower in config.json. If not,
+    `families.generic` describes the tower."""
     config_of: Callable[[Json, Modality], Json] = _whole_config
-    """Function that returns config.json without the parts that only the other modalities' tower reads."""
+    """Function that returns config.json without the parts that only other modalities' towers read."""
     reaches: Callable[[str, Modality], bool] = _any_tensor
-    """Function that returns whether a published tower tensor can affect this modality's rows."""
+    """Function that returns whether a tower tensor, by published name, can affect a modality's embeddings."""
     generic: bool = False
     """Whether transformers' own class computes the tower (`families.generic`)."""
 
     @property
     def first_modality(self) -> Modality:
-        """Modality whose embeddings keep the identity known to clients of a single modality."""
+        """Modality whose embeddings have the same identity as before the family had several modalities."""
         return next(iter(self.inputs))
 
     def preprocess_spec_of(self, modality: Modality) -> Callable[[Json], Spec]:
-        """Return a modality's preprocess spec. Raises KeyError if it is not in `inputs`."""
+        """Return the function for a modality's preprocessing spec. Raises KeyError if it is not in
+        `inputs`."""
         if modality == self.first_modality:
             return self.preprocess_spec
         return self.other_preprocess_specs[modality]
 
     def classify(self, published: str) -> tuple[Part, str]:
-        """Return the part and the normalised name of a tensor. Tower and projector names lose their
-        prefix."""
+        """Return the part and the normalised name of a tensor, from its published name.
+
+        Normalised names of tower and projector tensors have no prefix.
+        """
         best: tuple[int, Part, str] = (-1, "language_model", published)
         parts: tuple[tuple[Part, tuple[tuple[str, str], ...]], ...] = (
             ("tower", tuple((p, "") for p in self.tower_prefixes)),
@@ -210,25 +216,30 @@ _NO_PIXELS: Final = frozenset(
 def pixel_spec(
     preprocessor: Json, kind: str, defaults: Json, type_field: str = "image_processor_type"
 ) -> Spec:
-    """Return preprocessor_config.json, with the defaults of `kind` filled in if it is of that class.
+    """Return the preprocessor's settings, with defaults filled in if its class is `kind`.
 
-    `type_field` is the field in which a processor of this modality stores its class.
+    Args:
+        preprocessor: content of preprocessor_config.json.
+        kind: name of the class to which `defaults` belong.
+        defaults: default values of the class, in addition to `_PIXEL_DEFAULTS`.
+        type_field: field in which a processor of this modality stores its class.
     """
-    # transformers writes null for the class's default.
+    # transformers writes null if a field has the class's default.
     given = {k: v for k, v in preprocessor.items() if v is not None and k not in _NO_PIXELS}
     library = _pixel_library(given.pop("backend", None), given.pop("use_fast", None))
     if given.get("device") == "cpu":
         del given["device"]
     found = str(given.pop(type_field, kind)).removesuffix("Fast")
-    # Another class has other defaults, so its absent fields must not be filled in.
+    # Another class has other defaults, so absent fields must not be filled in.
     known = {**_PIXEL_DEFAULTS, **defaults} if found == kind else {}
     return {**known, **given, **library, "kind": found}
 
 
 def _pixel_library(backend: object, use_fast: object) -> Spec:
-    """Return the resize library as transformers 5 chooses it: {} for torchvision, otherwise its name.
+    """Return the library with which transformers 5 resizes images: {} for torchvision, else {"backend":
+    name}.
 
-    Pillow's pixels differ from torchvision's by up to 2 of 255.
+    Pixels that Pillow computes differ from torchvision's by up to 2 of 255.
     """
     if backend is None and use_fast is not None:
         backend = "torchvision" if use_fast else "pil"
@@ -243,7 +254,7 @@ def _has_torchvision() -> bool:
 
 
 def known_sides(spec: Spec) -> Spec:
-    """Remove null sides, which transformers 5 writes explicitly."""
+    """Remove null values from `size` and `crop_size`, which transformers 5 writes explicitly."""
     for name in ("size", "crop_size"):
         if isinstance(spec.get(name), Mapping):
             spec[name] = {k: v for k, v in spec[name].items() if v is not None}

@@ -1,4 +1,7 @@
-"""Cut of a CLIP or SigLIP tower in the LLaVA families: at `vision_feature_layer`, before the final norm."""
+"""Cut of a CLIP or SigLIP tower in the LLaVA families.
+
+The tower's output is taken at `vision_feature_layer`, before the final norm.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ CLIP_L_336: Final[Json] = {
     "image_size": 336,
     "patch_size": 14,
 }
-"""Tower of LlavaConfig and LlavaNextConfig if config.json has no vision_config."""
+"""Default vision_config of LlavaConfig and LlavaNextConfig."""
 
 # Layers after the cut, CLIP's contrastive head and SigLIP's pooling head do not affect the features.
 _PAST_THE_CUT: Final = (
@@ -48,17 +51,20 @@ _PAST_THE_CUT: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlavaCut:
-    """Defaults of a family's config class for fields that are absent in config.json."""
+    """Defaults of a family's config class, used for fields that are absent in config.json."""
 
     vision: Json
-    """The whole vision_config. Its `model_type` is also the default for a vision_config without one."""
+    """Default vision_config. Its `model_type` is the default if a vision_config has no `model_type`."""
     layer: int
+    """Default `vision_feature_layer`."""
     select: str
-    """"default" drops the first row, and "full" keeps all rows."""
+    """Default `vision_feature_select_strategy`: "default" drops the first row, and "full" keeps all rows."""
 
     def vision_config(self, config: Json) -> Spec:
-        """Return the tower's config with all defaults. Raises CheckpointError("unknown_family") for another
-        tower."""
+        """Return the tower's config with all defaults.
+
+        Raises CheckpointError("unknown_family") if the tower is neither CLIP nor SigLIP.
+        """
         kind, given = self._tower(config)
         if kind not in _TOWERS:
             raise CheckpointError(
@@ -69,7 +75,7 @@ class LlavaCut:
         return {**_TOWERS[kind], **given, "model_type": kind}
 
     def knows_tower(self, config: Json) -> bool:
-        """Return whether the tower's kind is supported, as `ModelFamily.fits`."""
+        """Return whether the tower is CLIP or SigLIP, for `ModelFamily.fits`."""
         return self._tower(config)[0] in _TOWERS
 
     def _tower(self, config: Json) -> tuple[str, Json]:
@@ -84,7 +90,7 @@ class LlavaCut:
         """
         depth = int(self.vision_config(config)["num_hidden_layers"])
         layers = config.get("vision_feature_layer", self.layer)
-        # An index and a list with that index give the same features.
+        # An index and a list with only this index select the same features.
         wanted = [layers] if isinstance(layers, int) else list(layers)
         absolute = [depth + 1 + i if i < 0 else i for i in wanted]
         if not absolute or not all(0 <= i <= depth for i in absolute):
@@ -103,10 +109,11 @@ class LlavaCut:
         }
 
     def before_cut(self, config: Json, name: str) -> bool:
-        """Return whether a tensor affects the features, as `ModelFamily.before_cut`.
+        """Return whether a tensor affects the features, for `ModelFamily.before_cut`.
 
-        With LLaVA's default layer -2, CLIP's last layer is not computed. The final norm never is, because
-        hidden states are taken before it, in transformers as in vLLM (`require_post_norm=False`).
+        With LLaVA's default layer -2, CLIP's last layer is not computed. The final norm is never computed,
+        because hidden states are taken before it, both in transformers and in vLLM
+        (`require_post_norm=False`).
         """
         if name.startswith("encoder.layers."):
             return int(name.split(".")[2]) < max(self.feature_layers(config))
@@ -114,7 +121,8 @@ class LlavaCut:
 
 
 def llava_projector(config: Json) -> Spec:
-    """Return the projector's settings: linear, activation, linear."""
+    """Return the settings of a projector that consists of a linear layer, an activation and a linear
+    layer."""
     return {
         "hidden_act": config.get("projector_hidden_act", "gelu"),
         "bias": config.get("multimodal_projector_bias", True),
@@ -122,15 +130,18 @@ def llava_projector(config: Json) -> Spec:
 
 
 def tiled_projector(config: Json, pinpoints: list[list[int]]) -> Spec:
-    """Return the projector's settings with the layout of tiles. `pinpoints` is the config class's default."""
+    """Return the projector's settings and the layout of tiles. `pinpoints` is the config class's default."""
     return llava_projector(config) | {
         "image_grid_pinpoints": config.get("image_grid_pinpoints") or pinpoints,
     }
 
 
 def one_row_a_patch(cut: LlavaCut, config: Json) -> Spec:
-    """Return `tower_spec` for a family that assembles tiles. Raises CheckpointError("bad_config") if the rows
-    are not a square of patches: with CLIP's first row, or without SigLIP's."""
+    """Return `LlavaCut.tower_spec` for a family that assembles tiles from one row per patch.
+
+    Raises CheckpointError("bad_config") if the rows are not exactly the patches, because CLIP's first row is
+    kept or SigLIP's first row is dropped.
+    """
     spec = cut.tower_spec(config)
     fits = "default" if spec["model_type"] == "clip_vision_model" else "full"
     if spec["feature_select"] != fits:
@@ -143,7 +154,7 @@ def one_row_a_patch(cut: LlavaCut, config: Json) -> Spec:
 
 
 def sized_pixels(preprocessor: Json, kind: str, defaults: Json) -> Spec:
-    """Return `pixel_spec` with sizes in one form, whether given as a number of pixels or as sides."""
+    """Return `pixel_spec` with sizes as sides, also if the JSON has a single number of pixels."""
     spec = pixel_spec(preprocessor, kind, defaults)
     if isinstance(spec.get("size"), int):
         square = preprocessor.get("default_to_square", False)

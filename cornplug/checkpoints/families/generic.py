@@ -1,16 +1,16 @@
-"""Families without a module here. Their identity needs no tensor names.
+"""Families that no module of this package describes. Their identity does not depend on tensor names.
 
     all tensors outside the decoder ─┐
-    the whole config.json ───────────┼─> identity
+    all of config.json ──────────────┼─> identity
     every processor's JSON ──────────┤
     versions of the code ────────────┘
 
 transformers' own class computes the tower (`cornplug.encoder_service.towers.generic`) from only the tensors
-in the identity, so that no other tensor can change a row. The identity may include too much, which costs a
-cache miss, but not too little, which would cause wrong rows.
+in the identity, so that no other tensor can change an embedding. If the identity includes too much, this only
+causes cache misses. If it included too little, embeddings would be wrong.
 
-A model may have one tower for images and videos and another for audio. Parts that belong to one tower by name
-are left out of the other's identity and model.
+A model may have one tower for images and videos and another tower for audio. Tensors and settings whose names
+belong to one tower are excluded from the other tower's identity and model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _UNREAD_CONFIG: Final = (
     "torch_dtype",
     "transformers_version",
 )
-"""Ignored fields of config.json. The service chooses the dtype, and `Checkpoint` handles quantised towers."""
+"""Fields of config.json that are ignored. The service chooses the dtype, and `Checkpoint` handles quantised
+towers."""
 _UNREAD_TOKENIZER: Final = ("chat_template", "name_or_path")
 _DECODER: Final = re.compile(
     r"(^|\.)(language_model|text_model|llm|lm_head|embed_tokens)\."
@@ -66,27 +67,29 @@ _OTHER_PROCESSORS: Final[Mapping[Modality, frozenset[str]]] = {
     "video": frozenset({"feature_extractor"}),
     "audio": frozenset({"image_processor", "video_processor", "video_preprocessor_config.json"}),
 }
-"""Fields of processor_config.json, and a file, that belong to other modalities."""
+"""Modality -> fields of processor_config.json, and a file, that only other modalities use."""
 _TYPES: Final[Mapping[Modality, str]] = {
     "image": "image_processor_type",
     "video": "video_processor_type",
     "audio": "feature_extractor_type",
 }
 NESTED: Final = "thinker_config"
-"""Field of config.json with the config of towers and decoder, in models that also generate speech."""
+"""Field of config.json that contains the config of towers and decoder in models that also generate speech."""
 
 
 def is_decoder(name: str) -> bool:
     """Return whether a tensor with this published name belongs to the decoder or its head.
 
-    Tensors of an unknown decoder count as part of the tower, so the identity changes with them.
+    Tensors of a decoder with other names count as part of the tower, so the identity depends on them.
     """
     return _DECODER.search(name) is not None
 
 
 def is_of_other(name: str, modality: Modality) -> bool:
-    """Return whether the name of a tensor or module (followed by a dot) belongs to another modality's
-    tower."""
+    """Return whether a tensor belongs to another modality's tower.
+
+    `name` is the name of the tensor, or of a module followed by a dot.
+    """
     return _OTHER_TENSORS[modality].search(name) is not None
 
 
@@ -97,7 +100,7 @@ def generic_family(config: Json, processors: Mapping[Modality, Json]) -> ModelFa
     """
     name = config.get("model_type")
     taken = tuple(m for m, field in _TYPES.items() if field in processors[m])
-    # Old image processors also have the feature extractor's field.
+    # The JSON of old image processors also has the feature extractor's field.
     if "audio" in taken and "audio" not in json.dumps(config):
         taken = tuple(m for m in taken if m != "audio")
     if not isinstance(name, str) or not {"image", "audio"} & set(taken):
@@ -134,7 +137,7 @@ def _config_of(config: Json, modality: Modality) -> Json:
 
 
 def _tower(config: Json) -> Spec:
-    # Include the decoder's config, because some families scale rows by its width.
+    # Include the decoder's config, because some families scale embeddings by the decoder's width.
     return {"config": {k: v for k, v in config.items() if k not in _UNREAD_CONFIG}, "code": _versions()}
 
 
@@ -150,8 +153,10 @@ def _versions() -> Spec:
 
 
 def processor_spec(files: Mapping[str, Json], modality: Modality) -> Spec:
-    """Return every setting of a checkpoint's processors, from the contents of `PROCESSOR_FILES`, without
-    separate settings of other modalities."""
+    """Return all settings of a checkpoint's processors, except separate settings of other modalities.
+
+    `files` contains the contents of `PROCESSOR_FILES`.
+    """
     other = _OTHER_PROCESSORS[modality]
     left_out = {
         "tokenizer_config.json": frozenset(_UNREAD_TOKENIZER),

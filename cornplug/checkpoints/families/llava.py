@@ -20,7 +20,7 @@ def _preprocess(preprocessor: Json) -> Spec:
 
 
 def _fits(config: Json) -> bool:
-    # Families that extend this description have other towers.
+    # Other families that extend this description have other towers, which this check does not cover.
     return config.get("model_type") != "llava" or _CUT.knows_tower(config)
 
 

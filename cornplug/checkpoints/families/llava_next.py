@@ -1,5 +1,5 @@
-"""LLaVA-NeXT (1.6): LLaVA over an image's tiles. Padding is removed, and each row of patches ends in a
-newline."""
+"""LLaVA-NeXT (1.6): LLaVA applied to an image's tiles. Padding is removed, and a newline embedding ends each
+row of patches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FAMILY: Final[ModelFamily] = replace(
     name="llava_next",
     tower_class="llava:LlavaTiles",
     inputs={"image": ("pixel_values", "image_sizes")},
-    # `image_newline` belongs to no module. It is loaded as "newline" together with the projector's linears.
+    # `image_newline` is not part of a module. It is loaded as "newline" together with the projector.
     projector_prefixes=(*llava.FAMILY.projector_prefixes, "image_", "model.image_"),
     shares_features=False,
     tower_spec=_tower,

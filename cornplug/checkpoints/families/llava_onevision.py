@@ -1,5 +1,5 @@
-"""LLaVA-OneVision: a SigLIP tower over an image's tiles, downscaled to the rows of a maximum number of
-tiles."""
+"""LLaVA-OneVision: a SigLIP tower applied to an image's tiles. The rows are downscaled to those of a maximum
+number of tiles."""
 
 from __future__ import annotations
 

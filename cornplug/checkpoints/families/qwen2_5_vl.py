@@ -1,6 +1,6 @@
-"""Qwen2.5-VL: a tower with window attention, and Qwen2-VL's kind of merger and processors.
+"""Qwen2.5-VL: a tower with window attention, and a merger and processors like Qwen2-VL's.
 
-The sampling rate of frames affects the LLM's positions, but not the tower.
+The sampling rate of a video's frames affects the LLM's positions, but not the tower.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Qwen2-Audio: a Whisper-shaped tower that halves its rows, then one linear layer.
+"""Qwen2-Audio: a tower like Whisper's encoder, which also halves the number of rows, then one linear layer.
 
-Definitions for every Whisper tower are here too, and other families import them.
+This module also contains definitions for all Whisper towers, which other families import.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WHISPER_DEFAULTS: Final[Json] = {
     "max_source_positions": 1500,
     "scale_embedding": False,
 }
-"""Defaults of WhisperConfig."""
+"""Default values of transformers' WhisperConfig."""
 _QWEN2_AUDIO_DEFAULTS: Final[Json] = {
     **WHISPER_DEFAULTS,
     "num_mel_bins": 128,
@@ -58,7 +58,7 @@ _UNREAD: Final = frozenset(
         "vocab_size",
     ]
 )
-"""Fields of Whisper's decoder, training and timestamps, which do not affect the encoder's output."""
+"""Fields for Whisper's decoder, training and timestamps, which do not affect the encoder's output."""
 _EXTRACTOR_DEFAULTS: Final[Json] = {
     "kind": "WhisperFeatureExtractor",
     "feature_size": 80,
@@ -71,7 +71,8 @@ _EXTRACTOR_DEFAULTS: Final[Json] = {
     "dither": 0.0,
     "do_normalize": False,
 }
-# Derived fields, fields that the caller sets, and names. Old files contain a filter bank that is never read.
+# Fields that do not affect the spectrogram: derived fields, fields that the caller sets, names, and a filter
+# bank that old files contain and transformers does not read.
 _NO_MELS: Final = frozenset(
     [
         "auto_map",

@@ -1,4 +1,4 @@
-"""Qwen2-VL: a tower for each model size, and a merger that reduces its rows."""
+"""Qwen2-VL: a tower that differs by model size, and a merger that reduces the number of rows."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _projector(config: Json) -> Spec:
 
 
 def picture_spec(preprocessor: Json) -> Spec:
-    """Return the spec of Qwen2VLImageProcessor, which all Qwen-VL families use."""
+    """Return the preprocessing spec of Qwen2VLImageProcessor, which all Qwen-VL families use."""
     spec = pixel_spec(
         preprocessor,
         "Qwen2VLImageProcessor",
@@ -75,8 +75,10 @@ def picture_spec(preprocessor: Json) -> Spec:
 
 
 def video_spec(preprocessor: Json) -> Spec:
-    """Return the spec of Qwen2VLVideoProcessor, also for Qwen2.5-VL. Its sampled frames follow from its
-    input."""
+    """Return the preprocessing spec of Qwen2VLVideoProcessor, which Qwen2.5-VL also uses.
+
+    The spec does not include which frames are sampled, because this follows from the processor's input.
+    """
     spec = pixel_spec(preprocessor, "Qwen2VLVideoProcessor", VIDEO_DEFAULTS, "video_processor_type")
     size = dict(spec.pop("size", None) or {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768})
     for pixels, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
@@ -98,7 +100,7 @@ VIDEO_DEFAULTS: Final[Json] = {
     "cap_pixels_per_frame": False,
     "max_video_tokens": 128000,
 }
-"""Defaults of Qwen2VLVideoProcessor, without `size`."""
+"""Default values of transformers' Qwen2VLVideoProcessor, without `size`."""
 QWEN_INPUTS: Final[Mapping[Modality, tuple[str, ...]]] = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),

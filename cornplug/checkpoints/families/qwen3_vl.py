@@ -44,7 +44,7 @@ _VIDEO_DEFAULTS: Final[Json] = {
 def _vision(config: Json) -> Spec:
     vision = vision_spec(config, _VISION_DEFAULTS)
     levels, depth = list(vision["deepstack_visual_indexes"]), vision["depth"]
-    # vLLM selects a level's merger by the position in this list, SGLang by the order of the layers.
+    # vLLM selects a layer's merger by the layer's position in this list, SGLang by the order of the layers.
     if levels != sorted(set(levels)) or not all(0 <= layer < depth for layer in levels):
         raise CheckpointError(
             f"deepstack_visual_indexes {levels} must be ascending layers below {depth}.", reason="bad_config"

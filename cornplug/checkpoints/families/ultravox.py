@@ -1,8 +1,8 @@
 """Ultravox: a Whisper tower for any LLM, then a projector that stacks eight frames into a row.
 
-A frozen tower is not in the checkpoint: `audio_model_id` names the Whisper checkpoint that contains it, and
-all Ultravox models of that Whisper share its features. Remote code from the hub is never run. This module and
-`towers/ultravox.py` follow vLLM's model of the same name.
+A frozen tower is not in the checkpoint. `audio_model_id` is the id of the Whisper checkpoint that contains
+the tower, and all Ultravox models with this Whisper share its features. Remote code from the hub is never
+run. This module and `towers/ultravox.py` follow vLLM's model of the same name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PROJECTOR_DEFAULTS: Final[Json] = {
     "projector_ln_mid": False,
     "num_projector_layers": 0,
 }
-"""Defaults of UltravoxConfig (vllm/transformers_utils/configs/ultravox.py, 0.32)."""
+"""Default values of UltravoxConfig (vllm/transformers_utils/configs/ultravox.py, 0.32)."""
 
 
 def _tower(config: Json) -> Spec:
@@ -45,8 +45,8 @@ def _projector(config: Json) -> Spec:
 
 
 def _preprocess(preprocessor: Json) -> Spec:
-    # Ultravox's own processor does this whatever its JSON contains: it splits audio into chunks of 30 s,
-    # without padding to 30 s.
+    # Regardless of its JSON, Ultravox's own processor splits audio into chunks of 30 s, and does not pad
+    # shorter audio to 30 s.
     return mel_spec(preprocessor) | {"padding": "longest", "chunked": True}
 
 

@@ -1,1 +1,1 @@
-"""Clients of the service. No torch."""
+"""Clients of the encoder service. They do not need torch."""

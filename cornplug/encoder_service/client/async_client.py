@@ -3,7 +3,7 @@
     medium ──MediaPayload──> ranking by content ──> RetrySequence ──> POST ──> EmbeddingRef
                                     └─ next service <── CircuitBreakers <──┘ down, busy, bad response
 
-A retry is always safe: an embedding's key is a digest of its content.
+A retry is always safe, because an embedding's key is a digest of the medium's content.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cornplug.qos import APP_HEADER, CLASS_HEADER
 from cornplug.store.base import Store
 
 CONCURRENCY: Final = 32
-"""Maximum number of items of one `encode_many` in flight."""
+"""Maximum number of items that one `encode_many` call has in flight."""
 
 Services = str | Sequence[str] | Mapping[str, float]
 """One URL, several URLs, or {url: weight}."""
@@ -41,18 +41,21 @@ T = TypeVar("T")
 
 
 class AsyncEncoderClient:
-    """Client for embeddings of media over HTTP. For one event loop; `close` it, or use it in `async with`.
+    """Client that gets embeddings of media over HTTP.
+
+    Use it from one event loop, and `close` it or use it in `async with`.
 
     Args:
         services: One URL, several URLs, or {url: weight}. Each medium is hashed to a preferred service, so
             that a repeated medium goes to the service that has it cached. By default `encoder.urls`, or else
             `encoder.host` and `encoder.port`.
-        store: Store from which embeddings that the service saved are read and verified. By default this
-            host's store if it responds, for services on this host that come from the configuration.
-        deadline_s: Maximum wait for one embedding, including reading the medium and retries. By default
-            `encoder.deadline_s`.
+        store: Store that services save embeddings to, and from which this client reads and verifies them. By
+            default, if `services` is not set, this host's store for the configured services on this host.
+        deadline_s: Maximum seconds to wait for one embedding, including reading the medium and retries. By
+            default `encoder.deadline_s`.
         api_key: Key that is sent as `Authorization: Bearer`.
-        app: App that the service uses to count and classify requests. By default the service's default.
+        app: Name under which the service counts and classifies the requests. By default the service's
+            default.
         service_class: Class of service to request. By default the class of the key or app.
         decoding: Engine that will use the embeddings (`wire.decodings`), which determines how images are
             decoded. By default the newest vLLM that cornplug supports.
@@ -109,7 +112,7 @@ class AsyncEncoderClient:
         cache_salt: str | None = None,
         deadline_s: float | None = None,
     ) -> EmbeddingRef:
-        """Return the embedding of one medium: a path, the bytes of a file, or a PIL image.
+        """Return the embedding of one medium. A medium is a path, the bytes of a file, or a PIL image.
 
         Raises EncoderUnavailable ("encoder_down", "encoder_timeout", "encoder_bad_response",
         "encoder_backoff" if all services failed recently), EncoderRefused (the service's reason and message),
@@ -143,9 +146,9 @@ class AsyncEncoderClient:
     ) -> AsyncIterator[Result]:
         """Yield (index, reference or error) of each item as it finishes, in any order.
 
-        `deadline_s` counts for each item from the time it is taken from the iterable. At most `concurrency`
-        items are in flight, and items are taken as others finish, so a generator of millions of items uses
-        little memory.
+        `deadline_s` applies to each item from the time that it is taken from the iterable. At most
+        `concurrency` items are in flight, and the next item is taken when an item finishes, so a generator of
+        millions of items uses little memory.
         """
         waiting = iter(enumerate(items))
         ended: asyncio.Queue[asyncio.Task[EmbeddingRef]] = asyncio.Queue()
@@ -174,8 +177,10 @@ class AsyncEncoderClient:
             await asyncio.gather(*in_flight, return_exceptions=True)
 
     async def models(self) -> list[dict[str, Any]]:
-        """Return the models of the first service that responds: name, family, identity and fingerprints
-        (hex), dtype, hidden_size."""
+        """Return the models of the first service that responds.
+
+        Each model is a dict with name, family, identity and fingerprints (hex), dtype, and hidden_size.
+        """
 
         async def send(url: str, timeout_s: float) -> list[dict[str, Any]]:
             return responses.models(
@@ -205,7 +210,7 @@ class AsyncEncoderClient:
         deadline_s: float | None,
         began: float,
     ) -> T:
-        """Return the result of `send(url, timeout_s)` at the first service where it succeeds.
+        """Call `send(url, timeout_s)` for one service after another, and return the first result.
 
         The deadline counts from `began`.
         """
@@ -230,7 +235,7 @@ class AsyncEncoderClient:
             except RemoteFailure as failed:
                 last = failed.refusal
             except EncoderUnavailable as e:
-                # An earlier error is more informative than a timeout of the last, short attempt.
+                # An earlier error is more informative than the timeout of a short last attempt.
                 if last is None or e.reason != "encoder_timeout":
                     last = e
         if last is None and time.monotonic() > began + deadline_s:
@@ -263,7 +268,7 @@ class AsyncEncoderClient:
         self, url: str, timeout_s: float, medium: MediaPayload, model: str, cache_salt: str | None
     ) -> EmbeddingRef:
         store = self._stores[url]
-        # Without a store, or if the entry was evicted before it was read, the response contains the bytes.
+        # The second attempt requests the bytes in the response, in case the entry was evicted from the store.
         for source in [store, None] if store is not None else [None]:
             answer = await http_transport.exchange(
                 self._http,
@@ -273,7 +278,7 @@ class AsyncEncoderClient:
                 data=http_transport.form(model, cache_salt, timeout_s, inline=source is None),
                 files={medium.modality: (medium.name, medium.data)},
             )
-            # The store responds in microseconds, within its own deadline, so no thread is needed.
+            # The store responds in microseconds, and the read has its own deadline, so no thread is needed.
             ref = responses.embedding(answer, source)
             if ref is not None:
                 return ref

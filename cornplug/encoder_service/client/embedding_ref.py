@@ -1,13 +1,14 @@
-"""Reference to an embedding in a client: its key, and a verified copy of its bytes. Does not need torch.
+"""Embedding that a client received: its key, and a verified copy of its bytes. Does not need torch.
 
 `vllm_part` puts the embedding into a request to an engine, in place of the image that it was computed from:
 
-    by handle   vLLM 0.32 with cornplug's connector: a few hundred bytes; the engine reads its store
-    by value    any vLLM 0.32 with --enable-mm-embeds: the rows themselves, as .npy in base64
+    by handle   for vLLM 0.32 with cornplug's connector. Sends a few hundred bytes, and the engine reads the
+                embedding from its store.
+    by value    for any vLLM 0.32 with --enable-mm-embeds. Sends the embedding itself, as .npy in base64.
 
-SGLang 0.5.23 takes no embeddings in requests to supported families: its LLaVA and Qwen models run
-their tower over an item's `precomputed_embedding`. It takes embeddings from
-`--language-only --encoder-urls`, which `cornplug encoder` serves.
+SGLang 0.5.23 does not accept embeddings in requests to the supported families, because its LLaVA and Qwen
+models run their tower over an item's `precomputed_embedding`. It accepts embeddings from the servers in
+`--language-only --encoder-urls`, which `cornplug encoder` implements.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ if TYPE_CHECKING:
 
 STORE_DEADLINE_S: Final = 0.25
 _VLLM: Final[Mapping[str, bool]] = {"llava": False, "qwen2_vl": True, "qwen2_5_vl": True}
-"""Family whose model accepts `image_embeds` in vLLM 0.32 -> whether it also needs the grid."""
+"""Families whose models accept `image_embeds` in vLLM 0.32, and whether they also need the grid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EmbeddingRef:
     """One embedding of shape (rows, hidden_size), read-only.
 
-    It holds its own verified copy of the bytes, and stays valid when the store or the service ends.
+    The reference has its own verified copy of the bytes, so it stays valid after the store or service ends.
     """
 
     key: bytes
@@ -50,14 +51,15 @@ class EmbeddingRef:
     dtype: str
     """Name of the dtype in torch, without "torch."."""
     origin: str
-    """Origin: "computed" for this request, "coalesced" with another request, or "cached"."""
+    """How the service obtained the embedding: "computed" for this request, "coalesced" with another request,
+    or "cached"."""
     service_time_s: float
-    """Seconds from receipt to reply in the service."""
+    """Seconds in the service, from the receipt of the request to the reply."""
     handle: str | None = None
-    """Handle signed by the service. It replaces the image in a request to an engine, see
-    `wire.embedding_handle`."""
+    """Handle that the service signed, or None. It replaces the image in a request to an engine (see
+    `wire.embedding_handle`)."""
     data: memoryview = field(repr=False)
-    """The bytes, read-only."""
+    """Bytes of the embedding, read-only."""
     in_store: bool = False
     """Whether the bytes were read from this host's store. Otherwise they were in the response."""
 
@@ -73,7 +75,8 @@ class EmbeddingRef:
         data: bytes,
         handle: str | None = None,
     ) -> EmbeddingRef:
-        """Create a reference to bytes from a response. Raises ValueError if they do not fill the shape."""
+        """Create a reference to bytes from a response. Raises ValueError if `data` does not fill the
+        shape."""
         _check_size(dtype, shape, len(data))
         return cls(
             key=key,
@@ -86,23 +89,24 @@ class EmbeddingRef:
         )
 
     def numpy(self) -> npt.NDArray[np.generic]:
-        """Return a read-only array. bfloat16, which numpy lacks, is widened to float32 without loss."""
+        """Return the embedding as a read-only array. bfloat16, which numpy lacks, is widened to float32
+        without loss."""
         if self.dtype == "bfloat16":
             narrow = np.frombuffer(self.data, dtype="<u2").astype(np.uint32)
             return (narrow << 16).view(np.float32).reshape(self.shape)
         return np.frombuffer(self.data, dtype=np.dtype(self.dtype)).reshape(self.shape)
 
     def tensor(self) -> torch.Tensor:
-        """Return a new CPU tensor. It is a copy, because torch has no read-only tensors."""
-        # Not an import statement, because this module must load without torch.
+        """Return the embedding as a CPU tensor. The bytes are copied, because torch has no read-only
+        tensors."""
+        # Import torch only here, because this module must load without torch.
         torch = importlib.import_module("torch")
 
         flat = torch.frombuffer(bytearray(self.data), dtype=getattr(torch, self.dtype))
         return flat.reshape(self.shape)
 
     def to_vllm_content_part(self, *, by_value: bool = False) -> dict[str, object]:
-        """Return a content part for vLLM's OpenAI API, in place of the image. See
-        `vllm_part`."""
+        """Return a content part for vLLM's OpenAI API that replaces the image. See `vllm_part`."""
         return vllm_part(self, by_value=by_value)
 
 
@@ -117,9 +121,9 @@ def from_store(
 ) -> EmbeddingRef | None:
     """Return a reference to a verified copy of a stored embedding, or None if the store does not have it.
 
-    It is a copy, because a lease expires or ends with the connection, and a list of references would pin the
-    store's memory. If the store does not respond or the entry is damaged, the result is None too, and the
-    caller requests the bytes from the service.
+    The bytes are copied, because a lease expires or ends with the connection, and a list of references would
+    pin the store's memory. Also returns None if the store does not respond or the entry is damaged. The
+    caller then requests the bytes from the service.
     """
     try:
         found = get_payload(store, key, deadline_s=deadline_s, recall_s=deadline_s)
@@ -153,12 +157,13 @@ def _check_size(dtype: str, shape: tuple[int, ...], size: int) -> None:
 def vllm_part(ref: EmbeddingRef, *, by_value: bool = False) -> dict[str, Any]:
     """Return a content part of a chat message for vLLM 0.32, in place of an `image_url` part.
 
-    By handle, the engine must share the service's `store.secret_file` and store, the request's `cache_salt`
-    must be the salt that the image was encoded with, and the entry must still be in the store. Otherwise the
-    request fails with status 400, because there are no pixels to fall back to.
+    The part contains the handle unless `by_value` is set. Then the engine must have the service's
+    `store.secret_file` and store, the request's `cache_salt` must be the salt that the image was encoded
+    with, and the entry must still be in the store. Otherwise the request fails with status 400, because the
+    engine has no pixels to fall back to.
 
-    Raises EncoderRefused: "no_handle" if the service returned none, "unsupported" if vLLM's model accepts no
-    embeddings.
+    Raises EncoderRefused: "no_handle" if the service returned no handle, "unsupported" if vLLM's model does
+    not accept embeddings.
     """
     if ref.handle is None:
         raise EncoderRefused("the service returned no embedding handle", reason="no_handle")
@@ -180,7 +185,7 @@ def vllm_part(ref: EmbeddingRef, *, by_value: bool = False) -> dict[str, Any]:
 
 
 def _npy(ref: EmbeddingRef) -> str:
-    """Encode the rows as .npy. numpy has no bfloat16, so it is widened to float32, without loss."""
+    """Return the embedding as .npy in base64. bfloat16, which numpy lacks, is widened to float32."""
     out = io.BytesIO()
     np.save(out, ref.numpy(), allow_pickle=False)
     return base64.b64encode(out.getvalue()).decode()

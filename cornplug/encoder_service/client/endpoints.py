@@ -2,7 +2,7 @@
 
 The order is computed by highest-random-weight (rendezvous) hashing, so a repeated medium goes to the service
 that has it cached. All clients compute the same order without coordination. When a service fails, only its
-media move, each to the second service in its order. When the service is back, they return.
+media move, each to the second service in the medium's order. They move back when the service recovers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _SPAN: Final = float(1 << 53)
 
 
 def services(urls: str | Sequence[str] | Mapping[str, float]) -> dict[str, float]:
-    """Return URL -> weight, with normalised URLs, so that all clients compute the same order.
+    """Return the weight of each service by URL. URLs are normalised, so that all clients compute the same
+    order.
 
     Raises ConfigError("encoder.urls") for an empty list, a scheme other than http and https, and a weight
     that is not positive and finite.
@@ -51,9 +52,9 @@ def services(urls: str | Sequence[str] | Mapping[str, float]) -> dict[str, float
 
 
 def ranking(content: bytes, services: Mapping[str, float]) -> list[str]:
-    """Return all services in the order for `content` (a digest).
+    """Return all services in the order of preference for a medium with the digest `content`.
 
-    Each service is first for a share of contents proportional to its weight. The score is -w / ln(u) with u
+    Each service is first for a share of media proportional to its weight. The score is -w / ln(u) with u
     uniform in (0, 1) from SHA-256 (Schindelhauer and Schomaker, "Weighted distributed hash tables", 2005).
     """
 
@@ -72,7 +73,7 @@ def configured(config: Config) -> Sequence[str]:
 
 
 def is_here(url: str) -> bool:
-    """Return whether a service is on this host, and so saves to this host's store."""
+    """Return whether the service at `url` is on this host and therefore saves to this host's store."""
     return is_loopback(urlsplit(url).hostname or "")
 
 
@@ -85,13 +86,13 @@ def is_loopback(host: str) -> bool:
 
 
 def url_name(name: str) -> str:
-    """Return a model's name in URLs: a hub id unchanged, a folder by its last component."""
+    """Return a model's name in URLs: a hub id unchanged, or the last component of a folder's path."""
     path = PurePath(name)
     return path.name if path.is_absolute() or name.startswith(".") else name
 
 
 def local_store(config: Config) -> Store | None:
-    """Return the configured store, or None if it is the host's and not started yet."""
+    """Return the configured store, or None if it is this host's store and has not been started."""
     if is_host_store(config.store) and not config.store.socket.exists():
         return None
     return open_store(config.store, autostart=False)

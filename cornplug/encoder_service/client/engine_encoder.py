@@ -30,15 +30,18 @@ class EngineEncoder(Protocol):
 
 
 def check_remote(config: Config) -> None:
-    """Raise ConfigError if `encoder.engine_urls` cannot work: the package for sealing is missing, or the
-    secret is this host's own."""
+    """Check that engines can use `encoder.engine_urls`, if that is set.
+
+    Raises ConfigError if the package that seals requests is missing, or if the secret exists only on this
+    host.
+    """
     if not config.encoder.engine_urls:
         return
     if is_own_secret(config.store.secret_file):
         raise ConfigError(
             "store.secret_file",
-            "this host has its own secret, but an encoder service on another host and this engine must share "
-            "one",
+            "this host has its own secret, but this engine and an encoder service on another host must have "
+            "the same secret",
             "Copy one file of 32 bytes to both hosts, and set CORNPLUG_STORE_SECRET_FILE to its path.",
         )
     if importlib.util.find_spec("cryptography") is None:
@@ -50,14 +53,14 @@ def check_remote(config: Config) -> None:
 
 
 def engine_encoder(config: Config, secret: bytes) -> EngineEncoder:
-    """Return the client that the settings select: of `encoder.engine_urls`, or else of `encoder.socket`.
+    """Return a client for the services at `encoder.engine_urls`, or else for the one at `encoder.socket`.
 
     Raises ConfigError as `check_remote` does.
     """
     if not config.encoder.engine_urls:
         return SocketEncoder(config.encoder.socket, secret)
     check_remote(config)
-    # httpx is imported only where it is used.
+    # Import httpx only if it is used.
     from cornplug.encoder_service.client.remote_client import RemoteEncoder
 
     return RemoteEncoder(config.encoder.engine_weights(), secret)

@@ -1,6 +1,6 @@
-"""One request to one encoder service and its response, over httpx.
+"""Exchange of one request and its response with one encoder service, over httpx.
 
-Requests carry the caller's trace if opentelemetry-api is installed.
+Requests carry the caller's trace context if opentelemetry-api is installed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from cornplug.encoder_service.client.responses import HttpAnswer
 from cornplug.errors import EncoderUnavailable
 
 _CONNECT_S: Final = 1.0
-"""A host that takes longer to accept a connection counts as down."""
+"""Seconds to wait for a connection. A host that takes longer to accept a connection counts as down."""
 _MAX_ANSWER_BYTES: Final = 1 << 30
 
 
 def trace_headers() -> dict[str, str]:
-    """Return headers of the current span: `traceparent` and those of the app's propagators. Empty without
-    a span."""
+    """Return the headers that propagate the current span (`traceparent` and any of the app's propagators).
+
+    Empty if there is no span.
+    """
     headers: dict[str, str] = {}
     inject = _inject()
     if inject is not None:
@@ -32,7 +34,7 @@ def trace_headers() -> dict[str, str]:
 
 @functools.cache
 def _inject() -> Callable[[dict[str, str]], None] | None:
-    # Imported at the first request, so that an app without it pays nothing.
+    # Imported at the first request, so that importing this module stays cheap.
     try:
         propagate = importlib.import_module("opentelemetry.propagate")
     except ImportError:
@@ -49,14 +51,17 @@ async def exchange(
     headers: Mapping[str, str] | None = None,
     **body: Any,
 ) -> HttpAnswer:
-    """Return the whole response. Raises httpx.HTTPError, EncoderUnavailable("encoder_bad_response")."""
+    """Send a request and return the complete response.
+
+    Raises httpx.HTTPError, or EncoderUnavailable("encoder_bad_response") if the response is too large.
+    """
     headers = {**trace_headers(), **(headers or {})}
     async with http.stream(method, url, timeout=_timeout(timeout_s), headers=headers, **body) as response:
         return await _whole(url, response)
 
 
 def form(model: str, cache_salt: str | None, deadline_s: float, *, inline: bool) -> dict[str, str]:
-    """Return the form's fields other than the medium."""
+    """Return the form fields of a request to `/v1/encode`, without the medium."""
     fields = {"model": model, "deadline_s": f"{deadline_s:g}", "inline": "true" if inline else "false"}
     return fields if cache_salt is None else {**fields, "cache_salt": cache_salt}
 

@@ -1,4 +1,4 @@
-"""A medium that a client sends: what callers may pass, and its bytes."""
+"""Payload of a medium that a client sends, created from a path, the bytes of a file, or a PIL image."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class MediaPayload:
     name: str
     data: bytes = field(repr=False)
     content: bytes
-    """SHA-256 of the bytes, or the digest of the pixels of a PIL image, because a PNG's bytes depend on
-    the encoder. It ranks the services and is not sent."""
+    """Digest that ranks the services, not sent: SHA-256 of the bytes, or for a PIL image the digest of its
+    pixels, because a PNG's bytes depend on the encoder."""
 
     @classmethod
     def of(cls, item: Item) -> Self:
-        """Return the payload of an item. A path is read, and a PIL image is encoded as PNG without loss.
+        """Create the payload for an item. Reads a path, and encodes a PIL image as PNG without loss.
 
-        Raises MediaError: "not_found" for a path that cannot be read, "unprocessable" for a PIL image that is
-        damaged, in a mode that PNG lacks, or sent as a video or audio, "bad_input" for an item of another
-        type or without exactly one medium.
+        Raises MediaError: "not_found" if a path cannot be read; "unprocessable" if a PIL image is damaged,
+        has a mode that PNG lacks, or is passed as video or audio; "bad_input" if the item has another type
+        or does not have exactly one medium.
         """
         modality: Modality
         medium: Medium
@@ -49,7 +49,7 @@ class MediaPayload:
         else:
             if len(item) != 1:
                 raise MediaError(
-                    f'an item needs one of "image", "video" and "audio", this has {list(item) or "none"}',
+                    f'an item needs one of "image", "video" and "audio", not {list(item) or "none"}',
                     reason="bad_input",
                 )
             ((modality, medium),) = item.items()
@@ -60,7 +60,7 @@ class MediaPayload:
         elif isinstance(medium, str | Path):
             try:
                 name, data = Path(medium).name, Path(medium).read_bytes()
-            except (OSError, ValueError) as e:  # ValueError: a null byte in the path
+            except (OSError, ValueError) as e:  # ValueError for a null byte in the path
                 raise MediaError(f"cannot read {medium!r}: {e}", reason="not_found") from e
         else:
             raise MediaError(

@@ -1,10 +1,11 @@
-"""The engines' client of services on other hosts: sealed requests over HTTP, on one thread. Torch-free.
+"""Client that engines use for services on other hosts: sealed HTTP requests, sent by one thread. Does not
+need torch.
 
     submit ──> [thread: asyncio] ──> ranking by key ──> first service that is up ──> sealed POST
-    future <── answer, or the last error <── next service <──┘ down, late, full
+    future <── reply, or the last error <── next service <──┘ down, late, full
 
-As `SocketEncoder` the caller never blocks, and the future is done by the request's deadline. A service that
-failed is left out until it has answered a DescribeRequest, which the thread sends after a back-off.
+As with `SocketEncoder`, `submit` never blocks, and the future is done by the request's deadline. A service
+that failed is skipped until it has replied to a DescribeRequest, which the thread sends after a backoff.
 """
 
 from __future__ import annotations
@@ -58,12 +59,13 @@ _BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
 _PROBE_S: Final = 2.0
 _LEFT_OUT_S: Final = 0.5
 _MOST_LEFT_OUT_S: Final = 5.0
-"""Maximum pause. A full service may request a longer one, but by then another attempt costs little."""
+"""Maximum pause in seconds, even if a full service requests a longer pause. Another attempt costs little."""
 _MARGIN_S: Final = 5.0
 _PART_OF_TIMEOUT: Final = 0.9
-"""Deadline of a medium at a service, as a fraction of the client's timeout."""
+"""Deadline in a MediumRequest, as a fraction of this client's timeout for the service."""
 _KEEPALIVE_S: Final = 2.0
-"""Shorter than uvicorn's 5 s, because an idle connection that the service closes would look like a crash."""
+"""Seconds that an idle connection is kept. Shorter than uvicorn's 5 s, because a connection that the service
+closes first would look like a crash."""
 log = logging.getLogger(__name__)
 
 
@@ -86,7 +88,10 @@ def down(url: str, why: Exception) -> EncoderUnavailable:
 
 
 def refusal_of(url: str, answer: HttpAnswer) -> EncoderError:
-    """Return the error for an unsealed response. A forged one only makes the engine run its own tower."""
+    """Return the error for a response that is not sealed.
+
+    A forged response can only make the engine run its own tower.
+    """
     said, retry_after_s = "", None
     with contextlib.suppress(msgspec.MsgspecError, RecursionError):
         detail = msgspec.json.decode(answer.body, type=_ErrorBody).error
@@ -113,8 +118,8 @@ def refusal_of(url: str, answer: HttpAnswer) -> EncoderError:
 
 
 def copy_of(error: EncoderError | None) -> EncoderError:
-    """Return a copy of the error for one caller, because an exception that is raised twice collects
-    tracebacks."""
+    """Return a copy of the error for one caller, because an exception that is raised again accumulates
+    tracebacks. None becomes an "encoder_down" error."""
     if isinstance(error, EncoderRefused):
         return EncoderRefused(str(error), reason=error.reason, retry_after_s=error.retry_after_s)
     return EncoderUnavailable(str(error), reason="encoder_down" if error is None else error.reason)
@@ -135,11 +140,11 @@ class _Service:
 
 
 class RemoteEncoder:
-    """Client of the HTTP ports of one or several services. Thread-safe; `close` it, or use it in `with`.
+    """Client for the HTTP ports of one or several services. Thread-safe; `close` it, or use it in `with`.
 
     Futures fail with EncoderUnavailable ("encoder_down", "encoder_timeout", "encoder_bad_response",
-    "encoder_version", "encoder_untrusted" if no holder of `secret` responds) or with EncoderRefused (the
-    service's reason). While all services are skipped they fail immediately.
+    "encoder_version", "encoder_untrusted" if the responding server does not have `secret`) or with
+    EncoderRefused (the service's reason). They fail immediately while all services are skipped.
     """
 
     def __init__(self, urls: Sequence[str] | Mapping[str, float], secret: bytes) -> None:
@@ -160,14 +165,14 @@ class RemoteEncoder:
         """Send one request. Returns immediately."""
         size = sum(len(tensor.data) for tensor in request.inputs.values())
         order = endpoints.ranking(request.key, self._weights)
-        # `_ask` answers an EncodeRequest with an EncodeReply only.
+        # For an EncodeRequest, `_ask` returns only an EncodeReply.
         return cast("Future[EncodeReply]", self._enqueue(request, order, request.deadline_s, size))
 
     def submit_medium(self, request: MediumRequest) -> Future[MediumReply]:
-        """Send one medium, or its URL, to be decoded by the service. Returns immediately.
+        """Send one medium, or its URL, for a service to decode and encode. Returns immediately.
 
-        The future fails as for `submit`, and with EncoderRefused for a medium that no service accepts (the
-        reason of `status_codes.is_of_medium`).
+        The future fails as for `submit`, and with EncoderRefused if no service would accept the medium (with
+        a reason for which `status_codes.is_of_medium` is true).
         """
         named = hashlib.sha256(request.data or request.url.encode()).digest()
         order = endpoints.ranking(named, self._weights)
@@ -175,19 +180,21 @@ class RemoteEncoder:
         return cast("Future[MediumReply]", self._enqueue(request, order, request.deadline_s, size))
 
     def describe(self, deadline_s: float) -> tuple[ServedModel, ...]:
-        """Return the models of the first service that responds. Waits up to `deadline_s`. Raises
-        EncoderError."""
+        """Return the models of the first service that responds. Waits up to `deadline_s`.
+
+        Raises EncoderError.
+        """
         future = self._enqueue(DescribeRequest(), list(self._services), deadline_s, 0)
         return cast(DescribeReply, future.result(deadline_s + _MARGIN_S)).models
 
     @property
     def connected(self) -> bool:
-        """Whether a service has proved itself and is used."""
+        """Whether at least one service has proved that it has the secret, and has not failed since."""
         return any(service.proved and service.error is None for service in self._services.values())
 
     @property
     def refusal(self) -> EncoderError | None:
-        """Error that a request would get immediately, or None if it would be sent."""
+        """Error with which a request would fail immediately, or None if the request would be sent."""
         if self._closed:
             return EncoderUnavailable("this client was closed", reason="encoder_down")
         if self._unanswered_bytes > MAX_OUTBOX_BYTES:
@@ -214,7 +221,7 @@ class RemoteEncoder:
 
     def _enqueue(self, request: HttpRequest, order: Sequence[str], deadline_s: float, size: int) -> _Answer:
         future: _Answer = Future()
-        # Running from now on: a caller that gives up does not race with the thread's answer.
+        # Mark the future as running, so that a caller cannot cancel it while the thread sets its result.
         future.set_running_or_notify_cancel()
         end = time.monotonic() + deadline_s
         with self._lock:
@@ -252,7 +259,7 @@ class RemoteEncoder:
         self, request: HttpRequest, order: Sequence[str], end: float, size: int, future: _Answer
     ) -> None:
         task = self._loop.create_task(self._ask(request, [self._services[url] for url in order], end))
-        # Also for a task that `close` cancels before its first step.
+        # A callback also runs for a task that `close` cancels before its first step.
         task.add_done_callback(partial(self._ended, size, future))
         self._keep(task)
 
@@ -271,7 +278,7 @@ class RemoteEncoder:
         future.set_exception(error)
 
     async def _ask(self, request: HttpRequest, order: Sequence[_Service], end: float) -> _Reply:
-        """Return the first reply of a service. Raises the last service's EncoderError."""
+        """Return the reply of the first service that sends one. Raises the last EncoderError if none does."""
         last: EncoderError = EncoderUnavailable("no time left for a request", reason="encoder_timeout")
         asked = [s for s in order if s.error is None or isinstance(request, DescribeRequest)]
         if not asked and order[0].error is not None:
@@ -285,7 +292,8 @@ class RemoteEncoder:
             try:
                 timeout_s = left_s / 2 if spare else left_s
                 if isinstance(request, MediumRequest):
-                    # The service should refuse a medium that waits too long before this client gives up.
+                    # Use a shorter deadline, so that the service refuses a late medium before this client
+                    # gives up.
                     request = msgspec.structs.replace(request, deadline_s=_PART_OF_TIMEOUT * timeout_s)
                 return await self._exchange(service.url, request, timeout_s)
             except EncoderRefused as e:
@@ -303,7 +311,7 @@ class RemoteEncoder:
         raise last
 
     def _leave_out(self, service: _Service, error: EncoderError, sent: float, pause_s: float) -> None:
-        # Concurrent requests fail together, some of them after the service is up again.
+        # Concurrent requests fail together. Ignore requests that were sent before the service recovered.
         if sent >= service.since and service.error is None:
             service.error, service.pause_s = error, pause_s
             service.failed.set()
@@ -325,7 +333,7 @@ class RemoteEncoder:
             await asyncio.sleep(service.pause_s)
 
     async def _exchange(self, url: str, request: HttpRequest, timeout_s: float) -> _Reply:
-        """Return one service's reply. Raises EncoderError."""
+        """Send a request to one service and return its reply. Raises EncoderError."""
         seal = EngineSeal.new(self._secret)
         try:
             async with asyncio.timeout(timeout_s):
@@ -349,7 +357,7 @@ class RemoteEncoder:
         except (msgspec.MsgspecError, RecursionError) as e:
             raise EncoderUnavailable(f"{url}: invalid message: {e}", reason="encoder_bad_response") from e
         if isinstance(reply, EncodeRefusal | MediumRefusal):
-            # Errors of the medium go to the client, which need not know the service.
+            # Errors about the medium are shown to the engine's client, for which the URL is irrelevant.
             said = reply.message if is_of_medium(reply.reason) else f"{url}: {reply.message}"
             raise EncoderRefused(said, reason=reply.reason, retry_after_s=reply.retry_after_s)
         if not isinstance(reply, _ANSWERS[type(request)]):

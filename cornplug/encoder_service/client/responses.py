@@ -1,4 +1,4 @@
-"""Parsing of a service's HTTP responses: embedding, list of models, or the error to raise."""
+"""Parser of a service's HTTP responses: an embedding, a list of models, or the error to raise."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from cornplug.errors import EncoderRefused, EncoderUnavailable
 from cornplug.store.base import Store
 
 _BUSY: Final = frozenset({429, 503})
-"""Overloaded, class over its share, or draining. Another service may accept the request, or this one
-later."""
+"""Statuses of a service that is overloaded or draining, or where the class is over its share. Another service
+may accept the request now, or the same service later."""
 _FAILED: Final = frozenset({500, 504})
-"""Failed or too late. Another service may succeed."""
+"""Statuses of a request that failed or was too late. Another service may succeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpAnswer:
-    """Status, headers (names in lower case) and whole body."""
+    """HTTP response with its complete body. Header names are in lower case."""
 
     url: str
     status: int
@@ -31,7 +31,7 @@ class HttpAnswer:
 
 
 class RetryLater(Exception):
-    """The service is alive and requests a pause. `refusal` is the error for the caller."""
+    """Raised if the service is alive but requests a pause. `refusal` is the error to raise to the caller."""
 
     def __init__(self, refusal: EncoderRefused, retry_after_s: float | None) -> None:
         super().__init__(str(refusal))
@@ -40,7 +40,8 @@ class RetryLater(Exception):
 
 
 class RemoteFailure(Exception):
-    """The service is alive and failed on this request. `refusal` is the error for the caller."""
+    """Raised if the service is alive but failed on this request. `refusal` is the error to raise to the
+    caller."""
 
     def __init__(self, refusal: EncoderRefused) -> None:
         super().__init__(str(refusal))
@@ -80,7 +81,7 @@ def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
 
 
 def models(answer: HttpAnswer) -> list[dict[str, Any]]:
-    """Return the rows of `/v1/models`. Raises as `embedding` does."""
+    """Return the models in a reply to `GET /v1/models`. Raises as `embedding` does."""
     check(answer)
     try:
         return list(msgspec.json.decode(answer.body)["models"])
@@ -89,8 +90,12 @@ def models(answer: HttpAnswer) -> list[dict[str, Any]]:
 
 
 def check(answer: HttpAnswer) -> None:
-    """Raise for every status except 200: RetryLater (429, 503, or with a Retry-After), RemoteFailure (500,
-    504), EncoderRefused (the service's reason and message), EncoderUnavailable("encoder_bad_response")."""
+    """Raise an exception unless the status is 200.
+
+    Raises RetryLater (429, 503, or 500 and 504 with a Retry-After), RemoteFailure (500, 504),
+    EncoderUnavailable("encoder_bad_response") if the body is invalid, or EncoderRefused (the service's reason
+    and message).
+    """
     if answer.status == 200:
         return
     try:

@@ -1,11 +1,12 @@
-"""Retry policy: the next service, the pause, and when to give up. It uses neither a clock nor sockets.
+"""Retry policy: which service is next, how long to pause, and when to give up. Uses neither a clock nor
+sockets.
 
-    RetrySequence.next(now) ──> SendAttempt(url, timeout_s) ──> the client sends, informs `CircuitBreakers`
+    RetrySequence.next(now) ──> SendAttempt(url, timeout_s) ──> the client sends, updates `CircuitBreakers`
                             ├─> RetryPause(seconds)         ──> the client sleeps
                             └─> None                        ──> the client raises its last error
 
-An embedding's key is a digest of its content, so a retry returns the same embedding. Every attempt may be
-repeated at any service.
+An embedding's key is a digest of the medium's content, so a retry returns the same embedding. Every attempt
+may be repeated at any service.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ ROUNDS: Final = 4
 """Maximum number of passes of one request through its services."""
 BASE_S: Final = 0.1
 CAP_S: Final = 2.0
-"""Maximum backoff. The backoff after the n-th consecutive failure is uniform below min(CAP_S, BASE_S *
-2^n), "full jitter"."""
+"""Maximum backoff in seconds. The backoff after the n-th consecutive failure is uniform below
+min(CAP_S, BASE_S * 2^n) ("full jitter")."""
 BUSY_S: Final = 0.5
 """Mean pause in seconds after a refusal without a Retry-After."""
 RETRY_AFTER_CAP_S: Final = 60.0
@@ -40,7 +41,7 @@ def retry_after_s(value: object, *, now_s: float | None = None) -> float | None:
 
     Args:
         value: The header's text, or a number of seconds from an error's body.
-        now_s: Unix time that a date is compared with; None: the clock's.
+        now_s: Unix time to compare a date with. By default the current time.
     """
     if not isinstance(value, int | float | str):
         return None
@@ -60,7 +61,8 @@ def _until(date: str, now_s: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class SendAttempt:
-    """Instruction to send to `url`. The attempt fails if there is no response after `timeout_s`."""
+    """Instruction to send the request to `url`, and to fail the attempt after `timeout_s` without a
+    response."""
 
     url: str
     timeout_s: float
@@ -78,9 +80,9 @@ class _Circuit:
     failures: int = 0
     failed_at: float = -math.inf
     down_until: float = 0.0
-    """End of the pause after a missing response. Any response clears it."""
+    """End of the pause after a failed attempt. Any response ends the pause earlier."""
     busy_until: float = 0.0
-    """End of the pause that the service requested. It ends only with time."""
+    """End of the pause that the service requested. Responses do not end it earlier."""
 
     @property
     def opens_at(self) -> float:
@@ -88,9 +90,9 @@ class _Circuit:
 
 
 class CircuitBreakers:
-    """Health of each service, as one client sees it. Times are on the caller's clock, in seconds.
+    """Health of each service, as one client observes it. Times are on the caller's clock, in seconds.
 
-    A failed service gets one attempt per backoff interval from all requests together.
+    All requests together send one attempt per backoff interval to a failed service.
     """
 
     def __init__(self, urls: Iterable[str], random: Random) -> None:
@@ -98,7 +100,7 @@ class CircuitBreakers:
         self._random = random
 
     def watch(self, urls: Iterable[str]) -> None:
-        """Add services that are not known yet. Other services keep their state."""
+        """Add services. Services that were added before keep their state."""
         for url in urls:
             self._circuits.setdefault(url, _Circuit())
 
@@ -107,7 +109,7 @@ class CircuitBreakers:
         return now < self._circuits[url].opens_at
 
     def opens_at(self, url: str) -> float:
-        """Return the time from which the service may be used again."""
+        """Return the time at which requests may be sent to the service again."""
         return self._circuits[url].opens_at
 
     def take(self, url: str, now: float) -> bool:
@@ -116,7 +118,7 @@ class CircuitBreakers:
             return False
         circuit = self._circuits[url]
         if circuit.failures:
-            # Until the probe returns, other requests use other services. The time limit is for a lost probe.
+            # Other requests use other services until the probe returns. The time is for a lost probe.
             circuit.down_until = now + _ceiling(circuit.failures)
         return True
 
@@ -126,19 +128,20 @@ class CircuitBreakers:
         circuit.failures, circuit.down_until = 0, 0.0
 
     def failed(self, url: str, now: float, *, sent: float) -> None:
-        """Record that the service gave no valid response to the request sent at `sent`."""
+        """Record that the service sent no valid response to the request that was sent at `sent`."""
         circuit = self._circuits[url]
         if sent < circuit.failed_at:
             # Only the first failure of a burst counts.
             return
         circuit.failed_at = now
-        # At least half, because with a jitter of 0 each request of a burst would try a dead service.
+        # At least half of the backoff, because with a jitter of 0 each request of a burst would try a dead
+        # service.
         circuit.down_until = now + _ceiling(circuit.failures) * (0.5 + self._random() / 2)
         circuit.failures += 1
 
     def refused(self, url: str, now: float, retry_after_s: float | None) -> None:
-        """Record that the service is busy or draining. `retry_after_s` is its Retry-After, None without
-        one."""
+        """Record that the service is busy or draining. `retry_after_s` is its Retry-After, or None if it sent
+        none."""
         self.answered(url)
         pause = BUSY_S * (0.5 + self._random()) if retry_after_s is None else retry_after_s
         circuit = self._circuits[url]
@@ -146,10 +149,10 @@ class CircuitBreakers:
 
 
 class RetrySequence:
-    """Attempts of one request at its services.
+    """Sequence of attempts and pauses for one request.
 
-    An attempt gets half of the remaining time while another service is available, so that a service that
-    hangs with open connections does not fail requests.
+    The timeout of an attempt is half of the remaining time if another service is available, so that requests
+    do not fail when one service accepts connections but hangs.
     """
 
     def __init__(
@@ -167,7 +170,7 @@ class RetrySequence:
         self._random = random
         self._round = 0
         self._position = 0
-        # If all services were down before, wait and try only once, so that the caller learns it soon.
+        # If all services are already down, wait and try only once, so that the caller gets the error soon.
         down = all(circuits.is_open(url, now) for url in order)
         self._rounds = min(2, ROUNDS) if down else ROUNDS
 

@@ -36,8 +36,8 @@ T = TypeVar("T")
 class EncoderClient:
     """Blocking form of `AsyncEncoderClient`, with the same arguments, results and errors.
 
-    Thread-safe; `close` it, or use it in `with`. The asyncio client runs in a separate thread, so that it
-    also works in a notebook. It cannot be used after a fork.
+    Thread-safe; `close` it, or use it in `with`. The asyncio client runs in a separate thread, so that this
+    client also works in a notebook. This client cannot be used after a fork.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class EncoderClient:
         deadline_s: float | None = None,
         concurrency: int = CONCURRENCY,
     ) -> Iterator[Result]:
-        """Yield results as `AsyncEncoderClient.encode_many` does. Closing the iterator cancels the items
-        in flight."""
+        """Yield results as `AsyncEncoderClient.encode_many` does. Closing the iterator cancels the items in
+        flight."""
         waiting = iter(enumerate(items))
         ended: queue.SimpleQueue[Future[EmbeddingRef]] = queue.SimpleQueue()
         in_flight: dict[Future[EmbeddingRef], int] = {}
         try:
             while True:
-                # Taken in the caller's thread, because a generator may itself use this client.
+                # Iterate in the caller's thread, because a generator may itself call this client.
                 for index, item in itertools.islice(waiting, concurrency - len(in_flight)):
                     future = self._start(
                         self._client.encode_item(
@@ -113,7 +113,7 @@ class EncoderClient:
                     future.add_done_callback(ended.put)
                 if not in_flight:
                     return
-                # Each item ends by its deadline.
+                # This wait is bounded, because each item ends by its deadline.
                 future = ended.get()
                 index = in_flight.pop(future)
                 result: EmbeddingRef | CornplugError
@@ -127,11 +127,11 @@ class EncoderClient:
                 future.cancel()
 
     def models(self) -> list[dict[str, Any]]:
-        """Return the models, as `AsyncEncoderClient.models` does."""
+        """Return the served models, as `AsyncEncoderClient.models` does."""
         return self._run(self._client.models())
 
     def close(self) -> None:
-        """Close the client. Calls of other threads fail with "closed"."""
+        """Close the client. Calls in progress on other threads, and later calls, fail with "closed"."""
         with self._lock:
             if self._ended or self._pid != os.getpid():
                 return
@@ -158,12 +158,12 @@ class EncoderClient:
         self._loop.stop()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`, which ends by its own deadlines."""
+        """Run `work` on the client's thread and return its result. `work` must have its own deadline."""
         future = self._start(work)
         try:
             return _result(future)
         finally:
-            # After an interrupt the work is cancelled; if it is done, this has no effect.
+            # Cancels the work after a KeyboardInterrupt. Has no effect if the work is done.
             future.cancel()
 
     def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:

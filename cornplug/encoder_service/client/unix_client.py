@@ -1,12 +1,13 @@
-"""Client for engines: one connection to the encoder service, in a separate thread. Does not need torch.
+"""Client that engines use for the encoder service on this host: one connection, in a separate thread. Does
+not need torch.
 
-The caller never blocks. It gets a future that is done by the request's deadline, even if the service hangs or
-dies.
+`submit` never blocks. It returns a future that is done by the request's deadline, even if the service hangs
+or dies.
 
     submit ──> outbox ──> [thread: select] ──> service
     future <── pending by id <──────────────── replies in any order
 
-No request is sent before the service has proved that it has the secret (`handshake`).
+Requests are sent only after the service has proved that it has the secret (`handshake`).
 """
 
 from __future__ import annotations
@@ -47,18 +48,19 @@ from cornplug.local_socket import FrameBuffer, frame
 _BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
 _MARGIN_S: Final = 5.0
 MAX_OUTBOX_BYTES: Final = 512 << 20
-"""Unsent bytes beyond which requests fail immediately, so that a stopped service cannot fill memory."""
+"""Number of unsent bytes above which requests fail immediately, so that a stopped service cannot make this
+process run out of memory."""
 
 Result = EncodeReply | DescribeReply
 
 
 class SocketEncoder:
-    """Client of the service's unix socket. Thread-safe; `close` it, or use it in `with`.
+    """Client for the service's unix socket. Thread-safe; `close` it, or use it in `with`.
 
     Futures fail with EncoderUnavailable ("encoder_down", "encoder_timeout", "encoder_bad_response",
     "encoder_version", "encoder_untrusted" if the listener belongs to another user or does not have `secret`)
-    or with EncoderRefused (the service's reason). Without a service they fail immediately, and the thread
-    tries to connect every second.
+    or with EncoderRefused (the service's reason). If no service runs, they fail immediately, and the thread
+    tries to connect about every second.
     """
 
     def __init__(self, path: Path, secret: bytes) -> None:
@@ -83,13 +85,13 @@ class SocketEncoder:
         self._thread.start()
 
     def submit(self, request: EncodeRequest) -> Future[EncodeReply]:
-        """Send one request with a new `id`. Returns immediately."""
-        # `_reply` completes the future of an EncodeRequest with an EncodeReply only.
+        """Send one request, with an `id` that this client chooses. Returns immediately."""
+        # For an EncodeRequest, `_reply` sets only an EncodeReply as the future's result.
         return cast("Future[EncodeReply]", self._enqueue(request, request.deadline_s))
 
     def describe(self, deadline_s: float) -> tuple[ServedModel, ...]:
         """Return the served models. Waits up to `deadline_s`. Raises EncoderUnavailable."""
-        # The thread ends the future by its deadline; the margin is for a machine under load.
+        # The thread completes the future by its deadline. The margin is for a machine under load.
         described = cast(
             DescribeReply, self._enqueue(DescribeRequest(), deadline_s).result(deadline_s + _MARGIN_S)
         )
@@ -97,12 +99,12 @@ class SocketEncoder:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection."""
+        """Whether this client is connected to a service that has proved that it has the secret."""
         return self._socket is not None
 
     @property
     def refusal(self) -> EncoderError | None:
-        """Error that a request would get immediately, or None if it would be sent."""
+        """Error with which a request would fail immediately, or None if the request would be sent."""
         with self._lock:
             return self._problem()
 
@@ -175,7 +177,7 @@ class SocketEncoder:
                 with self._lock:
                     served, self._socket = self._socket is not None, None
                 sock.close()
-            # Without a verified service, requests fail immediately.
+            # Requests fail immediately until a service is verified.
             self._fail_all(error, refuse=not served)
             if not served:
                 self._sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
@@ -191,8 +193,7 @@ class SocketEncoder:
 
     def _connect(self, asking: EngineHandshake) -> socket.socket | EncoderUnavailable:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # A stopped service with a full backlog would block. Here the wait is bounded, in this client's
-        # thread.
+        # `connect` would block indefinitely if a stopped service's backlog is full.
         sock.settimeout(1.0)
         try:
             sock.connect(str(self._path))
@@ -258,7 +259,7 @@ class SocketEncoder:
 
     def _reply(self, reply: Reply) -> None:
         if isinstance(reply, DescribeReply):
-            # This message has no id on the wire. It answers all open DescribeRequests.
+            # A DescribeReply has no id, so it completes all pending DescribeRequests.
             with self._lock:
                 asked = [self._pending.pop(n)[0] for n in self._describing if n in self._pending]
                 self._describing.clear()
@@ -286,7 +287,7 @@ class SocketEncoder:
         now = time.monotonic()
         with self._lock:
             late = {n for n, (_, deadline) in self._pending.items() if deadline <= now}
-            # Cancelled requests are not sent either.
+            # Also drop requests that the caller cancelled, so that they are not sent.
             gone = {n for n, (future, _) in self._pending.items() if future.cancelled()} - late
             expired = [self._pending.pop(n)[0] for n in late]
             for n in gone:
@@ -311,7 +312,8 @@ class SocketEncoder:
             _fail(future, error)
 
     def _sleep(self, seconds: float) -> None:
-        """Wait for `seconds`, or until close; requests submitted meanwhile still end by their deadlines."""
+        """Wait for `seconds`, or until `close`. Requests that are submitted meanwhile still end by their
+        deadlines."""
         end = time.monotonic() + seconds
         while not self._closed and (left := end - time.monotonic()) > 0:
             deadline = self._next_deadline_s()
@@ -322,7 +324,7 @@ class SocketEncoder:
             self._expire()
 
     def _wake(self) -> None:
-        # Full: the thread wakes anyway. Closed: the thread has ended.
+        # An error means that the buffer is full, so the thread wakes anyway, or that the thread has ended.
         with contextlib.suppress(OSError):
             self._waker.send(b"x")
 

@@ -1,1 +1,1 @@
-"""Execution of admitted requests, up to the stored embedding."""
+"""Admission and execution of requests, up to the stored embedding and the reply."""

@@ -3,10 +3,10 @@
     Batcher ─take─> a lane of an executor ─BatchResult─> publishing threads ─finish─> RequestReplies
                     (one thread each)                    store, then replies
 
-A batch is formed when a lane is free for it, as late as possible. The jobs of a batch that fails are retried
-one by one. The jobs of a replica that dies are retried once on another replica.
+A batch is formed as late as possible, when a lane is free to run it. If a batch fails, its jobs are retried
+one by one. If a replica dies, its jobs are retried once on another replica.
 
-`RequestReplies` counts each reply before it is sent to the caller.
+`RequestReplies` counts each reply before sending it to the caller.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from cornplug.errors import ReplicaLost
 Origin = Literal["computed", "coalesced", "cached"]
 Reason = Literal["unknown_model", "bad_input", "overloaded", "over_share", "too_late", "internal"]
 _POLL_S: Final = 0.05
-"""Interval in seconds at which a lane whose executor is down looks for another executor."""
+"""Interval in seconds at which a lane whose executor is down checks which executors are ready."""
 _MAX_PUBLISHERS: Final = 4
 log = logging.getLogger(__name__)
 
 
 class RequestReplies:
-    """Sender of replies to pending requests, which reports their times to metrics and admission.
+    """Sender of replies to pending requests. It also reports their durations to metrics and admission.
     Thread-safe."""
 
     def __init__(self, admission: EncodeAdmission, observer: RequestObserver) -> None:
@@ -55,7 +55,7 @@ class RequestReplies:
     def answer(
         self, pending: PendingRequest, origin: Origin, *, stored: bool, tensor: WireTensor | None
     ) -> EncodeReply:
-        """Send one request its embedding, and return the reply."""
+        """Send the embedding to a request's caller, and return the reply."""
         seconds = time.monotonic() - pending.received_s
         request = pending.request
         reply = EncodeReply(
@@ -66,7 +66,7 @@ class RequestReplies:
             tensor=tensor,
             service_time_s=seconds,
         )
-        # Counted before the caller receives it, so that the caller's next scrape includes it.
+        # Count the reply before the caller receives it, so that the caller's next scrape includes it.
         self.admission.answered(pending, seconds)
         self.observer.answered(pending, origin, stored=stored, seconds=seconds)
         pending.answer(reply)
@@ -75,7 +75,7 @@ class RequestReplies:
     def refuse(
         self, pending: PendingRequest, reason: Reason, message: str, retry_after_s: float | None = None
     ) -> None:
-        """Reject one request, unless it has a reply."""
+        """Reject one request, unless it already has a reply."""
         if pending.future.done():
             return
         self.observer.refused(pending, reason)
@@ -98,7 +98,8 @@ class JobPayload:
 
 
 class BatchDispatcher:
-    """Threads between the batcher and the replies. The caller closes the executors."""
+    """Threads that take batches from the batcher, run them, and send the replies. The caller must close the
+    executors."""
 
     def __init__(
         self,
@@ -110,8 +111,8 @@ class BatchDispatcher:
         *,
         urgent_lanes: bool,
     ) -> None:
-        """Create the threads. `urgent_lanes` adds a lane to each executor for jobs of better classes than all
-        running jobs.
+        """Create and start the threads. `urgent_lanes` adds a lane to each executor for jobs whose class is
+        better than those of all running jobs.
         """
         self._shares_features = shares_features
         self._batcher = batcher
@@ -122,13 +123,13 @@ class BatchDispatcher:
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._deferred: dict[bytes, list[EncodeJob[JobPayload]]] = {}
-        """Jobs of other batches whose features a tower is computing, by feature key."""
+        """Jobs that wait for features that another batch is computing, by feature key."""
         self._ended_s: dict[BatchExecutor, float] = {}
-        """End of the last batch, by executor."""
+        """Time at which each executor finished its last batch."""
         lanes = [executor for executor in self._executors for _ in range(executor.lanes)]
         urgent = self._executors if urgent_lanes else ()
         self._usual_lanes = len(lanes)
-        # A future holds any exception of a tower, so that it does not end the lane.
+        # Towers run in this pool, so that the future catches their exceptions and the lane survives.
         self._computing = ThreadPoolExecutor(len(lanes) + len(urgent), "cornplug-compute")
         self._publishing = ThreadPoolExecutor(min(_MAX_PUBLISHERS, len(lanes)), "cornplug-publish")
         self._lanes = [
@@ -145,17 +146,18 @@ class BatchDispatcher:
             lane.start()
 
     def alive(self) -> bool:
-        """Return whether every lane runs and an executor is ready."""
+        """Return whether every lane is running and at least one executor is ready."""
         return all(lane.is_alive() for lane in self._lanes) and self.ready()
 
     def ready(self) -> bool:
-        """Return whether any executor would accept a batch."""
+        """Return whether at least one executor would accept a batch."""
         return any(executor.ready() for executor in self._executors)
 
     def close(self, deadline_s: float) -> bool:
-        """Reject the jobs of the closed batcher, end running passes between two layers, then end the threads.
+        """Reject the jobs that are left in the batcher, end running passes between two layers, then end the
+        threads. Call it after closing the batcher.
 
-        Returns False if a pass still runs at the deadline, because its layer takes too long.
+        Returns False if a pass is still running at the deadline, because its current layer takes too long.
         """
         self._closing.set()
         end = time.monotonic() + deadline_s
@@ -168,7 +170,7 @@ class BatchDispatcher:
 
     def _serve(self, executor: BatchExecutor) -> None:
         while True:
-            # If no executor is ready, batches are still taken, and rejected instead of waiting.
+            # If no executor is ready, take batches anyway, to reject them instead of letting them wait.
             while not executor.ready() and self.ready() and not self._closing.is_set():
                 executor.wait_ready(_POLL_S)
             batch = self._batcher.take()
@@ -193,8 +195,8 @@ class BatchDispatcher:
             self._run(deferred, executor, urgent=urgent)
 
     def _defer_duplicates(self, batch: Sequence[EncodeJob[JobPayload]]) -> list[EncodeJob[JobPayload]]:
-        """Return the jobs whose features no other executor is computing. The rest is deferred until it has
-        finished."""
+        """Return the jobs whose features no other executor is computing. The other jobs are deferred until
+        that executor has finished."""
         owned: list[EncodeJob[JobPayload]] = []
         with self._lock:
             running = frozenset(self._deferred)
@@ -214,19 +216,20 @@ class BatchDispatcher:
             return self._refuse(batch, "the service is stopping", retry_after_s=1.0, reason="overloaded")
         ready = self._ready_executor(executor)
         if ready is None:
-            return self._refuse(batch, "no replica is running; they are being restarted", retry_after_s=1.0)
+            return self._refuse(batch, "no replica is running; all are being restarted", retry_after_s=1.0)
         error = self._run_once(batch, ready, urgent=urgent)
         if error is None:
             return None
         if isinstance(error, PassAbandoned):
-            # Sent only to a request that has joined one of these jobs since then, or while the service stops.
-            why = "the pass was ended, because no request waited for it"
+            # Only a request that joined one of these jobs since then, or during shutdown, gets this refusal.
+            why = "the batch was abandoned, because no request waited for it"
             return self._refuse(batch, why, retry_after_s=_POLL_S, reason="overloaded")
         if len(batch) == 1 and not isinstance(error, ReplicaLost):
             return self._fail(batch, error)
-        log.warning("a batch of %d failed (%s); running each alone", len(batch), error)
+        log.warning("a batch of %d failed (%s); running its jobs one by one", len(batch), error)
         for job in batch:
-            # A job that was alone in its batch when the replica died may be the cause. It gets one retry.
+            # A job that was alone in its batch is retried too, but only once, because it may have killed the
+            # replica.
             spare = self._ready_executor(ready)
             if spare is None:
                 error = ReplicaLost("no replica is left")
@@ -242,7 +245,7 @@ class BatchDispatcher:
         started = time.monotonic()
         done = self._computing.submit(self._compute, batch, executor, urgent=urgent)
         error = done.exception()
-        if error is None:  # a fast failure would make the tower seem fast
+        if error is None:  # failures are not measured, because a fast failure would make the tower seem fast
             self._admission.computed(batch, time.monotonic() - started - done.result())
         return error
 
@@ -252,8 +255,8 @@ class BatchDispatcher:
     def _compute(
         self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor, *, urgent: bool
     ) -> float:
-        """Compute a batch and pass its embeddings to the publishing threads, or none if it fails. Returns the
-        seconds for which it was paused.
+        """Compute a batch, pass its embeddings to the publishing threads, and return the seconds for which
+        the batch was paused.
         """
         index: dict[bytes, int] = {}
         distinct: list[EncodeJob[JobPayload]] = []
@@ -274,7 +277,7 @@ class BatchDispatcher:
         ran = [job.tokens for job, known in zip(distinct, kept, strict=True) if known is None]
         with self._observer.computing(batch, ran):
             result, seconds = self._timed(executor, encode_batch)
-        # If the tower ran for no item, the projector's time is the cost of another model's embedding.
+        # If all features were cached, only the projector ran, and its time is the cost of the embeddings.
         token_s = seconds / max(1, sum(ran) or sum(job.tokens for job in batch))
         origins: list[Origin] = ["computed" if features is None else "cached" for features in kept]
         for job, embedding in zip(batch, result.embeddings, strict=True):
@@ -288,8 +291,10 @@ class BatchDispatcher:
         return result.paused_s
 
     def _timed(self, executor: BatchExecutor, batch: EncodeBatch) -> tuple[BatchResult, float]:
-        """Return a batch's result, and the seconds for which it had the device. A batch that is submitted
-        while another runs starts when the other batch ends.
+        """Run a batch. Return its result, and the seconds for which it used the device.
+
+        If another batch was running when this batch was submitted, the time counts from the end of that
+        batch.
         """
         handed_s = time.monotonic()
         result = executor.run(batch)
@@ -312,7 +317,7 @@ class BatchDispatcher:
             job = distinct[i]
             self._cache.keep(job.feature_key, features)
             if not job.payload.model.checkpoint.family.shares_features:
-                continue  # larger than the embeddings, and not used by any other service
+                continue  # features are larger than embeddings, and no other service would use them
             opener = job.requests[0]
             self._publishing.submit(
                 self._cache.publish,
@@ -337,7 +342,8 @@ class BatchDispatcher:
                 account=opener.account,
                 cost_s=cost_s,
             )
-        # Finished after publishing. A request in between joins, and a later request finds it in the store.
+        # Finish the job after publishing: a request that arrives before joins the job, and a request that
+        # arrives afterwards finds the embedding in the store.
         requests = self._batcher.finish(job)
         tensor = None if stored and not any(w.inline for w in requests) else to_wire(embedding)
         for pending in requests:
@@ -352,7 +358,7 @@ class BatchDispatcher:
             self._fail([job], error)
 
     def _fail(self, batch: Sequence[EncodeJob[JobPayload]], error: BaseException) -> None:
-        """Reject the requests of a batch after a thread failed."""
+        """Log the error, and reject all requests of the batch."""
         log.error("encoding failed", exc_info=error)
         lost = isinstance(error, ReplicaLost)
         self._refuse(batch, str(error) if lost else A_FAULT, 1.0 if lost else None)

@@ -4,8 +4,8 @@ replies.
     submit ─> admission threads ─> Batcher ─> BatchDispatcher: executors, publishing ─> replies
               check, digest, join
 
-Every request gets exactly one reply. An error of one medium is reported only for that medium. It does not
-affect its batch or the process.
+Every request gets exactly one reply. An error in one medium is reported only to the request for that medium,
+and does not affect the other media of its batch.
 """
 
 from __future__ import annotations
@@ -41,14 +41,16 @@ from cornplug.errors import EncoderRefused
 from cornplug.qos import QosCaller, QosClasses, ServiceClass
 
 MAX_BATCH_TOKENS: Final = 32_768
-"""Maximum number of tokens of a batch, unless its first medium has more. It limits the tower's memory."""
+"""Maximum number of tokens of a batch, unless its first medium has more. Limits the memory that a tower
+needs."""
 _APP_MAX: Final = 64
 _END_S: Final = 1.0
-"""Maximum time in seconds that a closing encoder waits for a tower to finish its current layer."""
+"""Maximum seconds that `close` waits for a tower to finish its current layer."""
 _DECODER_BYTES: Final = 1 << 30
-"""Address space of a decoding process in bytes, without its medium."""
+"""Limit in bytes of a decoding process's address space, without the medium."""
 _DECODER_BYTES_A_PIXEL: Final = 24
-"""Bytes per pixel of the largest image: its coefficients, decoded, rotated, and blended with white."""
+"""Bytes that a decoding process may use for each pixel of the largest accepted image: the coefficients, and
+the decoded, the rotated and the blended image."""
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ class EncoderLimits:
 
 
 class EncoderCore:
-    """Encoder service without its sockets. Thread-safe. `close` ends its threads."""
+    """Encoder service without its sockets. Thread-safe. Call `close` to end its threads."""
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class EncoderCore:
             {qos: qos.share for qos in self.classes.all()}, limits.max_prepared_bytes, purpose="to prepare it"
         )
         self.decode_lanes: DecodeLanes | None = None
-        """Decoder of media that are sent as bytes. None until `open_decode_lanes`."""
+        """Decoder of media that are sent as bytes, or None before `open_decode_lanes` was called."""
         self._admission = EncodeAdmission(
             max_items=limits.max_batch_items,
             max_tokens=limits.max_batch_tokens,
@@ -134,7 +136,7 @@ class EncoderCore:
         self._ended: bool | None = None
 
     def open_decode_lanes(self, config: EncoderConfig) -> DecodeLanes:
-        """Return new lanes that decode media for this service. `close` ends them."""
+        """Create the lanes that decode media for this service, and return them. `close` ends them."""
         if self.decode_lanes is not None:
             self.decode_lanes.close()
         self.decode_lanes = DecodeLanes(
@@ -157,14 +159,18 @@ class EncoderCore:
         caller: QosCaller | None = None,
         budget_share: BudgetShare | None = None,
     ) -> Future[Answer]:
-        """Request one embedding. The future never fails: errors are `EncodeRefusal` replies. Cancel it to
-        withdraw the request.
+        """Request one embedding.
+
+        The future never raises, because errors are `EncodeRefusal` replies. Cancel it to withdraw the
+        request.
 
         Args:
-            inputs: Tensors of this process. None: the request's own inputs.
-            inline: Whether the reply contains the tensor even if the store has it.
-            caller: Class and account of the caller. None: class of `request.app`, for an engine of this host.
-            budget_share: Already holds the bytes of the inputs. None: count them until the reply.
+            inputs: Inputs of the tower as tensors in this process. By default `request.inputs`.
+            inline: Whether the reply must contain the tensor even if the store has it.
+            caller: Class and account of the caller. None for an engine on this host, whose class is that of
+                `request.app`.
+            budget_share: Share that already counts the bytes of the inputs. By default the bytes of
+                `request.inputs` are counted until the reply.
         """
         qos = self.classes.of_app(request.app) if caller is None else caller.qos
         if caller is not None and caller.app is not None:
@@ -182,9 +188,7 @@ class EncoderCore:
             )
             return pending.future
         if not self._dispatcher.ready():
-            self._replies.refuse(
-                pending, "overloaded", "no replica is running; they are being restarted", 1.0
-            )
+            self._replies.refuse(pending, "overloaded", "no replica is running; all are being restarted", 1.0)
             return pending.future
         if (full := self._queue_limit.enter(pending)) is not None:
             self._replies.refuse(pending, *full, self._admission.half_drained_s(self._batcher))
@@ -198,9 +202,9 @@ class EncoderCore:
         return pending.future
 
     def answer_cached(self, request: EncodeRequest, *, inline: bool, caller: QosCaller) -> EncodeReply | None:
-        """Return the reply if the store has the embedding, which needs no inputs, or None.
+        """Return the reply if the store has the embedding, or else None. Does not need the request's inputs.
 
-        Only a reply is counted. After None, the caller uses `submit`.
+        A miss is not counted, because the caller then calls `submit`.
         """
         model = self.registry.by_identity(request.identity)
         if model is None:
@@ -217,8 +221,8 @@ class EncoderCore:
         return self._replies.answer(pending, "cached", stored=True, tensor=found.tensor)
 
     def _reserve_bytes(self, pending: PendingRequest) -> bool:
-        """Count the bytes of a request's inputs until its reply. Return False if that rejected the
-        request."""
+        """Count the bytes of a request's inputs in the budget until its reply. If they do not fit, reject the
+        request and return False."""
         share = self.budget.share(pending.qos)
         try:
             share.need(sum(len(tensor.data) for tensor in pending.request.inputs.values()))
@@ -229,7 +233,8 @@ class EncoderCore:
         return True
 
     def predicted_of(self, qos: ServiceClass) -> float:
-        """Return the predicted seconds until a tower would reply to this class, without decoding."""
+        """Return the predicted seconds until a tower would reply to a new request of this class. Does not
+        include the time for decoding."""
         return self._admission.predicted_of(qos, self._batcher)
 
     def _predicted_s(self) -> dict[str, float]:
@@ -238,20 +243,23 @@ class EncoderCore:
         return {name: seconds + decoding.get(name, 0.0) for name, seconds in towers.items()}
 
     def precheck(self, qos: ServiceClass, deadline_s: float) -> AdmissionRefusal | None:
-        """Return the reason for rejecting a request, if it is known before decoding."""
+        """Return why a request of this class with this deadline must be rejected, or None.
+
+        Uses only what is known before the medium is decoded.
+        """
         return self._admission.precheck(qos, deadline_s, self._batcher)
 
     def waiting(self) -> int:
-        """Return the number of admitted requests without a reply."""
+        """Return the number of admitted requests that have no reply yet."""
         return len(self._queue_limit)
 
     @property
     def has_store(self) -> bool:
-        """Whether embeddings are published."""
+        """Whether there is a store to publish embeddings to."""
         return self._cache.has_store
 
     def healthy(self) -> bool:
-        """Return whether all threads run and an executor is ready."""
+        """Return whether all lanes are running and at least one executor is ready."""
         return self._dispatcher.alive()
 
     def start_decoding(self) -> None:
@@ -260,8 +268,8 @@ class EncoderCore:
             self.decode_lanes.start_processes()
 
     def stop_decoding(self) -> bool:
-        """Stop all decoding, and reject the requests that wait for it. Return False if an image processor is
-        still running."""
+        """Stop all decoding, and reject the requests whose media are not decoded yet. Return False if an
+        image processor is still running."""
         return self.decode_lanes is None or self.decode_lanes.close()
 
     def decoding_ready(self) -> bool:
@@ -269,21 +277,21 @@ class EncoderCore:
         return self.decode_lanes is None or self.decode_lanes.ready()
 
     def reload(self, name: str | None = None) -> tuple[ServedModel, ...]:
-        """Serve the weights that are now on disk, of one model or of all, while requests continue.
+        """Load the weights that are now on disk for the model `name`, or for all models, and serve them.
 
-        It takes as long as loading does. Results and errors are those of `WeightReloader.reload`.
+        Blocks while the weights load. Requests continue. Returns and raises as `WeightReloader.reload` does.
         """
         return self._reloader.reload(name)
 
     def drain(self, deadline_s: float) -> bool:
-        """Admit no more requests, and wait for the replies to the admitted ones. Return False if the deadline
-        passes first."""
+        """Stop admitting requests, and wait for the replies to the admitted requests. Return False if the
+        deadline passes first."""
         return self._queue_limit.drain(deadline_s)
 
     def close(self) -> bool:
-        """Reject the remaining requests, then end the threads. A running pass ends after its layer.
+        """Reject the remaining requests, then end the threads. A running pass ends after its current layer.
 
-        Returns False if something still computes after about 2 s. Then the process must be killed.
+        Returns False if a thread is still computing after about 2 s. Then the process must be killed.
         """
         if self._ended is None:
             self._queue_limit.drain(0.0)
@@ -309,7 +317,7 @@ class EncoderCore:
                 item = model.tower.prepare(inputs)
         except EncoderRefused as e:
             return self._replies.refuse(pending, "bad_input", str(e))
-        # Only the item is needed from here on, so drop the request's inputs.
+        # From here on only the item is needed, so free the request's inputs.
         request = pending.request = msgspec.structs.replace(request, inputs={})
         feature_key = self._feature_key(request, model, item)
         if pending.due_s <= time.monotonic():
@@ -317,7 +325,7 @@ class EncoderCore:
         key = (request.key, request.identity)
         joins = self._batcher.has(key)
         if not joins and self._answer_from_store(pending, model):
-            # A job of this key has ended since the first lookup, and stored its result before.
+            # Since the first lookup, a job with this key has stored its result and finished.
             return self._admission.record_cache_outcome(hit=True)
         self.observer.queued(pending, item.tokens)
         job = EncodeJob(
@@ -329,7 +337,7 @@ class EncoderCore:
             requests=[pending],
         )
         self._admission.record_cache_outcome(hit=joins)
-        # A request that joins a job costs nothing, so the prediction does not matter.
+        # A request that joins a running or queued job adds no work, so it is always admitted.
         refusal = None if joins else self._admission.refusal(job, self._batcher)
         if refusal is not None:
             return self._replies.refuse(pending, refusal.reason, refusal.message, refusal.retry_after_s)
@@ -337,9 +345,9 @@ class EncoderCore:
         return None
 
     def _feature_key(self, request: EncodeRequest, model: LoadedModel, item: TowerItem) -> bytes:
-        """Return a key that is equal for jobs that one pass of the tower serves."""
+        """Return a key that is equal for jobs that can share the features of one tower pass."""
         if not self.registry.shares_features(model):
-            # No other job could use these features, and their digest would read tens of megabytes.
+            # No other job could use these features, and computing their digest would read tens of megabytes.
             return identity.digest("cornplug-own-features-v1", request.key, request.identity)
         return identity.feature_key(
             self._secret, model.tower_fp, model.tower_spec_fp, item.digests, request.cache_salt
@@ -352,7 +360,7 @@ class EncoderCore:
         return found is not None
 
     def _report_failure(self, done: Future[None], pending: PendingRequest) -> None:
-        """Reject a request whose admission failed, or did not start before the service ended."""
+        """Reject a request if its admission failed, or did not start before the service stopped."""
         if done.cancelled():
             self._replies.refuse(pending, "overloaded", "the service is stopping", 1.0)
         elif (error := done.exception()) is not None:

@@ -1,8 +1,8 @@
-"""Executors, which run one batch on one device.
+"""Executors, which run batches on a device.
 
     EncodeBatch (items, cached features, wanted embeddings) ──BatchExecutor.run──> BatchResult (on the CPU)
 
-`InProcessExecutor` computes in the caller's thread, and `replicas.ReplicaExecutor` in another process.
+`InProcessExecutor` runs batches in the caller's thread, and `replicas.ReplicaExecutor` in another process.
 """
 
 from __future__ import annotations
@@ -19,39 +19,40 @@ from cornplug.encoder_service.towers.base import TowerItem
 from cornplug.encoder_service.towers.tower_turn import TowerPass, TowerTurn
 
 _LONG_TOKENS: Final = 16_384
-"""Number of tokens above which batches on a GPU wait for their kernels after each layer."""
+"""Number of tokens above which a batch on a GPU waits for its kernels after each layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeBatch:
-    """One batch, which runs the tower at most once, then each projector once."""
+    """One batch. It needs at most one pass of the tower, then one pass of each projector."""
 
     items: tuple[TowerItem, ...]
     """Media to compute, all different, for one tower."""
     features: tuple[torch.Tensor | None, ...]
-    """Cached features of each item, on the CPU. None if the tower runs for it."""
+    """Cached features of each item, on the CPU. None for an item for which the tower must run."""
     wanted: tuple[tuple[LoadedModel, int], ...]
-    """Embeddings to compute: a model, and the index of an item. All models share one tower."""
+    """Embeddings to compute, each as a model and the index of an item. All models share one tower."""
     keep: bool
     """Whether to return `BatchResult.features`."""
     urgent: bool = False
-    """Whether the batch may overtake a running batch between two layers. One such batch runs at a time."""
+    """Whether the batch may pause a running batch between two layers. One urgent batch runs at a time."""
     share: float = 0.0
-    """Fraction of the time that this batch keeps while urgent batches run."""
+    """Fraction of the device's time that this batch gets while urgent batches run."""
     abandoned: Callable[[], bool] = bool
-    """Return whether no request waits for the batch any more. It then ends between two layers."""
+    """Function that returns whether no request waits for the batch any more. If so, the batch ends between
+    two layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchResult:
-    """Tensors of a batch. Those returned by `BatchExecutor.run` are contiguous and on the CPU."""
+    """Output of a batch. `BatchExecutor.run` returns contiguous tensors on the CPU."""
 
     features: dict[int, torch.Tensor]
-    """Features by index of the items that the tower ran for. Empty unless `EncodeBatch.keep` is set."""
+    """Features of the items that the tower ran for, by index. Empty unless `EncodeBatch.keep` is set."""
     embeddings: tuple[torch.Tensor, ...]
     """Embeddings in the order of `EncodeBatch.wanted`."""
     paused_s: float = 0.0
-    """Seconds during which urgent batches ran instead."""
+    """Seconds for which the batch was paused while urgent batches ran."""
 
 
 class BatchExecutor(Protocol):
@@ -59,24 +60,24 @@ class BatchExecutor(Protocol):
 
     @property
     def lanes(self) -> int:
-        """Number of batches to hand over together: 2 if the inputs of one batch are copied while another
-        runs."""
+        """Number of concurrent calls of `run`. It is 2 if the inputs of one batch are copied while another
+        batch runs."""
 
     def ready(self) -> bool:
-        """Return whether `run` would start immediately, or after the running batch."""
+        """Return whether `run` would start a batch immediately, or after the running batch."""
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` until `ready`, and return its value."""
+        """Wait until `ready` returns True, for at most `timeout_s` seconds, and return its value."""
 
     def run(self, batch: EncodeBatch) -> BatchResult:
-        """Compute a batch.
+        """Run a batch and return its result.
 
-        Raises ReplicaLost if the computing process has died, PassAbandoned if the batch was abandoned, and
-        any error of the tower.
+        Raises ReplicaLost if the computing process has died, PassAbandoned if the batch was abandoned, or any
+        error of the tower.
         """
 
     def load(self, models: Sequence[LoadedModel]) -> None:
-        """Load more models. If it raises CheckpointError, nothing has changed."""
+        """Load more models. If this raises CheckpointError, the executor is unchanged."""
 
     def drop(self, models: Sequence[LoadedModel]) -> None:
         """Free the memory of models that no batch will use any more."""
@@ -86,11 +87,12 @@ class BatchExecutor(Protocol):
 
 
 class InProcessExecutor:
-    """Executor in the caller's thread, one batch at a time. Urgent batches run between the layers of others.
+    """Executor that runs one batch at a time in the caller's thread. Urgent batches run between the layers of
+    other batches.
 
     On CUDA it has two lanes and three streams. While one batch runs, the results of the previous batch are
-    copied to pinned memory, and the inputs of the next batch from there. At most two are on the device at a
-    time.
+    copied to pinned memory, and the inputs of the next batch are copied from pinned memory. At most two
+    batches are on the device at a time.
 
         inputs     [1][2]      [3]
         compute       [1  ][2  ][3  ]
@@ -102,7 +104,7 @@ class InProcessExecutor:
         self._cuda = device.type == "cuda"
         self._turn = TowerTurn()
         self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if self._cuda else None
-        """Streams for inputs and results."""
+        """CUDA streams that copy inputs to the device and results from it. None on a CPU."""
 
     @property
     def lanes(self) -> int:
@@ -131,20 +133,20 @@ class InProcessExecutor:
         with torch.cuda.stream(inputs):
             on_device = replace(batch, items=tuple(_to_device(item, self._device) for item in batch.items))
             copied = inputs.record_event()
-        # A new thread uses device 0, and a kernel may query the current device.
+        # Set the device, because it defaults to 0 in a new thread, and a kernel may query it.
         with self._taken(batch) as turn, torch.cuda.device(self._device):
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied)
-            # Their memory was allocated on another stream, and must not be reused while this stream reads it.
+            # The inputs were allocated on another stream. Keep their memory until this stream has read it.
             for tensor in (t for item in on_device.items for t in item.tensors if t.is_cuda):
                 tensor.record_stream(stream)
             made = compute(on_device)
             computed = stream.record_event()
-        # Outside the lock: the next batch starts on the device when this one's kernels end.
+        # The lock is released here, so that the next batch starts on the device when these kernels end.
         with torch.cuda.stream(results):
             results.wait_event(computed)
             on_host = _to_host(made)
-            # A thread that waits for a blocking event sleeps. With another event it would keep a core busy.
+            # Use a blocking event, because a thread that waits for another event keeps a core busy.
             copied_back = torch.cuda.Event(blocking=True)
             copied_back.record(results)
         # `made` must exist until here, because its memory could be reused by the computing stream.
@@ -157,7 +159,8 @@ class InProcessExecutor:
 
         def abandoned() -> bool:
             if long:
-                # Otherwise all its kernels would be queued within milliseconds, before the urgent ones.
+                # Otherwise all kernels of this batch would be queued within milliseconds, ahead of the
+                # kernels of urgent batches.
                 layer = torch.cuda.Event(blocking=True)
                 layer.record(torch.cuda.current_stream(self._device))
                 layer.synchronize()
@@ -169,9 +172,9 @@ class InProcessExecutor:
 
 @torch.inference_mode()
 def compute(batch: EncodeBatch) -> BatchResult:
-    """Run one batch on the device that has its models' weights. The result stays there.
+    """Run one batch on the device that has its models' weights. The result stays on the device.
 
-    On CUDA it is valid only for the current stream, until that is synchronized.
+    On CUDA, only the current stream may use the result until the stream is synchronized.
     """
     missing = [i for i, kept in enumerate(batch.features) if kept is None]
     features = list(batch.features)
@@ -206,8 +209,8 @@ def _present(features: torch.Tensor | None) -> torch.Tensor:
 
 
 def _to_device(item: TowerItem, device: torch.device) -> TowerItem:
-    """Return the item with its floats on the device. Integers, which towers read as shapes, stay on the
-    CPU."""
+    """Return the item with its float tensors on the device. Integer tensors, which towers read as shapes,
+    stay on the CPU."""
     return replace(
         item,
         tensors=tuple(
@@ -218,8 +221,8 @@ def _to_device(item: TowerItem, device: torch.device) -> TowerItem:
 
 @torch.inference_mode()
 def _to_host(made: BatchResult) -> BatchResult:
-    """Return the same tensors, contiguous on the CPU. From a GPU they are copied to pinned memory, on the
-    current stream."""
+    """Return the result with contiguous tensors on the CPU. Tensors on a GPU are copied to pinned memory, on
+    the current stream."""
     return BatchResult(
         embeddings=tuple(map(_on_host, made.embeddings)),
         features={i: _on_host(features) for i, features in made.features.items()},

@@ -1,10 +1,10 @@
-"""Intake of media that are sent as bytes: early rejection, fair queue, limit of bytes, sandboxed decoding.
+"""Intake of media that are sent as bytes: early rejection, a fair queue, a memory budget, sandboxed decoding.
 
-`/v1/encode` and SGLang's route share it.
+`/v1/encode` and SGLang's route use it.
 
-A medium is queued by an estimate of its decoding cost. The first bytes of an image contain its number of
-pixels. Other media are estimated by their length, and `Batcher.raise_cost` corrects the estimate when the
-header has been read. The estimate only affects the order of the queue.
+A medium is queued by an estimate of its decoding cost. For an image, the estimate is the number of pixels in
+the header. For other media it is computed from the length in bytes, and `Batcher.raise_cost` corrects it when
+the header has been read. The estimate only affects the order of the queue.
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ from cornplug.qos import QosCaller, ServiceClass
 from cornplug.settings import MAX_DEADLINE_S
 
 _FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG")
-"""Formats whose header Pillow reads in Python and within the first bytes, so that no decoder runs."""
+"""Formats whose size Pillow reads in Python from the first bytes of a file, without running a decoder."""
 _HEAD_BYTES: Final = 64 << 10
 _WORK_A_BYTE: Final[Mapping[Modality, float]] = {"image": 8.0, "video": 50.0, "audio": 3.0}
-"""Pixels or samples per byte of a typical file."""
+"""Number of pixels or samples per byte of a typical file."""
 
 
 def guessed_cost(modality: Modality, parts: Sequence[bytes]) -> int:
-    """Return the cost in the units of `DecodeLanes.submit`. `parts` are the medium, or a video's images."""
+    """Return the estimated decoding cost, in the unit of `decode_lanes.work_of`.
+
+    `parts` is the file, or the images of a video.
+    """
     pixels = _pixels(parts[0]) if modality == "image" and parts else None
     work = _WORK_A_BYTE[modality] * sum(map(len, parts)) if pixels is None else float(pixels)
     return work_of(MediumHeader(held_bytes=0, work=work))
@@ -64,12 +67,12 @@ def _pixels(data: bytes) -> int | None:
 
 
 def limited_deadline_s(asked_s: float) -> float:
-    """Return the deadline of a request that asks for `asked_s` seconds."""
+    """Return the requested deadline, at most MAX_DEADLINE_S seconds."""
     return min(asked_s, MAX_DEADLINE_S)
 
 
 class MediaIntake:
-    """Intake of media for one event loop."""
+    """Intake of media. Use it from one event loop."""
 
     def __init__(self, encoder: EncoderCore, threads: Executor, config: EncoderConfig) -> None:
         self._encoder = encoder
@@ -77,7 +80,10 @@ class MediaIntake:
         self._decode_lanes = encoder.open_decode_lanes(config)
 
     def check(self, qos: ServiceClass, end_s: float) -> None:
-        """Raise EncoderRefused if no tower is free in time, before a medium is fetched or decoded."""
+        """Raise EncoderRefused if a medium could not be decoded and encoded by `end_s`.
+
+        Call it before fetching or decoding a medium. `end_s` is on the monotonic clock.
+        """
         left_s = end_s - time.monotonic() - self._decode_lanes.predicted_of(qos)
         if (refusal := self._encoder.precheck(qos, left_s)) is not None:
             raise _refusal(refusal)
@@ -93,11 +99,11 @@ class MediaIntake:
         end_s: float,
         budget_share: BudgetShare,
     ) -> PreprocessedMedium:
-        """Return the medium that `read` returns, with its reply if it is cached, or else decoded and
-        preprocessed in a lane.
+        """Read a medium and return it, with the reply if it is cached, or else preprocessed for the tower.
 
-        A repeated file uses no lane. `budget_share` holds a medium's bytes once its header is read. Raises
-        EncoderRefused, and errors of `read` and of `preparer`.
+        A file that was decoded before, and whose embedding is cached, does not use a decoding lane. Once the
+        medium's header is known, `budget_share` counts its bytes. Raises EncoderRefused, and errors of `read`
+        and of `preparer`.
         """
 
         def look_up(request: EncodeRequest) -> EncodeReply | None:
@@ -111,7 +117,7 @@ class MediaIntake:
 
         def run(context: PreprocessContext) -> PreprocessedMedium:
             output = medium.prepare(context, look_up)
-            # The true size replaces the header's estimate.
+            # Replace the estimate from the header with the actual size.
             budget_share.need(sum(tensor.nbytes for tensor in output.inputs.values()))
             return output
 
@@ -120,7 +126,7 @@ class MediaIntake:
             return found
         medium, modality, cost = found
         self.check(caller.qos, end_s)
-        # Reserve the time that its tower needs.
+        # Leave the time that the tower is predicted to need.
         deadline_s = end_s - time.monotonic() - self._encoder.predicted_of(caller.qos)
         turn = self._decode_lanes.submit(
             modality,

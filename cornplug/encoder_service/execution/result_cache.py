@@ -1,11 +1,13 @@
-"""Cache of results: in the host's store if there is one, and a few features in this process.
+"""Cache of results: embeddings and features in the host's store, if there is one, and a few features in this
+process.
 
-A store failure costs a tower's time, but never a reply: every call here returns, and counts the failure.
+If the store fails, an embedding is computed again, but no request fails. `ResultCache` counts the failure and
+raises no exception.
 
-`StoreQuota` limits the share of the store that one account fills. Beyond it, the account's oldest entries are
-deleted. The store evicts the least recently used entries of all accounts, so without a quota new media of one
-caller could evict the entries of all others. An account is a tenant, or a class for callers without a tenant.
-Engines on the unix socket have no account, because they are the deployment itself.
+`StoreQuota` limits the share of the store that one account fills. Above the limit, the account's oldest
+entries are deleted. The store itself evicts the least recently used entries of all accounts, so without a
+quota new media from one caller could evict the entries of all other callers. An account is a tenant, or a
+class for callers without a tenant. Engines on the unix socket have no account, and no limit.
 """
 
 from __future__ import annotations
@@ -30,19 +32,18 @@ from cornplug.store.validation import MAX_COST_S
 
 _CAPACITY_TTL_S: Final = 30.0
 _MAX_ENTRIES: Final = 1 << 17
-"""Maximum number of entries that are remembered per account. Older entries are left to the store's
-eviction."""
+"""Maximum number of entries of one account. Above it, the account's oldest entries are deleted."""
 KEPT_BYTES: Final = 256 << 20
 _NO_SPACE: Final = ("growing", "full", "too_large", "pending")
 
 
 class StoreQuota:
-    """Quotas of accounts. Thread-safe. Calls raise the store's StoreError."""
+    """Quotas of all accounts. Thread-safe. Methods raise StoreError if the store fails."""
 
     def __init__(
         self, store: Store, fraction: float, *, deadline_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Create quotas. `fraction` of the store's capacity is each account's limit."""
+        """Create the quotas. Each account is limited to `fraction` of the store's capacity."""
         self._store = store
         self._fraction = fraction
         self._deadline_s = deadline_s
@@ -51,10 +52,11 @@ class StoreQuota:
         self._published: dict[str, OrderedDict[bytes, int]] = {}
         self._used_bytes: dict[str, int] = {}
         self._capacity = 0.0, 0
-        """Time until which the store's capacity is cached, and the capacity in bytes."""
+        """Cached capacity of the store, as (time at which it expires, bytes)."""
 
     def evict_for(self, account: str, size_bytes: int) -> bool:
-        """Delete the account's oldest entries until a new entry fits. Return False if it can never fit."""
+        """Delete the account's oldest entries until a new entry of `size_bytes` fits. Return False if the
+        entry is larger than the account's limit."""
         ceiling = self._ceiling_bytes()
         if size_bytes > ceiling:
             return False
@@ -72,7 +74,7 @@ class StoreQuota:
         return True
 
     def published(self, account: str, key: bytes, size_bytes: int) -> None:
-        """Count an entry that the account now has in the store."""
+        """Record that the account has added an entry to the store."""
         with self._lock:
             entries = self._published.setdefault(account, OrderedDict())
             used = self._used_bytes.get(account, 0) - entries.pop(key, 0) + size_bytes
@@ -90,14 +92,14 @@ class StoreQuota:
 
 @dataclass(frozen=True, slots=True)
 class StoredEmbedding:
-    """Embedding in the store, with its `tensor` if the reply must contain it."""
+    """Embedding that is in the store. `tensor` is None unless the reply must contain it."""
 
     tensor: WireTensor | None
 
 
 class ResultCache:
-    """Cache of results. Thread-safe. Without a store, embeddings are not published, and features are kept
-    only in this process."""
+    """Cache of results. Thread-safe. Without a store, embeddings are not cached, and features are cached only
+    in this process."""
 
     def __init__(
         self,
@@ -107,8 +109,13 @@ class ResultCache:
         kept_bytes: int = KEPT_BYTES,
         account_fraction: float = 1.0,
     ) -> None:
-        """Create a cache. `account_fraction` is the maximum fraction of the store for one account's
-        entries.
+        """Create a cache.
+
+        Args:
+            store: The host's store, or None.
+            deadline_s: Deadline in seconds of each call to the store.
+            kept_bytes: Maximum bytes of features that are cached in this process.
+            account_fraction: Maximum fraction of the store for one account's entries.
         """
         self.on_failure: Callable[[str], None] = lambda reason: None
         self._store = store
@@ -121,11 +128,12 @@ class ResultCache:
 
     @property
     def has_store(self) -> bool:
-        """Whether there is a store. If not, features are kept only in this process."""
+        """Whether there is a store. If not, features are cached only in this process."""
         return self._store is not None
 
     def present(self, key: bytes) -> bool:
-        """Return whether the store has this entry in memory, after a recall from its disk if needed."""
+        """Return whether the store has this entry in memory. An entry on the store's disk is recalled
+        first."""
         if self._store is None:
             return False
         try:
@@ -136,14 +144,18 @@ class ResultCache:
             return False
 
     def embedding(self, key: bytes, dtype: torch.dtype, *, inline: bool) -> StoredEmbedding | None:
-        """Return the store's embedding, with its tensor if `inline`, or None if it is absent."""
+        """Look up an embedding in the store. The result contains its tensor if `inline` is set.
+
+        Returns None if the store does not have the embedding.
+        """
         if not inline:
             return StoredEmbedding(None) if self.present(key) else None
         tensor = self.fetch(PayloadKind.EMBEDDING, key, dtype)
         return None if tensor is None else StoredEmbedding(to_wire(tensor))
 
     def fetch(self, kind: PayloadKind, key: bytes, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a verified tensor from the store, of shape (rows, width), or None if it is absent."""
+        """Return a verified tensor of shape (rows, width) from the store, or None if the store does not have
+        it."""
         if self._store is None:
             return None
         try:
@@ -172,10 +184,10 @@ class ResultCache:
         account: str | None = None,
         cost_s: float = 0.0,
     ) -> bool:
-        """Put a CPU tensor into the store for the app, on the account's quota (`StoreQuota`).
+        """Put a CPU tensor into the store for the app, counted on the account's quota (`StoreQuota`).
 
-        `cost_s` is the time in seconds that it took to compute, or 0 if unknown. Returns whether the store
-        has it now.
+        `cost_s` is the time in seconds that the tensor took to compute, or 0 if unknown. Returns whether the
+        store now has the tensor.
         """
         if self._store is None or self._quota is None:
             return False
@@ -206,7 +218,7 @@ class ResultCache:
         return outcome in ("stored", "present")
 
     def keep(self, key: bytes, features: torch.Tensor) -> None:
-        """Keep features in this process, and drop the least recently used if needed."""
+        """Cache features in this process, and drop the least recently used features if there are too many."""
         size = features.nbytes
         if size > self._kept_bytes:
             return
@@ -218,7 +230,7 @@ class ResultCache:
                 self._used_bytes -= self._kept.popitem(last=False)[1].nbytes
 
     def features(self, key: bytes, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return features from this process, or else from the store, or None."""
+        """Return features cached in this process, or else in the store, or None if neither has them."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None:

@@ -1,10 +1,11 @@
-"""Reload of replaced weights without a restart, in all executors or none.
+"""Reload of replaced weights without a restart, either in all executors or in none.
 
     read fingerprints ─> load changed models ─> every executor ─> one assignment
                               (a failure up to here changes nothing)    └─> old models freed
                                                                             when unused
 
-Running requests complete with the weights with which they began, and are published under those weights' keys.
+Requests in progress complete with the weights with which they started. Their results are published under the
+keys of those weights.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import CheckpointError, EncoderRefused
 
 MAX_RETIRED_S: Final = 600.0
-"""Maximum time in seconds that replaced weights stay for earlier requests, as long as a request may wait."""
+"""Maximum seconds for which replaced weights stay loaded for earlier requests."""
 _POLL_S: Final = 0.1
 
 log = logging.getLogger(__name__)
@@ -41,10 +42,11 @@ class WeightReloader:
         self._reloading = threading.Lock()
 
     def reload(self, name: str | None) -> tuple[ServedModel, ...]:
-        """Load the weights on disk, of one model or of all. Return the models that changed, as now served.
+        """Load the weights that are now on disk for the model `name`, or for all models, and serve them.
 
-        Raises EncoderRefused: "unknown_model", or "overloaded" during another reload. Raises CheckpointError
-        if a model cannot be loaded. Then everything is served as before.
+        Returns the new descriptions of the models that changed. Raises EncoderRefused: "unknown_model", or
+        "overloaded" during another reload. Raises CheckpointError if a model cannot be loaded. Then all
+        models are served as before.
         """
         if name is not None and self._registry.by_name(name) is None:
             raise EncoderRefused(f"model: {name!r} is not served", reason="unknown_model")
@@ -78,7 +80,7 @@ class WeightReloader:
         return tuple(loaded.served for loaded in changed)
 
     def _free_unused(self, old: Sequence[LoadedModel]) -> None:
-        """Free replaced models when no request uses them."""
+        """Wait until no request uses the replaced models, then free them."""
         ids = {modality.identity for loaded in old for modality in loaded.served.modalities}
         end = time.monotonic() + MAX_RETIRED_S
         while ids & self._in_use() and time.monotonic() < end:

@@ -1,1 +1,1 @@
-"""The service's HTTP API."""
+"""HTTP API of the encoder service."""

@@ -1,11 +1,12 @@
 """Outermost ASGI middleware: access checks by key, Host, Origin and content type.
 
-key      Required for all paths except /health and /ready if `encoder.require_key` is set.
-engine   /v1/engine requires a proof of the secret instead of a key. It is checked before the body is read.
-Host     Must be a name of this service, which prevents DNS rebinding.
-Origin   POST requests must come from programs or this service's page, not from pages of other sites.
-content  JSON; also forms at /v1/encode and bytes at /v1/engine. A page of another site cannot send JSON or
-         bytes without CORS.
+key      If `encoder.require_key` is set, all paths except /health and /ready require a key.
+engine   /v1/engine requires a proof of the secret instead of a key. The proof is checked before the body is
+         read.
+Host     A request without a key must name this service, which prevents DNS rebinding.
+Origin   A POST request must come from a program or from this service's page, not from a page of another site.
+content  A POST request must contain JSON, except for forms at /v1/encode and sealed bytes at /v1/engine. A
+         page of another site cannot send JSON or such bytes without CORS.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from cornplug.errors import EncoderRefused
 from cornplug.qos import QosClasses, ServiceClass
 
 SEAL: Final = "cornplug.engine_seal"
-"""Key of a request's ASGI scope for its seal, set after the proof was checked."""
+"""Key of the ASGI scope under which the seal of an engine's request is kept once its proof is checked."""
 ENGINES: Final = ServiceClass(name="/v1/engine")
-"""Class of such engines until the sealed body is open and contains the app."""
+"""Class of requests to /v1/engine until the sealed body, which contains the app, has been opened."""
 OPEN: Final = ("/health", "/ready")
 _READING: Final = ("GET", "HEAD", "OPTIONS")
 _FORMS: Final = "/v1/encode"
 
 
 async def json_only(request: Request) -> None:
-    """Require JSON in a POST route, because pages of other sites can send other content types without CORS.
+    """Check that a POST request contains JSON, or another content type that its route accepts.
 
-    Raises EncoderRefused("media_type").
+    A page of another site can send other content types without CORS. Raises EncoderRefused("media_type").
     """
     if request.method in _READING:
         return
@@ -57,7 +58,7 @@ async def json_only(request: Request) -> None:
 
 
 class AccessControlMiddleware:
-    """Middleware that replies to refused requests with JSON, and counts and audits them."""
+    """Middleware that checks access. It replies to refused requests with JSON, and counts and audits them."""
 
     def __init__(
         self,
@@ -134,7 +135,10 @@ class AccessControlMiddleware:
         return self._classes.knows(said) or admin
 
     def _foreign(self, headers: Headers) -> str | None:
-        """Return the first Host header that is not a name of this service. Browsers always send one."""
+        """Return the first Host header that is not a name of this service, or None.
+
+        A request without a Host header is accepted, because browsers always send one.
+        """
         for said in headers.getlist("host"):
             name = _name(said)
             if name not in self._names and not _is_address(name):

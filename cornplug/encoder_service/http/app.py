@@ -1,4 +1,4 @@
-"""The HTTP API, which turns media into embeddings. The service computes every digest and key itself.
+"""HTTP API, which turns media into embeddings. The service computes every digest and key itself.
 
     POST /v1/encode   one medium: see `requests`, `responses`
     POST /v1/engine   sealed requests from engines of other hosts that have the secret: see `engines`
@@ -52,10 +52,11 @@ from cornplug.errors import EncoderRefused, MediaError
 def create_app(
     encoder: EncoderCore, config: EncoderConfig, *, secret: bytes, gate: DrainState | None = None
 ) -> FastAPI:
-    """Create the ASGI application of an encoder, with the limits of `config`. Closing `gate` drains it."""
+    """Create the ASGI application for an encoder, with the limits in `config`. Closing `gate` drains the
+    application."""
     gate = gate or DrainState()
     preparer = MediaPreparer(encoder.registry, secret=secret, limits=MediumLimits.of(config))
-    # For JSON, base64 and headers. Longer work is done after admission.
+    # These threads parse JSON, base64 and headers. Longer work is done in the decode lanes, after admission.
     threads = ThreadPoolExecutor(config.prepare_threads, "cornplug-read")
     parser = BodyParser(threads)
     door = MediaIntake(encoder, threads, config)
@@ -67,7 +68,7 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        # Before the port is open, so that the first media need not wait for processes to start.
+        # Start the processes before the port is open, so that the first media do not wait for them.
         await asyncio.to_thread(encoder.start_decoding)
         async with (
             parts.running() if config.sglang else contextlib.nullcontext(),
@@ -95,12 +96,12 @@ def create_app(
         held=held,
         count=encoder.meters.refused,
     )
-    # A part that is being encoded waits for its receivers to register at this path.
+    # Receivers register at this path for a part that is in flight, so it stays open while draining.
     app.add_middleware(
         DrainMiddleware, gate=gate, still=("/scheduler_receive_url",), count=encoder.meters.refused
     )
     app.add_middleware(TraceRequests, tracing=encoder.observer.tracing)
-    # The middleware that is added last sees requests first.
+    # The middleware that is added last is the outermost.
     app.add_middleware(
         AccessControlMiddleware,
         config=config,
@@ -116,7 +117,8 @@ def create_app(
         """Return the embedding of a medium."""
         return await encodes(request)
 
-    # Without the package the path does not exist. An engine's client reports which extra is missing.
+    # Without the package cryptography the path does not exist. An engine's client reports which extra is
+    # missing.
     if importlib.util.find_spec("cryptography") is not None:
         route = EngineRoute(encoder, threads, parser, encodes)
 
@@ -159,7 +161,7 @@ def create_app(
 
 
 def _answer_errors(app: FastAPI, encoder: EncoderCore, audit: AuditLog) -> None:
-    """Convert every exception into an `ErrorAnswer`."""
+    """Register handlers that convert every exception into an `ErrorAnswer`."""
 
     @app.exception_handler(EncoderRefused)
     @app.exception_handler(MediaError)

@@ -1,9 +1,9 @@
 """ASGI middleware between the socket and the routes: limits on the size, time, number and shape of bodies.
 
-    head   Content-Length at most the path's limit
-    body   each piece, before it is kept: bytes of the body, bytes of all bodies of its class, and for JSON
-           the number of values, which a parser turns into objects of fifty times their size
-    time   the whole body within `BODY_DEADLINE_S` seconds
+    head   Content-Length must not exceed the path's limit.
+    body   Each piece is checked before it is kept: the bytes of the body, the bytes of all bodies of its
+           class, and for JSON the number of values, because a parser makes objects of fifty times their size.
+    time   The whole body must arrive within `BODY_DEADLINE_S` seconds.
 
 (The kernel ends a connection whose client does not read its reply, because `server.BoundListeners` sets
 TCP_USER_TIMEOUT.)
@@ -29,29 +29,30 @@ from cornplug.qos import QosClasses
 BODY_DEADLINE_S: Final = 30.0
 """Maximum time in seconds for receiving the body of an HTTP request."""
 _HELD_BYTES: Final = 1 << 30
-"""Bytes of bodies that are held at the same time. Half is divided by the shares of the classes of service,
-and a quarter is reserved for engines."""
+"""Maximum bytes of all bodies in memory at the same time, unless `_LEAST_BODIES` bodies need more. Half is
+divided among the classes of service by their shares, and a quarter is reserved for engines."""
 _LEAST_BODIES: Final = 4
-"""Number of bodies of the maximum size for which there is always capacity."""
+"""Minimum capacity of the budget, in bodies of the maximum size."""
 MAX_VIDEO_IMAGES: Final = 4096
-"""Maximum number of images in a video that is sent as images, separated by commas."""
+"""Maximum number of images in a video that is sent as images."""
 _FORM_OVERHEAD_BYTES: Final = 64 << 10
 _SMALL_BYTES: Final = 64 << 10
-"""Maximum body of a route without media."""
+"""Maximum bytes of a body on a route that does not accept media."""
 _MAX_MEDIA: Final = 256
-"""Maximum media in one request, which is one of SGLang's servers (`sglang.wire.EncodePart`)."""
+"""Maximum number of media in one request. SGLang's servers send the largest (`sglang.wire.EncodePart`)."""
 _QUOTES_A_MEDIUM: Final = 32
-"""A medium has at most five fields, each with four quotation marks for name and value."""
+"""Maximum number of quotation marks for one medium. It has at most five fields, each with four quotation
+marks for the name and the value."""
 _BRACKETS_A_MEDIUM: Final = 4
 _ENGINES_SHARE: Final = 0.25
 _CLASSES_SHARE: Final = 0.5
 
 
 class JsonShape:
-    """Counter of quotation marks, brackets and commas in one JSON text, fed in pieces.
+    """Counter of quotation marks, brackets and commas in a JSON text that arrives in pieces.
 
-    They bound the number and depth of its values. `add` raises EncoderRefused("too_large") if there are more
-    than a request can have.
+    The number of marks bounds the number and depth of the values. `add` raises EncoderRefused("too_large") if
+    there are more marks than a valid request can have.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class JsonShape:
         }
 
     def add(self, piece: bytes) -> None:
-        """Count one more piece of the text."""
+        """Count the marks in the next piece of the text."""
         for marks, left in self._left.items():
             left -= sum(map(piece.count, marks))
             if left < 0:
@@ -72,7 +73,7 @@ class JsonShape:
 
 
 def body_budget(classes: QosClasses, config: EncoderConfig) -> ByteBudget:
-    """Return the budget for bytes of incoming bodies. It always has capacity for one body of each class."""
+    """Return the budget for the bytes of incoming bodies."""
     return ByteBudget(
         {qos: _CLASSES_SHARE * qos.share for qos in classes.all()} | {ENGINES: _ENGINES_SHARE},
         max(_HELD_BYTES, _LEAST_BODIES * (config.max_body_bytes + _FORM_OVERHEAD_BYTES)),
@@ -81,8 +82,8 @@ def body_budget(classes: QosClasses, config: EncoderConfig) -> ByteBudget:
 
 
 class BodyGuard:
-    """Middleware that limits bytes, seconds and values. A refused request gets a JSON reply, and its
-    connection is closed."""
+    """Middleware that limits the bytes, duration and values of bodies. A refused request gets a JSON reply,
+    and its connection is closed."""
 
     def __init__(
         self,
@@ -93,9 +94,12 @@ class BodyGuard:
         max_bytes: int,
         count: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """Args:
-        held: Counts the bodies under way.
-        count: Called with the reason of each request that is refused before its route.
+        """Create the middleware.
+
+        Args:
+            held: Budget that counts the bytes of bodies in memory.
+            max_bytes: Maximum bytes of a body with media.
+            count: Called with the reason of each request that is refused because of its Content-Length.
         """
         self._app = app
         self._count = count
@@ -123,7 +127,7 @@ class BodyGuard:
         async def counted() -> Message:
             nonlocal seen, whole
             if whole:
-                # Only detects a disconnect, which may happen at any time before the reply.
+                # The body is complete, so this only waits for a disconnect, at any time before the reply.
                 return await receive()
             try:
                 async with asyncio.timeout_at(end):
@@ -151,7 +155,7 @@ def _takes_media(path: str) -> bool:
 
 
 def _is_opaque(path: str, headers: Headers) -> bool:
-    """Return whether the body is a form or sealed, not text that is parsed as JSON."""
+    """Return whether the body is a form or sealed bytes. All other bodies are parsed as JSON."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     return kind == "multipart/form-data" or path == engine_seal.PATH
 

@@ -1,7 +1,7 @@
-"""`GET /v1/status`, and the page at `/` that shows it.
+"""Route `GET /v1/status`, and the page at `/` that shows the status.
 
-The page consists of static files, without a build step and without external resources. It shows names that
-clients chose only as text nodes, under a content security policy without inline scripts.
+The page consists of static files, without a build step and without external resources. Names that clients
+choose are inserted only as text nodes, and the content security policy forbids inline scripts.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Overview(pydantic.BaseModel):
 
 
 class StatusReport:
-    """Overviews of one service. For one event loop."""
+    """Source of the overviews of one service. Use it from one event loop."""
 
     def __init__(self, encoder: EncoderCore, gate: DrainState, models: ModelsRoute) -> None:
         self._encoder = encoder
@@ -98,7 +98,7 @@ class StatusReport:
         self._began_s = time.monotonic()
 
     def overview(self) -> dict[str, Any]:
-        """Return an `Overview`."""
+        """Return the fields of an `Overview` of the current state."""
         encoder, meters = self._encoder, self._encoder.meters
         alive, total = meters.gauges.executors()
         answers = totals(meters.answers)
@@ -134,7 +134,7 @@ class StatusReport:
 
 
 def router(report: StatusReport) -> APIRouter:
-    """Return `/v1/status` and the page."""
+    """Return the routes of `/v1/status` and of the page."""
     routes = APIRouter()
     files = {name: (_PAGE / name).read_bytes() for name in _TYPES}
 

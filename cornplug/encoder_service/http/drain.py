@@ -1,4 +1,4 @@
-"""Graceful drain: counts HTTP requests in flight, and refuses new requests when the service stops."""
+"""Graceful drain: counts the HTTP requests in flight, and refuses new requests while the service stops."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CLOSED: Final = FailedMedium(
 
 
 class DrainState:
-    """Requests in flight, for one event loop. Requests that started before `close` may finish, streams
-    included."""
+    """Counter of requests in flight. Use it from one event loop. Requests and streams that started before
+    `close` may finish."""
 
     def __init__(self) -> None:
         self._in_flight = 0
@@ -32,7 +32,7 @@ class DrainState:
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """Context manager around one request, until the last byte of its reply."""
+        """Count one request as in flight. The context must last until the last byte of the reply is sent."""
         self._in_flight += 1
         self._idle.clear()
         try:
@@ -43,7 +43,7 @@ class DrainState:
                 self._idle.set()
 
     def close(self) -> None:
-        """Refuse new requests."""
+        """Refuse new requests from now on."""
         self._closed = True
 
     async def idle(self, deadline_s: float) -> bool:
@@ -58,7 +58,7 @@ class DrainState:
 class DrainMiddleware:
     """ASGI middleware that counts POST requests as in flight, or refuses them after `close`.
 
-    `still` are suffixes of paths that requests in flight depend on, so they are admitted until the end.
+    `still` contains suffixes of paths that are never refused, because requests in flight depend on them.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
-"""`POST /v1/encode`, and media from engines without a tower: fetch, prepare and submit the medium.
+"""Route `POST /v1/encode`, which fetches, prepares and submits a medium. It also handles media from engines
+without a tower.
 
-Work is cancelled when its client disconnects, which uvicorn does not do.
+The work on a request is cancelled when its client disconnects, because uvicorn does not do this.
 
 read ─> fetch or decode base64 ─> MediaIntake: prepare ─> EncoderCore.submit ─> Outcome
 """
@@ -43,11 +44,12 @@ from cornplug.qos import QosCaller
 
 ResultT = TypeVar("ResultT")
 _MARGIN_S: Final = 1.0
-"""Grace period after the deadline for work that started in time."""
+"""Seconds after the deadline in which work that started in time may still finish."""
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Return the result of the work. Raises ClientDisconnect as soon as the client disconnects."""
+    """Run `work` and return its result. If the client disconnects, cancel `work` and raise
+    ClientDisconnect."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_gone(request))
     try:
@@ -68,7 +70,7 @@ async def _gone(request: Request) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HttpRequest:
-    """One request in flight, with its caller and its deadline on the monotonic clock."""
+    """One request in flight. `end` is its deadline on the monotonic clock."""
 
     asked: ParsedRequest
     caller: QosCaller
@@ -78,7 +80,7 @@ class _HttpRequest:
 
 
 class EncodeRoute:
-    """Route `POST /v1/encode`. For one event loop."""
+    """Route `POST /v1/encode`. Use it from one event loop."""
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class EncodeRoute:
         *,
         secret: bytes,
     ) -> None:
-        """Create the route. `held` counts fetched media, in addition to request bodies."""
+        """Create the route. `held` is the budget for request bodies, which also counts fetched media."""
         self._held = held
         self._encoder = encoder
         self._door = door
@@ -102,12 +104,15 @@ class EncodeRoute:
         self._fetcher = UrlFetcher.of(config, encoder.classes.all())
 
     async def aclose(self) -> None:
-        """Close the connections to hosts of URLs."""
+        """Close the connections to hosts from which media were fetched."""
         await self._fetcher.close()
 
     async def __call__(self, request: Request) -> Response:
-        """Return the reply to a request. Raises EncoderRefused and MediaError for errors of the whole
-        request, and ClientDisconnect."""
+        """Return the reply to a request.
+
+        Raises EncoderRefused or MediaError if the request is invalid, and ClientDisconnect. An error of the
+        medium is a reply.
+        """
         caller = self._encoder.classes.of_headers(request.headers)
         asked = await requests.read(request, self._parser, caller.qos)
         if self._encoder.registry.by_name(asked.model) is None:
@@ -122,7 +127,8 @@ class EncodeRoute:
         return responses.reply(outcome, request.headers.get("accept", ""))
 
     async def of_engine(self, asked: MediumRequest) -> MediumReply | MediumRefusal:
-        """Return the reply to an engine that has proved the secret. Its tenant is trusted."""
+        """Return the reply to an engine that has proved that it has the secret. Its `cache_salt` is
+        trusted."""
         loaded = self._encoder.registry.by_identity(asked.identity)
         if loaded is None:
             served = ", ".join(model.name for model in self._encoder.registry.served())
@@ -132,7 +138,7 @@ class EncodeRoute:
             )
         decoding = decodings.known(asked.decoding)
         if decoding is None:
-            # The medium is valid: another service may know the decoding.
+            # The medium may be valid, and another service may support this decoding.
             return MediumRefusal(
                 reason="unknown_model",
                 message=f"unknown image decoding {asked.decoding[:100]}; update this service",
@@ -169,7 +175,7 @@ class EncodeRoute:
             failed = FailedMedium(
                 reason="too_late", message=f"{job.asked.source.field}: no result before the deadline"
             )
-        # Refusals before the encoder saw the medium are counted here.
+        # The encoder counts its own refusals. Count those that occur before a medium is submitted to it.
         self._encoder.meters.refused(failed.reason, job.caller.qos.name)
         return failed
 
@@ -191,7 +197,8 @@ class EncodeRoute:
                 budget_share=budget_share,
             )
             prepared = _without_pixels(prepared)
-            # Cancelled with this task, so that no tower runs for a client that has gone.
+            # Cancelling this task cancels the future, so that no tower runs for a client that has
+            # disconnected.
             answer = await asyncio.wrap_future(submitted)
         if isinstance(answer, EncodeRefusal):
             return FailedMedium.of(answer)
@@ -220,7 +227,7 @@ class EncodeRoute:
     ) -> PreprocessedMedium:
         left = job.end - time.monotonic()
         if left <= 0:
-            raise EncoderRefused(f"{source.field}: the deadline passed before its turn", reason="too_late")
+            raise EncoderRefused(f"{source.field}: the deadline passed before decoding", reason="too_late")
         with self._held.share(job.caller.qos) as held:
             fetched = None
             if (url := source.url()) is not None:
@@ -233,7 +240,7 @@ class EncodeRoute:
         self, job: _HttpRequest, source: RequestMedium, fetched: bytes | None, budget_share: BudgetShare
     ) -> PreprocessedMedium:
         asked = job.asked
-        # A video may be sent as images.
+        # Whether this is a video that was sent as images.
         as_frames = source.modality == "video" and source.is_frames
 
         def read() -> MediumSource:
@@ -273,6 +280,6 @@ def _decoding(name: str) -> Decoding:
 
 
 def _without_pixels(prepared: PreprocessedMedium) -> PreprocessedMedium:
-    """Return the medium without its pixels. While it waits for a tower, only the encoder holds its inputs."""
+    """Return the medium with its grid only, so that the encoder can free the pixels when it is done."""
     kept = {name: tensor for name, tensor in prepared.inputs.items() if name.endswith("_grid_thw")}
     return replace(prepared, inputs=kept)

@@ -1,9 +1,10 @@
-"""`POST /v1/engine`: requests of engines on other hosts that have the secret, like the unix socket for this
-host.
+"""Route `POST /v1/engine` for engines on other hosts that have the secret. Engines on this host use the unix
+socket.
 
 Request and reply are sealed messages of `wire/messages.py`. `access_control` has checked the proof in the
-headers. The service trusts the embedding keys of these engines and returns the rows, because they use another
-store. Engines without a tower send the medium itself and get the handle with the rows.
+headers. The service trusts the embedding keys that these engines send. It returns the embedding itself,
+because the engines use another store. Engines without a tower send the medium and get the handle and the
+embedding.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from cornplug.errors import EncoderRefused
 
 
 class EngineRoute:
-    """Route for engines of other hosts. For one event loop."""
+    """Route for engines on other hosts. Use it from one event loop."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class EngineRoute:
         self._decode = msgspec.msgpack.Decoder(messages.HttpRequest).decode
 
     async def __call__(self, request: Request) -> Response:
-        """Return the sealed reply. Raises EncoderRefused if the body is not sealed, and ClientDisconnect."""
+        """Return the sealed reply. Raises EncoderRefused if the seal is invalid, and ClientDisconnect."""
         seal: EngineSeal = request.scope[SEAL]
         asked = await self._parser.parse(request, partial(self._read, seal), ENGINES)
         reply: messages.HttpReply | None = None
@@ -70,13 +71,14 @@ class EngineRoute:
     async def _encoded(self, request: EncodeRequest) -> messages.Reply:
         deadline_s = limited_deadline_s(request.deadline_s)
         request = msgspec.structs.replace(request, deadline_s=deadline_s)
-        # Cancelled with this task, so that no tower runs for an engine that has disconnected.
+        # Cancelling this task cancels the future, so that no tower runs for an engine that has disconnected.
         answer = await asyncio.wrap_future(self._encoder.submit(request, inline=True))
         # `stored` refers to this host's store. The engine saves the rows in its own store.
         return msgspec.structs.replace(answer, stored=False) if isinstance(answer, EncodeReply) else answer
 
     def _read(self, seal: EngineSeal, body: bytes) -> messages.HttpRequest | EncodeRefusal | None:
-        """Decode the message. Returns None for another protocol version, which gets an empty reply."""
+        """Decode a sealed request. Returns None if the engine uses another protocol version. The engine then
+        gets an empty reply."""
         try:
             message = seal.open_request(body)
         except SealBroken as e:

@@ -1,7 +1,7 @@
-"""Slots for URL fetches, with a share for each class and a bounded queue per class.
+"""Limit on concurrent URL fetches, with reserved slots and a bounded queue for each class.
 
-A class may use unreserved slots and its own slots, which are its share of the total. A slow host that one
-class uses therefore does not delay other classes. The time limit of a fetch starts when it gets its slot.
+Each class reserves its share of the slots, and may use the unreserved slots too. A slow host that one class
+fetches from therefore does not delay other classes. The time limit of a fetch starts when it gets its slot.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from cornplug.errors import EncoderRefused
 from cornplug.qos import ServiceClass
 
 _OLD: Final = 0.9
-"""Weight of the past in the moving average of fetch times."""
+"""Weight of the previous average in the moving average of fetch times."""
 _MIN_RETRY_S: Final = 0.1
 
 
 class FetchSlot:
-    """One slot. It stays occupied until everything passed to `keep_until` has ended, cancelled or not."""
+    """One slot. It stays occupied until all futures passed to `keep_until` are done, even if cancelled."""
 
     def __init__(self) -> None:
         self._until: list[asyncio.Future[Any]] = []
@@ -32,7 +32,7 @@ class FetchSlot:
         self._until.append(done)
 
     async def ended(self) -> None:
-        """Wait until the slot is free."""
+        """Wait until all futures passed to `keep_until` are done."""
         await asyncio.gather(*self._until, return_exceptions=True)
 
     @property
@@ -41,11 +41,11 @@ class FetchSlot:
 
 
 class FetchSlots:
-    """Slots of all classes. For one event loop."""
+    """Slots of all classes. Use them from one event loop."""
 
     def __init__(self, classes: Sequence[ServiceClass], slots: int, *, max_waiting: int) -> None:
-        """Create the slots. `max_waiting` is the number of fetches that may wait, divided among the classes
-        by their shares.
+        """Create the slots. At most `max_waiting` fetches may wait, divided among the classes by their
+        shares.
         """
         # Every class has at least one slot and one position in the queue.
         self._reserved: Mapping[ServiceClass, int] = {q: max(1, math.floor(q.share * slots)) for q in classes}
@@ -60,7 +60,7 @@ class FetchSlots:
 
     @asynccontextmanager
     async def taken(self, qos: ServiceClass, field: str, *, deadline_s: float) -> AsyncIterator[FetchSlot]:
-        """Context manager around one fetch. Waits for a slot.
+        """Wait for a slot, and occupy it for the duration of the context. `field` is used in messages.
 
         Raises EncoderRefused("fetches_full") if the queue is full, or if no slot becomes free in time.
         """
@@ -99,7 +99,7 @@ class FetchSlots:
                 await turn
         except BaseException as e:
             if turn.done() and not turn.cancelled():
-                self._give_back(qos)  # It got a slot just now.
+                self._give_back(qos)  # The slot was assigned just before this exception.
             else:
                 queue.remove(turn)
             if isinstance(e, TimeoutError):
@@ -113,7 +113,7 @@ class FetchSlots:
 
     def _give_back(self, qos: ServiceClass) -> None:
         self._held[qos] -= 1
-        # Highest-ranked class first. Classes that are skipped have reserved slots, which become free later.
+        # Serve the highest-ranked class first. Classes that are skipped still have their reserved slots.
         for waiting, queue in self._queues.items():
             while queue and self._is_free(waiting):
                 self._held[waiting] += 1

@@ -1,8 +1,9 @@
-"""`GET /v1/models`: the served models with the fingerprints of their parts.
+"""Route `GET /v1/models`, which lists the served models with the fingerprints of their parts, and route
+`POST /v1/reload`, which loads the weights that are on disk now.
 
-`POST /v1/reload` loads the weights that are on disk now. Only the operator may use it. Without
-`encoder.admin_key`, callers on this host are the operator. With it, callers that send the key are. Only JSON
-is accepted, so that a web page in a browser on this host cannot send the request.
+Only the operator may reload weights. If `encoder.admin_key` is set, a caller that sends this key is the
+operator. Otherwise a caller on this host is the operator. Only JSON is accepted, so that a web page in a
+browser on this host cannot send the request.
 """
 
 from __future__ import annotations
@@ -73,20 +74,21 @@ class Status(pydantic.BaseModel):
 
 
 class ModelsRoute:
-    """List of served models. Whether rows are fixed is tested once per model with two blank images."""
+    """Source of the list of served models. It tests once per model, with two blank images, whether all images
+    have the same number of rows."""
 
     def __init__(self, registry: ModelRegistry, preparer: MediaPreparer) -> None:
         self._registry = registry
         self._preparer = preparer
         self._rows: dict[bytes, Rows] = {}
-        self.listed()  # tested here, not while requests wait
+        self.listed()  # runs the tests now, before requests arrive
 
     def listed(self) -> ModelList:
-        """Return every model, in the order given at startup."""
+        """Return all served models, in the order of the command line."""
         return self.of(self._registry.served())
 
     def of(self, served: tuple[ServedModel, ...]) -> ModelList:
-        """Return the rows of the given models."""
+        """Return the list entries of the given models."""
         return ModelList(models=[self._row(model) for model in served])
 
     def _row(self, served: ServedModel) -> ModelRow:
@@ -136,12 +138,12 @@ class ModelsRoute:
 
 
 def as_modality(name: str) -> Modality:
-    """Return a modality's name from the wire, typed."""
+    """Return a modality's name, which is a plain string on the wire, as a `Modality`."""
     return next(modality for modality in MODALITIES if modality == name)
 
 
 def _geometry(medium: PreprocessedMedium) -> dict[str, object]:
-    """Return the shapes of all inputs, and the values of integer inputs: grids, sizes, numbers of tiles."""
+    """Return the shapes of all inputs, and the values of integer inputs (grids, sizes, numbers of tiles)."""
     return {
         name: (tensor.shape, None if tensor.is_floating_point() else tensor.tolist())
         for name, tensor in medium.inputs.items()
@@ -158,7 +160,7 @@ class ReloadBody(pydantic.BaseModel):
 def reload_router(
     encoder: EncoderCore, models: ModelsRoute, config: EncoderConfig, audit: AuditLog
 ) -> APIRouter:
-    """Return the operator's routes."""
+    """Return the route `POST /v1/reload`, which is for the operator."""
     routes = APIRouter()
     key = config.admin_key.get_secret_value()
 
@@ -167,7 +169,7 @@ def reload_router(
         """Reload changed weights from disk and return the models that changed."""
         _allow(request, key)
         name = await _model(request)
-        # On a thread, so that requests do not wait while weights load.
+        # Use a thread, so that other requests do not wait while weights load.
         try:
             changed = await asyncio.to_thread(encoder.reload, name)
         except CheckpointError as e:
@@ -188,7 +190,7 @@ def _allow(request: Request, key: str) -> None:
                 "authorization: the operator's key (encoder.admin_key) is required", reason="forbidden"
             )
         return
-    # Requests that a proxy on this host forwards also come from this host.
+    # A request that a proxy on this host forwards may come from another host.
     passed_on = any(name in request.headers for name in _FORWARDED)
     if passed_on or request.client is None or not _is_here(request.client.host):
         raise EncoderRefused(

@@ -1,4 +1,4 @@
-"""Additions to `/openapi.json` beyond the routes' own types: bodies, all statuses, all content types."""
+"""Additions to `/openapi.json` that FastAPI cannot derive from the routes: bodies, statuses, media types."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ BODY: Final[Mapping[str, Any]] = {
 
 
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the OpenAPI body of a route that parses its JSON itself."""
+    """Return the OpenAPI description of the body of a route that parses its JSON itself."""
     return {
         "requestBody": {
             "required": True,
@@ -110,7 +110,7 @@ def json_body(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def complete(app: FastAPI) -> None:
-    """Make `app.openapi` add the schemas that no route's signature contains."""
+    """Make `app.openapi` add the schemas and statuses that are not in any route's signature."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -1,8 +1,8 @@
 """Schema and parsing of `POST /v1/encode` requests.
 
-Bodies are parsed off the event loop, because parsing tens of megabytes holds the GIL for tenths of a second.
-Large bodies of one class are parsed one after another, so that the event loop and small bodies get their turn
-in between.
+Bodies are parsed on threads, because parsing tens of megabytes takes tenths of a second. Parsing also holds
+the GIL, so the large bodies of one class are parsed one after another, and the event loop and small bodies
+get their turn in between.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _MAX_FIELD_BYTES: Final = 16 << 10
 _VIDEO_URL: Final = "data:video/jpeg;base64,"
 _IMAGE_URL: Final = "data:image/jpeg;base64,"
 _SHOWN: Final = 200
-"""Maximum characters of a client's value that a message repeats."""
+"""Maximum number of characters of a client's value that a message repeats."""
 
 
 class BodyParser:
-    """Parser of bodies on `threads`. For one event loop."""
+    """Parser that parses bodies on `threads`. Use it from one event loop."""
 
     def __init__(self, threads: Executor) -> None:
         self._threads = threads
@@ -47,9 +47,9 @@ class BodyParser:
     async def parse(
         self, request: Request, function: Callable[[bytes], ParsedT], qos: ServiceClass
     ) -> ParsedT:
-        """Return `function` of the whole body, which is not kept.
+        """Read the whole body, call `function` with it on a thread, and return the result.
 
-        Raises what `function` raises, and ClientDisconnect.
+        Raises the errors of `function`, and ClientDisconnect.
         """
         body = b"".join([piece async for piece in request.stream()])
         large = len(body) > LARGE_BYTES
@@ -117,16 +117,16 @@ class EncodeBody(pydantic.BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMedium:
-    """One medium of a request: a file's bytes, or a JSON string."""
+    """One medium of a request, as a file's bytes or as a JSON string (base64 or a URL)."""
 
     modality: Modality
     content: bytes | str
     suffix: str = ""
-    """Follows the modality in the name of the field."""
+    """Suffix of the field's name, after the modality."""
 
     @property
     def field(self) -> str:
-        """Name of the medium's field, for messages."""
+        """Name of the field that contains the medium, for messages."""
         return self.modality + self.suffix
 
     def url(self) -> str | None:
@@ -141,7 +141,7 @@ class RequestMedium:
         return isinstance(self.content, str) and self.content.startswith(_VIDEO_URL)
 
     def frames(self) -> list[bytes]:
-        """Return the encoded frames. Raises EncoderRefused("bad_input")."""
+        """Return the frames as bytes of encoded images. Raises EncoderRefused("bad_input")."""
         assert isinstance(self.content, str)
         each = self.content.removeprefix(_VIDEO_URL).split(",", MAX_VIDEO_IMAGES)
         if len(each) > MAX_VIDEO_IMAGES:
@@ -149,13 +149,13 @@ class RequestMedium:
         return [medium_bytes(self.field, _IMAGE_URL + text) for text in each]
 
     def data(self) -> bytes:
-        """Return the bytes in the request. Raises EncoderRefused("bad_input", "remote_url")."""
+        """Return the medium's bytes from the request. Raises EncoderRefused("bad_input", "remote_url")."""
         return self.content if isinstance(self.content, bytes) else medium_bytes(self.field, self.content)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """A validated request."""
+    """Validated request to `/v1/encode`, or an engine's request in the same form."""
 
     model: str
     source: RequestMedium
@@ -163,7 +163,7 @@ class ParsedRequest:
     inline: bool
     deadline_s: float | None
     sampling: FrameSampling
-    """Frame sampling of a video."""
+    """Which frames to sample, if the medium is a video."""
 
 
 async def read(request: Request, parser: BodyParser, qos: ServiceClass) -> ParsedRequest:
@@ -207,7 +207,7 @@ async def _read_form(request: Request) -> ParsedRequest:
         raise _bad(f"form: {e.message[:_SHOWN]}") from e
     if source is None:
         raise _bad("image: send the medium as a file named image, video or audio")
-    # Only the fields are validated here, because the medium is in a file.
+    # The empty string replaces the medium, which is in a file, so this validates only the other fields.
     return _parsed(_validate({**fields, source.modality: ""}), source)
 
 

@@ -49,14 +49,14 @@ class ErrorAnswer(pydantic.BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedMedium:
-    """Embedding of one medium."""
+    """Reply with the embedding of one medium."""
 
     answer: EncodeReply
     dtype: str
     handle: str | None
 
     def meta(self) -> dict[str, Any]:
-        """Return all fields except the data."""
+        """Return the fields of `EncodeAnswer` without the data."""
         tensor = self.answer.tensor
         return {
             "key": self.answer.key.hex(),
@@ -69,7 +69,7 @@ class EncodedMedium:
         }
 
     def fields(self) -> dict[str, Any]:
-        """Return all fields, with the data as base64."""
+        """Return the fields of `EncodeAnswer`."""
         tensor = self.answer.tensor
         data = base64.b64encode(tensor.data).decode() if tensor is not None else None
         return {**self.meta(), "data": data}
@@ -102,7 +102,7 @@ Outcome = EncodedMedium | FailedMedium
 
 
 def reply(outcome: Outcome, accept: str) -> Response:
-    """Return the reply to a request."""
+    """Return the HTTP response: a safetensors file if `accept` allows it, or else JSON."""
     if isinstance(outcome, FailedMedium):
         return refused(outcome)
     tensor = outcome.answer.tensor
@@ -112,7 +112,7 @@ def reply(outcome: Outcome, accept: str) -> Response:
 
 
 def refused(failed: FailedMedium) -> JSONResponse:
-    """Return the response for a refusal, with its status."""
+    """Return the HTTP response for a refusal, with the status of its reason."""
     status = status_of(failed.reason)
     headers = {}
     if failed.retry_after_s is not None or status in (429, 503):

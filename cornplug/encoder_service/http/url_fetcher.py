@@ -1,12 +1,12 @@
-"""Fetching of media by URL, from public addresses and addresses that the operator allows.
+"""Fetcher of media by URL, from public addresses and from addresses that the operator allows.
 
     url ─> scheme, port, host on the list ─> a slot ─> resolve once ─> every address public or listed
         ─> connect to this address ─> redirect? repeat all checks, at most three times ─> bytes
 
 A name is resolved once per fetch, and the connection goes to the address that was checked, so DNS rebinding
 has no effect. Connections are kept for the next fetch from the same host and address. Proxies, credentials
-and cookies are not used. Compression is not accepted, because the decoded size would be known too late. The
-media digest covers the content, so no key contains a URL.
+and cookies are not used. Compression is not accepted, because the size of the content is unknown before it is
+decompressed. Cache keys contain a digest of the content, not the URL.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 MAX_REDIRECTS: Final = 3
 MAX_FETCHES: Final = 64
-"""Number of URLs that are fetched concurrently. Each class of service has its share."""
+"""Maximum number of URLs that are fetched concurrently. Each class of service has a share of them."""
 FETCH_DEADLINE_S: Final = 5.0
-"""Maximum time in seconds for fetching one URL, including redirects, from the start of its fetch."""
+"""Maximum time in seconds for fetching one URL, including redirects, without the wait for a slot."""
 _MAX_URL: Final = 4096
 _ANY_HOST: Final = "*"
 _IDLE_CONNECTIONS: Final = 8
-"""Idle connections to one host that are kept for later fetches."""
+"""Maximum number of idle connections to one host that are kept for later fetches."""
 _IDLE_S: Final = 15.0
 _MAX_HOSTS: Final = 64
-"""Number of hosts whose connections are kept."""
+"""Maximum number of hosts whose connections are kept, unless more are in use."""
 _PORTS: Final = {"http": 80, "https": 443}
 _DEFAULT_PORTS: Final = frozenset(_PORTS.values())
-"""Allowed ports of a host for which `encoder.allow_hosts` names no port."""
+"""Allowed ports of a host that is listed in `encoder.allow_hosts` without a port."""
 _ENTRY_WITH_PORT: Final = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+):([0-9]{1,5})")
 _HOST: Final = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:.]+")
 _NAT64: Final = IPv6Network("64:ff9b::/96")
@@ -63,7 +63,7 @@ _NOT_PUBLIC: Final = (
     IPv4Network("192.0.0.0/24"),
     IPv4Network("168.63.129.16/32"),  # the platform's agent on every Azure machine
 )
-"""Non-public networks that `ipaddress` does not know."""
+"""Networks that are not public, although `ipaddress` does not list them as such."""
 _HEADERS: Final = {"accept-encoding": "identity", "user-agent": f"cornplug/{__version__}", "accept": "*/*"}
 
 
@@ -100,7 +100,7 @@ class AllowedHost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UrlRules:
-    """Rules for allowed URLs and addresses. Uses no sockets."""
+    """Rules for which URLs and addresses are allowed. Does not use sockets."""
 
     hosts: tuple[AllowedHost, ...]
     networks: tuple[Network, ...]
@@ -108,7 +108,7 @@ class UrlRules:
 
     @classmethod
     def of(cls, config: EncoderConfig) -> UrlRules:
-        """Create the rules. Raises ConfigError with the name of the setting."""
+        """Create the rules from the settings. Raises ConfigError for an invalid setting."""
         hosts = tuple(map(AllowedHost.of, config.allow_hosts))
         try:
             networks = tuple(map(ipaddress.ip_network, _words(config.allow_networks)))
@@ -117,7 +117,7 @@ class UrlRules:
         return cls(hosts=hosts, networks=networks)
 
     def allows_host(self, host: str) -> bool:
-        """Return whether the host's name is allowed. Called before it is resolved."""
+        """Return whether the host's name is allowed. Call it before the name is resolved."""
         return any(entry.matches(host) for entry in self.hosts)
 
     def allows_port(self, host: str, port: int) -> bool:
@@ -125,8 +125,8 @@ class UrlRules:
         return any(port in entry.ports for entry in self.hosts if entry.matches(host))
 
     def allows_address(self, address: Address) -> bool:
-        """Return whether an address is public or listed. Private addresses embedded in an IPv6 address are
-        rejected."""
+        """Return whether an address is public or in `networks`. An IPv6 address that embeds a private IPv4
+        address is rejected."""
         plain = _unmapped(address)
         if any(plain in network for network in self.networks if network.version == plain.version):
             return True
@@ -135,7 +135,7 @@ class UrlRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
-    """A URL that passed the rules, and the addresses that its host resolved to."""
+    """URL that passed the rules, and the addresses that its host's name resolved to."""
 
     url: httpx.URL
     host: str
@@ -145,18 +145,19 @@ class _Target:
 
 @cache
 def _system_tls(_file: str | None, _folder: str | None) -> ssl.SSLContext:
-    """Return a TLS context with the host's certificate authorities, or those in the two variables of OpenSSL.
+    """Return a TLS context with this host's certificate authorities.
 
-    Cached, because reading the authorities takes 30 ms of CPU.
+    The arguments are the values of OpenSSL's environment variables for them, and only serve as the cache key.
+    The context is cached, because reading the authorities takes 30 ms of CPU.
     """
     return ssl.create_default_context()
 
 
 class _Connections:
-    """Kept connections, by host name and port. For one event loop.
+    """Pool of kept connections, by scheme, host name and port. Use it from one event loop.
 
-    A transport keys connections by address only. With one transport for all hosts, a request could use the
-    connection of another host at the same address, whose certificate was checked instead.
+    A transport looks up connections by address only. With one transport for all hosts, a request could use a
+    connection to another host at the same address, for which another certificate was checked.
     """
 
     def __init__(self) -> None:
@@ -166,7 +167,7 @@ class _Connections:
 
     @contextlib.asynccontextmanager
     async def of(self, target: _Target) -> AsyncIterator[httpx.AsyncHTTPTransport]:
-        """Context manager around one use of a host's transport."""
+        """Yield the transport of the target's host. It is not closed during the context."""
         key = target.url.scheme, target.host, target.port
         if key not in self._kept:
             limits = httpx.Limits(
@@ -190,7 +191,7 @@ class _Connections:
 
 
 class UrlFetcher:
-    """Fetcher of media that follows the rules. For one event loop; `close` it there."""
+    """Fetcher of media from URLs that the rules allow. Use it from one event loop, and `close` it there."""
 
     def __init__(self, rules: UrlRules, slots: FetchSlots, *, max_bytes: int, deadline_s: float) -> None:
         self._rules = rules
@@ -212,12 +213,12 @@ class UrlFetcher:
     async def fetch(
         self, field: str, url: str, *, qos: ServiceClass, deadline_s: float, held: BudgetShare
     ) -> bytes:
-        """Fetch the bytes at `url`, which `held` counts. Messages begin with `field`.
+        """Fetch the bytes at `url`. `held` counts them, and error messages begin with `field`.
 
-        Waits at most `deadline_s` for a slot of the class. The time limit of the fetch starts then. Raises
-        EncoderRefused: "remote_url" (host, scheme, port, address or redirect not allowed), "remote_failed"
-        (no response, or a status other than 200), "remote_timeout", "too_large", "fetches_full", and as
-        `BudgetShare.need` does.
+        Waits at most `deadline_s` seconds for a slot of the class. The time limit of the fetch starts when it
+        gets a slot. Raises EncoderRefused: "remote_url" (host, scheme, port, address or redirect not
+        allowed), "remote_failed" (no response, or a status other than 200), "remote_timeout", "too_large",
+        "fetches_full", and the errors of `BudgetShare.need`.
         """
         if not self._rules.hosts:
             raise EncoderRefused(
@@ -254,7 +255,10 @@ class UrlFetcher:
         raise EncoderRefused(f"{field}: more than {MAX_REDIRECTS} redirects", reason="remote_url")
 
     def _checked(self, field: str, text: str, before: httpx.URL | None) -> httpx.URL:
-        """Return the absolute URL if its scheme, host and port are allowed."""
+        """Return the absolute URL. Raises EncoderRefused if its scheme, host or port is not allowed.
+
+        `before` is the URL that redirected to `text`, or None.
+        """
         try:
             if len(text) > _MAX_URL:
                 raise httpx.InvalidURL(f"longer than {_MAX_URL} characters")
@@ -277,14 +281,14 @@ class UrlFetcher:
 
     async def _resolved(self, field: str, url: httpx.URL, slot: FetchSlot) -> _Target:
         host, port = _host(url), url.port or _PORTS[url.scheme]
-        # A lookup cannot be cancelled. It keeps the slot until the name server replies.
+        # A lookup cannot be cancelled, so it occupies the slot until the name server replies.
         looking = _looked_up(host, port)
         slot.keep_until(looking)
         found = await asyncio.shield(looking)
         addresses = tuple(
             dict.fromkeys(ipaddress.ip_address(str(row[4][0]).partition("%")[0]) for row in found)
         )
-        # One disallowed address rejects the URL, because such a reply is an attack or a mistake.
+        # Reject the URL if any address is not allowed, because such a reply is an attack or a mistake.
         if not addresses or not all(map(self._rules.allows_address, addresses)):
             raise EncoderRefused(
                 f"{field}: the URL's address is neither public nor in encoder.allow_networks",
@@ -293,7 +297,7 @@ class UrlFetcher:
         return _Target(url=url, host=host, port=port, addresses=addresses)
 
     async def _get(self, field: str, target: _Target, held: BudgetShare) -> bytes | str:
-        """Return the body, or the location of a redirect. Tries the addresses in turn."""
+        """Return the body as bytes, or the location of a redirect as text. Tries the addresses in turn."""
         for address in target.addresses[:-1]:
             try:
                 return await self._get_from(field, target, address, held)
@@ -340,7 +344,10 @@ class UrlFetcher:
 
 
 async def _sent(transport: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
-    """Send the request and return the response headers. Retries once if a kept connection has ended."""
+    """Send the request, and return the response once its headers have arrived.
+
+    Retries once, because the host may have closed a kept connection.
+    """
     try:
         return await transport.handle_async_request(request)
     except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
@@ -348,7 +355,7 @@ async def _sent(transport: httpx.AsyncHTTPTransport, request: httpx.Request) -> 
 
 
 def _looked_up(host: str, port: int) -> asyncio.Future[list[Any]]:
-    """Resolve a name on a separate thread, because a pool's threads could all wait for one name server."""
+    """Resolve a name on a thread of its own. In a pool, all threads could wait for one slow name server."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[list[Any]] = loop.create_future()
 
@@ -379,7 +386,7 @@ def _words(text: str) -> list[str]:
 
 
 def _host(url: httpx.URL) -> str:
-    """Return the host as in the list: ASCII, lower case, without trailing dot."""
+    """Return the host in the form of `AllowedHost.host`: ASCII, in lower case, without a trailing dot."""
     return url.raw_host.decode("ascii").lower().rstrip(".")
 
 
@@ -392,7 +399,7 @@ def _public(address: Address) -> bool:
     if isinstance(address, IPv6Address):
         if address in _NAT64:
             return _public(IPv4Address(int(address) & 0xFFFFFFFF))
-        # Tunnels lead to unchecked IPv4 addresses.
+        # Reject tunnel addresses, because they lead to IPv4 addresses that are not checked.
         if address.sixtofour or address.teredo or address not in _GLOBAL_UNICAST:
             return False
     elif any(address in network for network in _NOT_PUBLIC):

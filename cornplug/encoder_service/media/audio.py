@@ -1,4 +1,5 @@
-"""Decoding of audio files to the samples that an engine passes on, and their digest.
+"""Decoding of audio files to the samples that an engine passes to its processor, and the digest of the
+samples.
 
 The rules are those of vLLM 0.32 (vllm/multimodal/media/audio.py), so that engines and the service compute the
 same digest for the same audio:
@@ -7,8 +8,8 @@ same digest for the same audio:
 2. Integers are scaled to [-1, 1): divided by 2 to the (bits - 1).
 3. Channels are averaged to one, in float32.
 
-Resampling to the processor's rate happens later (`audio_resample`). The bytes are untrusted, so containers
-and protocols are on an allow list. A playlist could otherwise open files and URLs.
+Resampling to the processor's rate happens later (`audio_resample`). The bytes are untrusted, so only listed
+containers and protocols are allowed. Otherwise a playlist could open files and URLs.
 """
 
 from __future__ import annotations
@@ -31,30 +32,32 @@ FORMATS: Final = (
     "wav", "w64", "aiff", "au", "caf", "flac", "mp3", "ogg", "aac", "amr", "mov", "mp4", "m4a", "3gp",
     "matroska", "webm", "avi", "asf", "flv", "mpegts", "mpeg",
 )  # fmt: skip
-"""FFmpeg's demuxers that do not open other files, unlike hls, dash and concat."""
+"""Accepted demuxers of FFmpeg. Unlike hls, dash and concat, they do not open other files."""
 MIN_RATE: Final = 1_000
 MAX_RATE: Final = 384_000
 MAX_CHANNELS: Final = 32
 MAX_SAMPLES: Final = 1 << 26
-"""Samples per channel, at any rate: 256 MiB of float32."""
+"""Maximum number of samples per channel, which take 256 MiB as float32."""
 DECODE_TIMEOUT_S: Final = 30.0
-"""Maximum time to decode one medium."""
+"""Maximum time in seconds to decode one medium."""
 _SHORT_BY: Final = 0.02
 """Fraction of the announced duration that may be missing before the file counts as truncated."""
 _PRIMING_S: Final = 0.1
-"""Padding at both ends that an encoder may include in the announced duration."""
+"""Seconds of padding that an encoder may include in the announced duration."""
 _ENDLESS: Final = 0x7FFF_F000
-"""RIFF sizes from this value on are placeholders of writers that stream and do not know the size yet."""
+"""RIFF sizes of at least this value are placeholders, written by programs that stream and do not know the
+size yet."""
 _EXACT: Final = frozenset({"wav", "w64", "aiff", "flac", "mov,mp4,m4a,3gp,3g2,mj2"})
-"""Containers whose header has the exact duration, not an estimate."""
+"""Containers whose header contains the exact duration, not an estimate."""
 _SCALE: Final = {"u8": 1 << 7, "s16": 1 << 15, "s32": 1 << 31, "s64": 1 << 63}
 
-# PyAV raises FFmpeg's errors as its own, and Python's exceptions for an invalid header.
+# PyAV raises FFmpegError for errors of FFmpeg, and various Python exceptions for an invalid header.
 BROKEN: Final = (av.FFmpegError, ValueError, LookupError, OverflowError, TypeError, RuntimeError, MemoryError)
 
 Samples = npt.NDArray[np.float32]
 Before = Callable[[float, int], None]
-"""Called with the maximum seconds and the rate before decoding. An exception stops the decoding."""
+"""Function that is called before decoding with the duration in seconds and the sample rate. The duration is
+the maximum if the header has none. An exception stops the decoding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,7 +65,7 @@ class AudioSamples:
     """Decoded audio."""
 
     samples: Samples
-    """Mono, shape (samples,)."""
+    """Mono samples, of shape (samples,)."""
     rate: int
     """Samples per second."""
 
@@ -82,14 +85,14 @@ def _no_objection(seconds: float, rate: int) -> None:
 def decode(data: bytes, *, max_s: float, before: Before = _no_objection) -> AudioSamples:
     """Decode a whole audio file at its own rate.
 
-    The header is checked before decoding, and the samples during it. A wrong header costs at most `max_s` of
-    samples.
+    The limits are checked with the header before decoding, and again while decoding. If the header is wrong,
+    at most `max_s` seconds of samples are decoded.
 
     Raises MediaError: "empty" (no bytes, or 0 s), "unknown_format", "no_audio", "sample_rate", "channels",
     "too_long", "too_slow", "damaged" (truncated, inconsistent, not finite).
     """
     riff = int.from_bytes(data[4:8], "little") if data[:4] == b"RIFF" else 0
-    # Many writers miscount by a header or a padding byte, which does not count as truncation.
+    # Many writers miscount by a header or a padding byte. This does not count as truncation.
     if riff < _ENDLESS and len(data) < riff * (1 - _SHORT_BY):
         raise MediaError(
             f"the WAV file is truncated: it has {len(data)} bytes, fewer than its header says",
@@ -119,14 +122,17 @@ def decode(data: bytes, *, max_s: float, before: Before = _no_objection) -> Audi
 
 
 def opened(data: bytes, what: str, **options: str) -> Any:
-    """Open PyAV's container over bytes, a context manager. Raises MediaError("empty", "unknown_format")."""
+    """Open a file's bytes as a PyAV container, which is a context manager. `what` is used in messages.
+
+    Raises MediaError("empty", "unknown_format").
+    """
     if not data:
         raise MediaError(f"the {what} has no bytes", reason="empty")
     try:
         return av.open(
             io.BytesIO(data),
             metadata_errors="replace",
-            # A protocol that does not exist, so nothing inside the file can open another file.
+            # "none" is not a protocol, so nothing inside the file can open another file.
             container_options={"format_whitelist": ",".join(FORMATS), "protocol_whitelist": "none"},
             options=options,
         )
@@ -138,14 +144,17 @@ def opened(data: bytes, what: str, **options: str) -> Any:
 
 
 def announced_duration_s(container: Any, stream: Any) -> float | None:
-    """Return the duration in the header, or None if there is none."""
+    """Return the duration in seconds from the header, or None if the header has no duration."""
     if stream.duration and stream.time_base:
         return float(stream.duration * stream.time_base)
     return container.duration / av.time_base if container.duration and container.duration > 0 else None
 
 
 def frames(container: Any, stream: Any, what: str) -> Iterator[Any]:
-    """Yield decoded frames. Raises MediaError("damaged", "too_slow")."""
+    """Yield the decoded frames of a stream. `what` is used in messages.
+
+    Raises MediaError("damaged", "too_slow").
+    """
     end = time.monotonic() + DECODE_TIMEOUT_S
     stream.codec_context.thread_count = 1
     decoded = container.decode(stream)
@@ -180,7 +189,7 @@ def _mono(container: Any, stream: Any, max_s: float) -> Iterator[Samples]:
     rate, channels, total = stream.rate, stream.channels, 0
     most = min(math.floor(max_s * rate), MAX_SAMPLES)
     for frame in frames(container, stream, "audio"):
-        # Both may change within the stream, which no engine supports.
+        # The rate and the channels may change within a stream, but no engine supports this.
         if frame.sample_rate != rate or frame.layout.nb_channels != channels:
             raise MediaError("the audio changes its rate or channels within the stream", reason="damaged")
         total += frame.samples

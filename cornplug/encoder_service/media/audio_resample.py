@@ -1,9 +1,9 @@
 """Resampling of audio to the rate of a model's processor, as in vLLM 0.32.
 
-vLLM uses torchaudio's `Resample` with its defaults: a windowed sinc (Hann), 6 zero crossings wide, rolling
-off at 0.99 of the lower rate. The formula is J. O. Smith's (https://ccrma.stanford.edu/~jos/resample/). The
-order of the steps and the rounding follow torchaudio, so that engine and service compute the same bits and
-the same digest.
+vLLM uses torchaudio's `Resample` with its defaults: a sinc filter with a Hann window, 6 zero crossings wide,
+which rolls off at 0.99 of the lower rate. The formula is J. O. Smith's
+(https://ccrma.stanford.edu/~jos/resample/). The order of the steps and the rounding follow torchaudio, so
+that an engine and the service compute the same bits and the same digest.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from cornplug.errors import MediaError
 _ZERO_CROSSINGS: Final = 6
 _ROLLOFF: Final = 0.99
 _MAX_KERNEL: Final = 1 << 20
-"""Maximum values in a filter. Two rates without a common divisor would need billions."""
+"""Maximum number of values in the filters. Two rates without a common divisor could need billions."""
 _BLOCK: Final = 1 << 22
-"""Number of unfolded samples in memory at a time."""
+"""Approximate number of unfolded samples in memory at a time."""
 
 
 def resampled(audio: AudioSamples, rate: int) -> AudioSamples:
     """Return the audio at another rate. Audio that already has this rate is returned unchanged.
 
-    Raises MediaError("sample_rate") for two rates whose common divisor is too small.
+    Raises MediaError("sample_rate") if the common divisor of the two rates is too small.
     """
     if audio.rate == rate:
         return audio
@@ -56,7 +56,7 @@ def _kernel(old: int, new: int) -> tuple[torch.Tensor, int]:
     period."""
     reach, cutoff = _reach(old, new), min(old, new) * _ROLLOFF
     inputs = torch.arange(-reach, reach + old, dtype=torch.float64)[None] / old
-    # float32 here, as in torchaudio. The sum is float64 again.
+    # The first term is float32, as in torchaudio. The sum is float64.
     t = torch.arange(0, -new, -1)[:, None] / new + inputs
     t = (t * cutoff).clamp(-_ZERO_CROSSINGS, _ZERO_CROSSINGS)
     window = torch.cos(t * math.pi / _ZERO_CROSSINGS / 2) ** 2
@@ -66,7 +66,7 @@ def _kernel(old: int, new: int) -> tuple[torch.Tensor, int]:
 
 
 def _convolved(samples: Samples, kernel: torch.Tensor, old: int, reach: int) -> Samples:
-    """Return the convolution with stride `old`, as a matrix product over blocks of periods."""
+    """Return the samples convolved with the filters at stride `old`, computed as matrix products."""
     padded = torch.from_numpy(np.pad(samples, (reach, reach + old)))
     periods = padded.unfold(0, kernel.shape[1], old)
     step = max(_BLOCK // kernel.shape[1], 1)

@@ -1,4 +1,4 @@
-"""Decoding of image files to the pixels that a processor receives, and their digest.
+"""Decoding of image files to the pixels that a processor receives, and the digest of the pixels.
 
 The rules are those of the engines, so that an engine and the service compute the same digest for an image.
 Only the first frame of an animation is used, and colour profiles are ignored. The rules differ in two points:
@@ -12,8 +12,8 @@ Only the first frame of an animation is used, and colour profiles are ignored. T
 Transparency is an alpha channel (RGBA, LA, PA), or a transparent colour of a palette, grey or RGB image. All
 other images go through Pillow's `convert("RGB")`.
 
-The digest covers the RGB pixels. A PNG, a lossless WebP and a BMP of an image therefore have the same digest,
-as does an image that the caller already flattened by these rules.
+The digest covers the RGB pixels. A PNG, a lossless WebP and a BMP of the same image therefore have the same
+digest, and so does an image that the caller has already converted by these rules.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ from cornplug.errors import MediaError
 from cornplug.identity import pixels_digest
 
 COMMON: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-"""Formats that are accepted. Each further format adds a decoder that can be attacked."""
+"""Accepted formats. Each additional format would add a decoder that can be attacked."""
 
 MAX_SCANS: Final = 100
-"""Maximum scans of a JPEG. A progressive JPEG has about ten, and each costs a pass over all pixels."""
+"""Maximum number of scans in a JPEG. A progressive JPEG has about ten, and each costs a pass over all
+pixels."""
 MAX_SEGMENTS: Final = 4096
-"""Maximum segments of a JPEG, between and before its scans."""
+"""Maximum number of segments in a JPEG, including its scans."""
 
 _TURNED: Final = frozenset(range(2, 9))
 """EXIF orientations other than upright."""
 _WHITE: Final = (255, 255, 255)
 _MARKER: Final = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
-"""The marker after a scan's data. Inside the data, 0xFF is followed by 0 or a restart marker's number."""
+"""Pattern of a JPEG marker. Inside a scan's data, 0xFF is followed by 0 or a restart marker's number."""
 _START_OF_SCAN: Final = 0xDA
 _END_OF_IMAGE: Final = 0xD9
 _WITHOUT_LENGTH: Final = frozenset({0x01, *range(0xD0, 0xD9)})
 
 Before = Callable[[int, int], None]
-"""Called with width and height before decoding. An exception stops the decoding."""
+"""Function that is called with width and height before decoding. An exception stops the decoding."""
 
-# Pillow's readers parse hostile bytes with struct, slices and dictionaries, and raise all of these.
+# Exceptions that Pillow's readers raise for damaged files.
 BROKEN: Final = (
     OSError,
     SyntaxError,
@@ -70,7 +71,7 @@ BROKEN: Final = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RgbPixels:
-    """Decoded RGB image that no library has copied yet."""
+    """Decoded RGB image as raw bytes."""
 
     width: int
     height: int
@@ -79,11 +80,11 @@ class RgbPixels:
 
     @classmethod
     def of(cls, image: Image.Image) -> RgbPixels:
-        """Return the pixels of an image of mode "RGB"."""
+        """Copy the pixels of an image of mode "RGB"."""
         return cls(image.width, image.height, image.tobytes())
 
     def digest(self) -> bytes:
-        """Return the media digest (32 bytes)."""
+        """Return the media digest (32 bytes) of the pixels."""
         return pixels_digest("RGB", self.width, self.height, self.data)
 
     def image(self) -> Image.Image:
@@ -103,10 +104,10 @@ def decode(
     before: Before = no_objection,
     formats: Sequence[str] = COMMON,
 ) -> Image.Image:
-    """Decode one still image without further conversion.
+    """Decode one image without converting it.
 
-    Width times height is checked, and `before` called, before decoding, so a decompression bomb costs only
-    its header.
+    Before decoding, the number of pixels is checked and `before` is called, so for a decompression bomb only
+    the header is read.
 
     Raises MediaError with reason "empty" (no bytes), "unknown_format", "too_many_pixels", "too_many_scans" or
     "damaged" (truncated or inconsistent).
@@ -143,7 +144,10 @@ def decode(
 
 
 def check_scans(data: bytes) -> None:
-    """Raise MediaError("too_many_scans") for a JPEG that could keep its decoder busy for hours."""
+    """Check that a JPEG does not have so many scans or segments that decoding could take hours.
+
+    Raises MediaError("too_many_scans").
+    """
     if data[:2] != b"\xff\xd8":
         return
     scans, at = 0, 2
@@ -153,7 +157,7 @@ def check_scans(data: bytes) -> None:
             return
         at = found.end()
         if kind not in _WITHOUT_LENGTH:
-            # A wrong length only moves the next search. A decoder skips the same bytes.
+            # Skip the segment by its length, as a decoder does, even if the length is wrong.
             at += int.from_bytes(data[at : at + 2], "big")
         scans += kind == _START_OF_SCAN
         if scans > MAX_SCANS:
@@ -162,13 +166,13 @@ def check_scans(data: bytes) -> None:
         raise MediaError(f"the JPEG has more than {MAX_SEGMENTS} segments", reason="too_many_scans")
     if scans > MAX_SCANS:
         raise MediaError(
-            f"the JPEG has more than {MAX_SCANS} scans; save it with fewer, or as a baseline JPEG",
+            f"the JPEG has more than {MAX_SCANS} scans; save it with fewer scans, or as a baseline JPEG",
             reason="too_many_scans",
         )
 
 
 def as_received(image: Image.Image, decoding: Decoding = DEFAULT) -> Image.Image:
-    """Return the RGB image that an engine passes to its processor, by the module's rules."""
+    """Return the RGB image that an engine passes to its processor, by one of the rules of this module."""
     if decoding != "sglang-0.5.23":
         image = _upright(image)
         if _is_transparent(image) and not (image.mode == "RGB" and decoding == "vllm-0.32"):
@@ -195,5 +199,5 @@ def _upright(image: Image.Image) -> Image.Image:
         turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _TURNED
         return ImageOps.exif_transpose(image) if turned else image
     except BROKEN:
-        # Damaged EXIF: the orientation is not applied, as in vLLM.
+        # If the EXIF data is damaged, ignore the orientation, as vLLM does.
         return image

@@ -1,4 +1,4 @@
-"""Decoding of video files to sampled RGB frames with their times, and their digest.
+"""Decoding of video files to sampled RGB frames with their times, and the digest of both.
 
 The rules are those of vLLM 0.32 (vllm/multimodal/video.py and video_decoders/opencv.py), so that engines and
 the service compute the same digest for a video:
@@ -6,7 +6,7 @@ the service compute the same digest for a video:
 1. The first video stream is used. Frames are numbered in display order. A frame's time is its number divided
    by the stream's rate. Time stamps are ignored.
 2. The model (`preprocess.video`) and the request determine the sampled frames.
-3. Pixels are converted as by OpenCV with FFmpeg, and rotated upright by the file's metadata.
+3. Pixels are converted as OpenCV does with FFmpeg, and rotated upright as the file's metadata specifies.
 
 The digest covers the sampled frames and their times, not the sampling options.
 """
@@ -36,7 +36,7 @@ _MAX_FPS: Final = 1000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VideoHeader:
-    """Properties of a video from the file's header."""
+    """Properties of a video before decoding."""
 
     total: int
     """Number of frames."""
@@ -56,12 +56,12 @@ class VideoFrames:
     frames: Frames
     """RGB frames of shape (sampled, height, width, 3)."""
     indices: tuple[int, ...]
-    """Numbers of the frames in the whole video, ascending."""
+    """Numbers of the sampled frames, ascending. The first frame of the video has number 0."""
     source: VideoHeader
 
     @property
     def times_s(self) -> list[float]:
-        """Times of the frames in seconds from the start."""
+        """Times of the sampled frames in seconds from the start of the video."""
         return [index / self.source.fps for index in self.indices]
 
     def digest(self) -> bytes:
@@ -77,14 +77,14 @@ class VideoLimits:
     max_s: float = 600.0
     max_frames: int = MAX_FRAMES
     max_pixels: int = 64_000_000
-    """Maximum pixels of one frame. All sampled frames together may have four times as many."""
+    """Maximum number of pixels of one frame. All sampled frames together may have four times as many."""
 
 
 def decode(data: bytes, choose: Callable[[VideoHeader], Sequence[int]], limits: VideoLimits) -> VideoFrames:
-    """Decode the frames that `choose` samples. Duration and size are checked before decoding.
+    """Decode the frames whose numbers `choose` returns. Duration and size are checked before decoding.
 
     Raises MediaError: "empty", "unknown_format", "no_video", "too_long", "too_many_pixels",
-    "too_many_frames", "too_slow", "damaged" (truncated or inconsistent), and as `choose` does.
+    "too_many_frames", "too_slow", "damaged" (truncated or inconsistent), and the errors of `choose`.
     """
     source = _source(data, limits)
     indices = sampled(source, choose(source), limits)
@@ -112,7 +112,7 @@ def decode_frames(
     decoding: Decoding = DEFAULT,
     before: Callable[[VideoHeader], None] = _no_objection,
 ) -> VideoFrames:
-    """Decode all frames of a video sent as images of the same size, at `fps` frames per second.
+    """Decode all frames of a video that was sent as images of the same size, at `fps` frames per second.
 
     `before` is called with the header before decoding. An exception stops the decoding.
 
@@ -141,8 +141,10 @@ def decode_frames(
 
 
 def sampled(source: VideoHeader, chosen: Sequence[int], limits: VideoLimits) -> tuple[int, ...]:
-    """Return the numbers of the sampled frames, ascending. Raises MediaError("unprocessable") if there are
-    none, and as `check_room` does."""
+    """Return the chosen frame numbers, ascending and without duplicates.
+
+    Raises MediaError("unprocessable") if none is chosen or one is out of range, and as `check_room` does.
+    """
     indices = tuple(sorted({int(index) for index in chosen}))
     if not indices or indices[0] < 0 or indices[-1] >= source.total:
         raise MediaError(f"none of the {source.total} frames is sampled", reason="unprocessable")
@@ -151,7 +153,8 @@ def sampled(source: VideoHeader, chosen: Sequence[int], limits: VideoLimits) -> 
 
 
 def _source(data: bytes, limits: VideoLimits) -> VideoHeader:
-    """Return the header, checked against the packets in the file."""
+    """Return the video's properties from the header, with the number of frames checked against the
+    packets."""
     with opened(data, "video", max_pixels=str(limits.max_pixels)) as container:
         if not container.streams.video or container.streams.video[0].codec_context is None:
             raise MediaError("the file has no video stream of a known codec", reason="no_video")
@@ -170,7 +173,7 @@ def _source(data: bytes, limits: VideoLimits) -> VideoHeader:
             raise MediaError(
                 f"{announced_s:.0f} s of video exceed the limit of {limits.max_s:g} s", reason="too_long"
             )
-        # As in OpenCV: the count in the header, or else duration times rate.
+        # As in OpenCV, use the count in the header, or else duration times rate.
         announced = stream.frames or (int(announced_s * fps + 0.5) if announced_s else 0)
         present = _packets(container, stream)
     if present < announced * (1 - _SHORT_BY) - 1:
@@ -184,7 +187,7 @@ def _source(data: bytes, limits: VideoLimits) -> VideoHeader:
 
 
 def _packets(container: Any, stream: Any) -> int:
-    """Count the frames in the file without decoding."""
+    """Return the number of frames in the file, counted without decoding."""
     try:
         return sum(1 for packet in container.demux(stream) if packet.size and not packet.is_discard)
     except BROKEN as e:
@@ -192,8 +195,10 @@ def _packets(container: Any, stream: Any) -> int:
 
 
 def check_room(count: int, width: int, height: int, limits: VideoLimits) -> None:
-    """Raise MediaError("too_many_frames", "too_many_pixels") if there are more sampled frames than
-    accepted."""
+    """Check that `count` frames of this size are within the limits.
+
+    Raises MediaError("too_many_frames", "too_many_pixels").
+    """
     if count > limits.max_frames:
         raise MediaError(f"{count} frames exceed the limit of {limits.max_frames}", reason="too_many_frames")
     if count * width * height > 4 * limits.max_pixels:

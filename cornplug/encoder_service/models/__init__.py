@@ -1,1 +1,1 @@
-"""Served models, and their loading."""
+"""Registry of served models, and the code that loads them."""

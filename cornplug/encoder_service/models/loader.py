@@ -1,10 +1,10 @@
-"""Loading of a model from its checkpoint: fingerprints first, then the halves that no loaded model has.
+"""Loading of a model from its checkpoint. A tower or projector that a loaded model already has is shared.
 
 checkpoint ─┬─ LoadedModel: image, video ─ tower, projector
             └─ LoadedModel: audio ─ tower, projector          only models with two towers
 
-On a CPU, `speed_up` replaces layers of the tower. vLLM's own towers pack each weight matrix once for oneDNN
-and have fused activations. PyTorch's `nn.Linear` packs a matrix at each call in half precision, and calls a
+On a CPU, `speed_up` replaces layers of the tower. vLLM's own towers pack each weight matrix once for oneDNN,
+and have fused activations. PyTorch's `nn.Linear` packs the matrix at each call in half precision, and calls a
 slower library in float32.
 """
 
@@ -34,28 +34,28 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedModel:
-    """Loaded model, or the modalities of a model that have their own tower. `tower` and `projector` may be
-    shared with other models."""
+    """Loaded model, or the part of it with one tower if its modalities have several towers. `tower` and
+    `projector` may be shared with other models."""
 
     served: ServedModel
-    """Description of the whole model."""
+    """Description of the whole model, with all its modalities."""
     checkpoint: Checkpoint
     modalities: tuple[Modality, ...]
     """Modalities that this tower computes."""
     identity: bytes
-    """Model identity of the first of `modalities`. No other tower of the service has it."""
+    """Model identity of the first of `modalities`, which differs between the parts of a model."""
     tower_fp: bytes
     projector_fp: bytes
     spec_fp: bytes
     tower: Tower
     projector: Projector
     tower_spec_fp: bytes
-    """Digest (32 bytes) of everything except weights and inputs that changes features."""
+    """Digest (32 bytes) of everything that affects the tower's features, except weights and inputs."""
     dtype: torch.dtype
     device: torch.device
-    """Device of the weights, "meta" if replicas have them."""
+    """Device of the weights, or "meta" if only the replicas have weights."""
     others: tuple[LoadedModel, ...] = ()
-    """Other towers of the same model."""
+    """Other parts of the same model, each with its own tower."""
 
     @property
     def tower_key(self) -> tuple[bytes, bytes]:
@@ -64,12 +64,12 @@ class LoadedModel:
 
     @property
     def projector_key(self) -> tuple[bytes, bytes]:
-        """Key of the projector. Models with equal keys share a projector. The spec with its activation is
-        part of it."""
+        """Key of the projector. Models with equal keys share a projector. The key contains the spec, which
+        includes the activation."""
         return self.projector_fp, self.spec_fp
 
     def each(self) -> Iterator[LoadedModel]:
-        """Yield this part and `others`, so that every tower of the model occurs once."""
+        """Yield all parts of the model: this part, then `others`."""
         yield self
         yield from self.others
 
@@ -80,7 +80,8 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPlacement:
-    """Dtype and device of weights. On the device "meta" a tower checks inputs but has no weights."""
+    """Dtype and device with which to load weights. On the device "meta", a tower checks inputs but has no
+    weights."""
 
     dtype: str
     """Name of the dtype in torch, without "torch."."""
@@ -95,9 +96,9 @@ class WeightPlacement:
 
 
 def read(name: str, dtype: str) -> tuple[Checkpoint, ServedModel]:
-    """Read a checkpoint from disk, and the model as which it would be served, with `hidden_size` 0.
+    """Open a checkpoint. Return it, and the description with which its model would be served.
 
-    Raises CheckpointError.
+    The description has `hidden_size` 0, because no weights are loaded. Raises CheckpointError.
     """
     checkpoint = Checkpoint.open(name)
     ids = checkpoint.identity(dtype)
@@ -126,7 +127,7 @@ def load(
     epoch: int = 0,
     report: Callable[[str], None] = lambda line: None,
 ) -> LoadedModel:
-    """Load the model that `read` found, sharing equal halves with the models in `beside`.
+    """Load the model that `read` returned, sharing equal towers and projectors with the models in `beside`.
 
     Raises CheckpointError, with the reason "changed" if the folder has changed since `read`.
     """
@@ -136,12 +137,12 @@ def load(
         try:
             parts.append(_load_part(checkpoint, served, modalities, place, [*known, *parts], report))
         except CheckpointError as e:
-            # In a generic family, one tower may be supported and another not.
+            # In a generic family, some towers may be supported and others not.
             if not (checkpoint.family.generic and parts):
                 raise
             report(f"{served.name}: {', '.join(modalities)}: not served: {e}")
-    # Digests are cached, so this only checks the files. Weights that were overwritten between fingerprint
-    # and loading would otherwise be served under the identity of the old weights.
+    # Otherwise, weights that were overwritten between `read` and here would be served under the identity of
+    # the old weights. Digests are cached, so this second `read` only checks whether the files have changed.
     if read(served.name, served.dtype)[1] != served:
         raise CheckpointError(f"{served.name} changed while it was loaded. Try again.", reason="changed")
     whole = msgspec.structs.replace(served, hidden_size=parts[0].projector.hidden_size, epoch=epoch)
@@ -170,7 +171,8 @@ def _load_part(
     known: Iterable[LoadedModel],
     report: Callable[[str], None],
 ) -> LoadedModel:
-    """Load one tower and its projector, each shared with the first of `known` that has an equal part."""
+    """Load the tower of `modalities` and its projector. A tower or projector that a model in `known` already
+    has is shared."""
     known = tuple(known)
     dtype, first = place.torch_dtype, modalities[0]
     architecture = towers.architecture(checkpoint.family, modalities)
@@ -188,7 +190,7 @@ def _load_part(
                 speed_up(tower)
             let_pause(tower)
     else:
-        report(f"{served.name}: tower {short} is loaded already")
+        report(f"{served.name}: tower {short} is already loaded")
     projector_key = ids.projector_fp, ids.spec_fp
     projector = next((other.projector for other in known if other.projector_key == projector_key), None)
     return LoadedModel(
@@ -208,7 +210,7 @@ def _load_part(
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` whose weights are replaced by a copy packed for oneDNN."""
+    """Linear layer with a copy of the weights of an `nn.Linear`, packed for oneDNN."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -224,7 +226,7 @@ class PackedLinear(nn.Module):
 
 
 class QuickGelu(nn.Module):
-    """`QuickGELUActivation` of transformers, with one temporary tensor instead of three."""
+    """Same function as `QuickGELUActivation` of transformers, with one temporary tensor instead of three."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return (1.702 * rows).sigmoid_().mul_(rows)
@@ -232,9 +234,10 @@ class QuickGelu(nn.Module):
 
 @torch.inference_mode()
 def speed_up(tower: Tower) -> None:
-    """Replace linear layers and activations inside the repeated layers of a tower on a CPU.
+    """Replace the linear layers and activations of a tower on a CPU by faster modules.
 
-    Layers that this PyTorch cannot pack are unchanged.
+    Only the tower's repeated layers are changed. A layer that this PyTorch cannot pack, and all layers after
+    it, stay unchanged.
     """
     for layer in layers_of(tower):
         try:
@@ -246,7 +249,7 @@ def speed_up(tower: Tower) -> None:
 
 def _replace_parts(module: nn.Module) -> None:
     for name, part in list(module.named_children()):
-        # Subclasses may be used in other ways than by a call.
+        # Do not replace subclasses, because their owner may use more than a call.
         if type(part) is nn.Linear:
             setattr(module, name, PackedLinear(part))
         elif type(part) is QuickGELUActivation:

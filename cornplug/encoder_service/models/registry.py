@@ -1,4 +1,4 @@
-"""Loaded models by identity. Models with equal weights share a tower.
+"""Registry of loaded models, by name and identity. Models share a tower or projector with equal weights.
 
 model A ─┐                       ┌─ projector of A
 model B ─┼─ tower (tower fp, …) ─┤
@@ -24,7 +24,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class _Models:
-    """Models of one generation. A reload replaces the whole object."""
+    """Immutable set of loaded models. A reload replaces the whole object."""
 
     by_name: dict[str, LoadedModel]
     by_identity: dict[bytes, LoadedModel]
@@ -46,7 +46,7 @@ class ModelRegistry:
 
     def __init__(self, *, dtype: str, device: str, compile: bool = False) -> None:
         self._place: Final = WeightPlacement(dtype=dtype, device=torch.device(device), compile=compile)
-        # Checked before anything is read, which may take minutes.
+        # An invalid dtype raises here, before checkpoints are read, which may take minutes.
         self.dtype: Final = self._place.torch_dtype
         self._models = _Models({}, {})
         self._checks: list[Callable[[LoadedModel], None]] = []
@@ -61,7 +61,8 @@ class ModelRegistry:
         compile: bool = False,
         report: Report = lambda line: None,
     ) -> ModelRegistry:
-        """Load every model (directory, or hub id in the local cache). `report` gets a line for each step.
+        """Load every model (directory, or hub id in the local cache). `report` is called with a line for each
+        step.
 
         Raises CheckpointError, or ConfigError for an unknown dtype or a model listed twice.
         """
@@ -94,7 +95,7 @@ class ModelRegistry:
     def on_load(self, check: Callable[[LoadedModel], None]) -> None:
         """Call `check` with each loaded model now, and with each later model before it is served.
 
-        A model for which it raises CheckpointError is not served.
+        A model for which `check` raises CheckpointError is not served.
         """
         for loaded in self.loaded():
             check(loaded)
@@ -124,7 +125,7 @@ class ModelRegistry:
         return out
 
     def replace(self, fresh: Iterable[LoadedModel]) -> list[LoadedModel]:
-        """Serve these models in place of those with the same names, by one assignment. Return the replaced
+        """Replace the models with the same names as those in `fresh`, all at once. Return the replaced
         models."""
         new = {loaded.served.name: loaded for loaded in fresh}
         before = self.loaded()
@@ -132,7 +133,7 @@ class ModelRegistry:
         return [loaded for loaded in before if loaded.served.name in new]
 
     def served(self) -> tuple[ServedModel, ...]:
-        """Return every model, in the order of the command line."""
+        """Return the description of every model, in the order of the command line."""
         return tuple(loaded.served for loaded in self.loaded())
 
     def loaded(self) -> tuple[LoadedModel, ...]:
@@ -140,18 +141,18 @@ class ModelRegistry:
         return tuple(self._models.by_name.values())
 
     def by_identity(self, model_identity: bytes) -> LoadedModel | None:
-        """Return the part of a model that computes embeddings of this identity."""
+        """Return the part of a model that computes embeddings with this identity, or None."""
         return self._models.by_identity.get(model_identity)
 
     def by_name(self, name: str) -> LoadedModel | None:
-        """Return the model with this name on the command line."""
+        """Return the model with this name on the command line, or None."""
         return self._models.by_name.get(name)
 
     def shares_features(self, model: LoadedModel) -> bool:
-        """Return whether the output of its tower is worth keeping.
+        """Return whether the output of the model's tower should be cached for other models.
 
-        This is the case for families that declare it, and if another served model has the same tower and
-        another projector.
+        True if the model's family declares it, or if another served model has the same tower and another
+        projector.
         """
         return model.checkpoint.family.shares_features or any(
             other.tower is model.tower and other.projector is not model.projector
@@ -160,7 +161,7 @@ class ModelRegistry:
         )
 
     def summary(self) -> str:
-        """Return the summary for the startup line: "2 models, 1 tower, 2 projectors"."""
+        """Return a summary for the startup line, such as "2 models, 1 tower, 2 projectors"."""
         parts = [part for loaded in self.loaded() for part in loaded.each()]
         counts = (
             (len(self.loaded()), "model"),

@@ -19,21 +19,21 @@ log = logging.getLogger(__name__)
 class CompiledTower:
     """Tower whose layers are compiled when they first run, for inputs of any length.
 
-    Layers are compiled individually. They are many and alike, so one is compiled and all use it. The first
-    batch takes about ten seconds for it.
+    Each layer is compiled separately. The layers are alike, so they all use the code that is compiled for the
+    first of them. Compiling adds about ten seconds to the first batch.
     """
 
     failures = 0
-    """Number of towers of this process that could not be compiled."""
+    """Number of towers in this process that could not be compiled."""
 
     def __init__(self, tower: Tower) -> None:
         self.inner = tower
         """Uncompiled tower."""
         self.layers = list(layers_of(tower))
-        """Compiled layers, empty after compiling has failed."""
+        """Compiled layers, or an empty list if compiling has failed."""
         for layer in self.layers:
             layer.compile(dynamic=True)
-            # A hook would be compiled into the layer.
+            # Wrap the compiled call, because a hook would be compiled into the layer.
             layer._compiled_call_impl = _after_pause(layer._compiled_call_impl)
 
     def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
@@ -57,7 +57,7 @@ class CompiledTower:
 
 
 def let_pause(tower: Tower) -> None:
-    """Let passes of an uncompiled tower yield, or end, between its layers."""
+    """Allow passes of an uncompiled tower to be paused or ended between its layers."""
     for layer in layers_of(tower):
         layer.register_forward_pre_hook(between_layers)
 

@@ -1,1 +1,1 @@
-"""One preprocessor per modality: from a medium's bytes to its digest and the tower's inputs."""
+"""Preprocessors, one per modality. They turn a medium's bytes into its digest and the tower's inputs."""

@@ -27,9 +27,10 @@ _PADDED_S: Final = 30.0
 
 
 class AudioPreprocessor:
-    """Audio preprocessor of one model. Raises CheckpointError("bad_config") without a feature extractor.
+    """Audio preprocessor of one model.
 
-    The digest covers the samples that the extractor receives, as in the engine: mono, at its rate.
+    The digest covers the samples that the feature extractor receives, as in the engine: mono, at its rate.
+    Raises CheckpointError("bad_config") if the checkpoint has no feature extractor.
     """
 
     def __init__(self, loaded: LoadedModel, limits: MediumLimits) -> None:

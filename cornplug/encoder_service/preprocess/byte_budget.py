@@ -1,8 +1,8 @@
 """Budget for bytes in memory, with a share reserved for each class. Used for incoming bodies and prepared
 media.
 
-A medium's bytes are reserved from the dimensions in its header before decoding, corrected once the true size
-is known, and released with the reply.
+Before a medium is decoded, its bytes are estimated from the dimensions in its header and reserved. The
+reservation is corrected once the actual size is known, and released with the reply.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from cornplug.qos import ServiceClass
 
 
 class ByteBudget:
-    """Budget of all classes. Thread-safe. A class may use unreserved bytes and its own reserved fraction."""
+    """Budget of all classes. Thread-safe. A class may use its own reserved bytes and unreserved bytes."""
 
     def __init__(self, fractions: Mapping[ServiceClass, float], max_bytes: int, *, purpose: str) -> None:
-        """Create a budget. `purpose` completes the sentence "the medium needs 5 bytes ..." in refusals.
+        """Create a budget of `max_bytes`, in which each class reserves a fraction.
 
-        With a single class nothing is reserved.
+        `purpose` completes the message "5 bytes are needed ..." of refusals. With a single class, nothing is
+        reserved.
         """
         self.max_bytes: Final = max_bytes
         self._purpose = purpose
@@ -32,17 +33,19 @@ class ByteBudget:
         self._held: Counter[ServiceClass] = Counter()
 
     def share(self, qos: ServiceClass) -> BudgetShare:
-        """Return the share of one medium or body, initially 0 bytes."""
+        """Return a share for one medium or body, which initially holds 0 bytes."""
         return BudgetShare(self, qos)
 
     def held_bytes(self) -> int:
-        """Return the bytes currently held."""
+        """Return the number of bytes that all shares hold now."""
         with self._lock:
             return sum(self._held.values())
 
     def adjust(self, qos: ServiceClass, more: int, total: int) -> None:
-        """Take `more` bytes (or release, if negative) for something of `total` bytes. Raises as
-        `BudgetShare.need` does."""
+        """Add `more` bytes to a share, which then holds `total` bytes. Release bytes if `more` is negative.
+
+        Raises as `BudgetShare.need` does.
+        """
         with self._lock:
             if more > 0:
                 set_aside = sum(
@@ -51,7 +54,7 @@ class ByteBudget:
                 limit = self.max_bytes - sum(reserved for q, reserved in self._reserved.items() if q != qos)
                 if total > limit:
                     raise EncoderRefused(
-                        f"{total} bytes are needed {self._purpose}, and the limit for its class is {limit}; "
+                        f"{total} bytes are needed {self._purpose}, and the limit for this class is {limit}; "
                         "send a smaller medium",
                         reason="too_large_prepared",
                     )
@@ -64,7 +67,8 @@ class ByteBudget:
 
 
 class BudgetShare:
-    """Bytes of one medium or body; a context manager that releases them. Thread-safe."""
+    """Bytes of the budget that one medium or body holds. A context manager that releases them.
+    Thread-safe."""
 
     def __init__(self, budget: ByteBudget, qos: ServiceClass) -> None:
         self._budget = budget
@@ -74,10 +78,10 @@ class BudgetShare:
         self._open = True
 
     def need(self, size: int) -> None:
-        """Hold `size` bytes.
+        """Change the number of bytes that this share holds to `size`.
 
-        Raises EncoderRefused without a change: "too_large_prepared" if they never fit, "overloaded" if they
-        do not fit now or the request was cancelled.
+        If this raises EncoderRefused, the share is unchanged: "too_large_prepared" if `size` bytes can never
+        fit, "overloaded" if they do not fit now or the request was cancelled.
         """
         with self._lock:
             if not self._open:

@@ -1,10 +1,11 @@
 """Decoding and preprocessing of media in fair order, in lanes with one thread and one process each.
 
     submit ─ EncodeAdmission ─> Batcher ─take─> a lane: its process decodes, its thread preprocesses
-                                                one lane more: only for jobs of a better class than
-                                                all running ones
-It uses the same kind of queue as the towers. A medium's header gives its cost, the time that a lane takes is
-measured, and a medium that cannot be done in time is refused immediately.
+                                                one more lane, only for jobs of a better class than
+                                                all running jobs
+
+The queue is of the same kind as the queue for towers. A medium's cost is computed from its header, and the
+time that lanes take is measured. A medium that cannot be prepared in time is refused immediately.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ STUCK_S: Final = 10.0
 """Time in seconds after which the service is not ready if every lane is still in the same job."""
 _MAX_WORK: Final = 1 << 40
 _END_S: Final = 1.0
-"""Maximum time that a stopping service waits for a running image processor."""
+"""Maximum seconds that a stopping service waits for a running image processor."""
 _UNTIL_ANOTHER_S: Final = 1.0
 _MIN_DEADLINE_S: Final = 0.001
 _MIN_MEASURED: Final = 8
-"""Number of media of a modality to measure before their times predict other sizes. The first media load and
-compile code.
+"""Number of prepared media of a modality before a medium may be refused because of a prediction. The first
+media take longer, because they load and compile code.
 """
 _BASE_COST: Final = 1000
-"""Constant cost of a medium, because a processor takes about as long as decoding a million pixels, for any
-size. Without this term, the time of small images would predict hours for a large image.
+"""Constant part of a medium's cost. For media of any size, the processor takes about as long as decoding a
+million pixels. Without this term, the times of small images would predict hours for a large image.
 """
 
 ResultT = TypeVar("ResultT")
@@ -55,8 +56,8 @@ log = logging.getLogger(__name__)
 
 
 class _ModalityState:
-    """A modality, used as the tower in admission. Each modality has its own lane time, because a pixel of
-    a video and a pixel of a PNG take different times."""
+    """Modality, used in place of a tower in admission. Times are measured for each modality, because a pixel
+    of a video and a pixel of a PNG take different times."""
 
     prepared = 0
     """Number of prepared media of this modality."""
@@ -64,7 +65,7 @@ class _ModalityState:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _LaneTask:
-    """Work of a lane on one medium."""
+    """Work that a lane does for one medium."""
 
     run: Callable[[PreprocessContext], Any]
     budget_share: BudgetShare
@@ -73,15 +74,15 @@ class _LaneTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLimits:
-    """Limits of decoding one medium."""
+    """Limits for decoding one medium."""
 
     decode_s: float = DECODE_DEADLINE_S
     max_bytes: int = 4 << 30
-    """Address space of a decoding process in bytes."""
+    """Maximum address space of a decoding process in bytes."""
 
 
 class QueueTurn(Generic[ResultT]):
-    """Position in the queue. Call `cancel` when the request is abandoned."""
+    """Queued or running work on a medium. Call `cancel` when the request is abandoned."""
 
     def __init__(self, future: Future[ResultT], cancel: Callable[[], None]) -> None:
         self.future = future
@@ -89,7 +90,8 @@ class QueueTurn(Generic[ResultT]):
 
 
 class DecodeLanes:
-    """All lanes. Thread-safe; `close` ends the threads and processes, which start with the first medium."""
+    """Queue and all lanes. Thread-safe. Threads start with the first medium, and `close` ends them and the
+    processes."""
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class DecodeLanes:
         self._processes = [
             DecoderProcess(max_bytes=limits.max_bytes, on_killed=on_killed) for _ in range(lanes + 1)
         ]
-        # A future holds any exception of preprocessing, so that no exception ends a lane.
+        # Preprocessing runs in this pool, so that the future catches its exceptions and the lane survives.
         self._preprocessing = ThreadPoolExecutor(lanes + 1, "cornplug-preprocess")
         self._threads: list[threading.Thread] = []
         self._starting = threading.Lock()
@@ -138,10 +140,11 @@ class DecodeLanes:
         deadline_s: float,
         budget_share: BudgetShare,
     ) -> QueueTurn[ResultT] | AdmissionRefusal:
-        """Call `run` in a lane when its turn comes, or return why it cannot be done in time.
+        """Queue a medium, and call `run` in a lane when its turn comes.
 
-        `cost` is an estimate of `work_of` for the header. The future has the result of `run` or its error, or
-        EncoderRefused("too_late") if the turn came too late.
+        Returns an AdmissionRefusal if the medium cannot be prepared in time or the queue is full. `cost`
+        estimates `work_of` before the header is known. The future has the result or the error of `run`, or
+        EncoderRefused("too_late") if its turn did not come before the deadline.
         """
         if self._closed:
             return AdmissionRefusal(
@@ -182,19 +185,24 @@ class DecodeLanes:
         return QueueTurn(task.future, lambda: self._cancel(job, pending))
 
     def predicted_s(self) -> Mapping[str, float]:
-        """Return the predicted seconds until a medium like the last one would be prepared, by class."""
+        """Return the predicted seconds until a new medium like the last submitted medium would be prepared,
+        by class."""
         return self._admission.predicted_s(self._classes, self._batcher)
 
     def predicted_of(self, qos: ServiceClass) -> float:
-        """Return `predicted_s` of one class."""
+        """Return the prediction of `predicted_s` for one class."""
         return self._admission.predicted_of(qos, self._batcher)
 
     def queue(self) -> Queue:
-        """Return (media, thousands of pixels or samples) waiting for a lane, by class."""
+        """Return the (number of media, cost) that wait for a lane, by class. For the cost, see `work_of`."""
         return self._batcher.queue()
 
     def ready(self) -> bool:
-        """Return whether a new medium would be decoded soon: a lane is free, or finished a job recently."""
+        """Return whether a new medium would be decoded soon.
+
+        True if a lane is free or has started a job within the last STUCK_S seconds, decoding processes start,
+        and the lanes are not closed.
+        """
         running = self._batcher.load().running
         now = self._clock()
         stuck = len(running) >= self._lanes and all(now - task.begun_s > STUCK_S for task in running)
@@ -205,15 +213,16 @@ class DecodeLanes:
         return [pid for process in self._processes if (pid := process.pid) is not None]
 
     def start_processes(self) -> None:
-        """Start every process, so that the first media do not wait. Raises EncoderRefused."""
+        """Start the decoding processes, so that the first media do not wait for them. Raises
+        EncoderRefused."""
         # With one class, no job could use the extra lane.
         wanted = self._processes if len(self._classes) > 1 else self._processes[: self._lanes]
         with ThreadPoolExecutor(len(wanted), "cornplug-start") as starting:
             list(starting.map(DecoderProcess.start, wanted))
 
     def close(self) -> bool:
-        """Stop all decoding, and end threads and processes. Returns False if an image processor still
-        runs."""
+        """Stop all decoding, and end threads and processes. Returns False if an image processor is still
+        running."""
         self._closed = True
         for process in self._processes:
             process.stop()
@@ -297,7 +306,7 @@ class DecodeLanes:
         if error is not None:
             task.future.set_exception(error)
         else:
-            # Only finished jobs are measured, because refused and killed jobs end early.
+            # Measure only successful jobs, because refused and killed jobs end early.
             self._admission.computed([job], now - began)
             if isinstance(job.tower, _ModalityState):
                 job.tower.prepared += 1
@@ -322,5 +331,5 @@ class DecodeLanes:
 
 
 def work_of(header: MediumHeader) -> int:
-    """Return the cost of a medium: thousands of pixels or samples to decode, and a constant."""
+    """Return the cost of a medium: thousands of pixels or samples to decode, plus a constant."""
     return _BASE_COST + round(header.work / 1000)

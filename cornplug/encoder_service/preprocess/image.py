@@ -26,19 +26,23 @@ from cornplug.encoder_service.wire.decodings import Decoding
 from cornplug.errors import CheckpointError, MediaError
 
 _SIDES: Final = (64, 1024)
-"""Sides in pixels of two test images, which show the size of a processor's outputs for small and large
-images.
+"""Sides in pixels of two square test images. They show how large a processor's outputs are for small and
+large images.
 """
 _MOST_A_PIXEL: Final = 24
-"""Bytes of inputs per pixel in families that do not resize: float32, with each frame twice."""
+"""Maximum bytes of inputs per pixel. Families that do not resize need this many: float32, each frame
+twice."""
 _SHAPES: Final = 4096
-"""Number of shapes whose grid is cached."""
+"""Maximum number of shapes whose grid is cached."""
 _PIXELS_NOT_SIDES: Final = 100_000
-"""A "longest_edge" above this is a number of pixels, as in the Qwen families, and not a side."""
+"""A "longest_edge" above this value is a number of pixels, as in the Qwen families, instead of a side."""
 
 
 class ImagePreprocessor:
-    """Image preprocessor of one model. Raises CheckpointError("bad_config") without an image processor."""
+    """Image preprocessor of one model.
+
+    Raises CheckpointError("bad_config") if the checkpoint has no image processor that loads.
+    """
 
     def __init__(self, loaded: LoadedModel, limits: MediumLimits) -> None:
         self._max_pixels = limits.max_pixels
@@ -122,8 +126,8 @@ def _processor(loaded: LoadedModel) -> Any:
 
 
 def _most_pixels(processor: Any) -> int | None:
-    """Return the maximum pixels of an image after resizing, or None if the processor's settings do not limit
-    them.
+    """Return the maximum number of pixels of an image after resizing, or None if the processor's settings do
+    not limit it.
     """
     size: Any = getattr(processor, "size", None) or {}
     longest = size.get("longest_edge")

@@ -1,15 +1,15 @@
-"""Preparation of media: from a file's bytes to a request to the encoder. Cached results skip steps.
+"""Preparation of media: turns a file's bytes into a request to the encoder. Cached results skip steps.
 
-recall:   file's digest ─FileMemo─> media digest ─> key ─> cached? answer
-prepare:  decode ─> media digest ─> key ─> cached? answer, or else preprocess
+recall:   file's digest ─FileMemo─> media digest ─> key ─> cached? reply
+prepare:  decode ─> media digest ─> key ─> cached? reply, or else preprocess
 
 `FileMemo` remembers the media digests of decoded files, so a repeated file is not decoded again:
 
     file's bytes, decoding rule, versions, limits, tenant ─SHA-256─> (media digest, shape)
 
-An entry is added only after a file has passed every check and was decoded. Its name contains everything that
-affects the result, so the same file with other limits or another rule has another entry. Entries are kept in
-the memory of this process, so the decoder of another process is never trusted.
+An entry is added only after a file has passed every check and was decoded. The name of an entry depends on
+everything that affects the result, so the same file with other limits or another rule has another entry.
+Entries are kept only in the memory of this process, so that the entries of another service are never trusted.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 from cornplug.errors import CheckpointError, EncoderRefused
 
 REMEMBERED_FILES: Final = 32_768
-"""Default maximum number of entries. An entry has about 400 bytes, regardless of the length of its tenant's
-salt.
+"""Default maximum number of entries in `FileMemo`. An entry takes about 400 bytes, regardless of the length
+of the tenant's salt.
 """
 _MAX_TENANTS: Final = 1024
 _CODECS: Final = ("jpg", "libjpeg_turbo", "webp", "zlib")
 _BASE64_SLICE: Final = 1 << 20
-"""Number of characters to decode at a time. Other threads can run between two slices."""
+"""Number of base64 characters to decode at a time. Other threads can run between two slices."""
 APP: Final = "http"
-"""App to which entries of media that arrive over HTTP are attributed."""
+"""Default app of requests for media that arrive over HTTP."""
 SGLANG: Final = "sglang"
-"""App to which entries of SGLang's servers are attributed."""
+"""App of requests from SGLang's servers."""
 log = logging.getLogger(__name__)
 LookUp = Callable[[EncodeRequest], EncodeReply | None]
-"""Return the reply to a request whose embedding is cached, or None."""
+"""Function that returns the reply to a request if its embedding is cached, or else None."""
 ENGINE_SAMPLING: Final = FrameSampling()
 PREPROCESSORS: Final[Mapping[Modality, Callable[[LoadedModel, MediumLimits], MediaPreprocessor]]] = {
     "image": ImagePreprocessor,
@@ -74,21 +74,21 @@ PREPROCESSORS: Final[Mapping[Modality, Callable[[LoadedModel, MediumLimits], Med
 
 @dataclass(frozen=True, slots=True)
 class DecodedFile:
-    """Result of decoding a file."""
+    """Digest and shape of a decoded file."""
 
     digest: bytes
-    """The media digest, 32 bytes."""
+    """Media digest, 32 bytes."""
     shape: tuple[int, ...]
     """(height, width) of an image, (frames, height, width) of a video, (samples,) of audio."""
 
 
 class FileMemo:
-    """Memo of decoded files. Thread-safe. Holds at most `max_files` entries. A tenant that fills it loses its
-    own oldest entries.
+    """Memo of decoded files, with at most `max_files` entries. Thread-safe. A tenant that fills the memo
+    loses its own oldest entries.
     """
 
     def __init__(self, max_files: int = REMEMBERED_FILES) -> None:
-        """Create a memo. With `max_files` 0 nothing is remembered."""
+        """Create an empty memo. With `max_files` 0, nothing is remembered."""
         self._max_files = max_files
         self._lock = threading.Lock()
         self._files = 0
@@ -109,8 +109,8 @@ class FileMemo:
             return found
 
     def remember(self, tenant: str | None, name: bytes, decoded: DecodedFile) -> None:
-        """Add an entry. If there are too many, the tenant with the most entries loses its least recently used
-        entry.
+        """Add an entry. If there are too many entries, the tenant with the most entries loses its least
+        recently used entry.
         """
         if self._max_files == 0:
             return
@@ -135,17 +135,17 @@ class FileMemo:
 
 
 def _tenant_key(salt: str | None) -> bytes | None:
-    """Return the tenant's key in the memo, 32 bytes, because SGLang's protocol does not limit a salt's
-    length.
+    """Return the tenant's key in the memo, or None without a salt. It is a digest, because SGLang's protocol
+    does not limit the length of a salt.
     """
     return None if salt is None else hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
 
 
 def file_name(spec: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
-    """Return the name of a file (or of a video's images) for `FileMemo`: 32 bytes.
+    """Return the name (32 bytes) of a file, or of the images of a video, for `FileMemo`.
 
-    `spec` contains everything except the bytes and the decoders' versions that determines the decoded
-    content, as JSON values.
+    `spec` contains everything that determines the decoded content, except the bytes and the decoders'
+    versions, as JSON values.
     """
     hashes = [hashlib.sha256(part).digest() for part in parts]
     return identity.digest("cornplug-file-v1", identity.canonical({**spec, **_versions()}), *hashes)
@@ -161,15 +161,15 @@ def _versions() -> Mapping[str, Any]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreprocessedMedium:
     request: EncodeRequest
-    """Request without inputs, which are tensors of this process."""
+    """Request to the encoder. Its own `inputs` are empty."""
     inputs: Inputs
-    """The tower's inputs, or only its patch grid if `answer` is set."""
+    """Tower's inputs as tensors in this process, or only the patch grid if `answer` is set."""
     dtype: str
     """Name of the embedding's dtype in torch."""
     media_digest: bytes
-    """The media digest."""
+    """Media digest, 32 bytes."""
     answer: EncodeReply | None = None
-    """Reply for a medium that was cached, so that its processor did not run."""
+    """Reply with the embedding if it was cached, in which case the processor did not run. Otherwise None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,24 +180,24 @@ class MediumSource:
     modality: Modality
     form: MediumForm = "file"
     parts: Sequence[bytes]
-    """The file, or a video's images."""
+    """Bytes of the file, or of each image of a video."""
     salt: str | None
     deadline_s: float
     sampling: FrameSampling = ENGINE_SAMPLING
-    """Frames to sample from a video. The key follows from the frames and their times."""
+    """Frames to sample from a video. The cache key depends on the frames and their times."""
     decoding: Decoding = decodings.DEFAULT
-    """Decoding rule for an image, or for the images of a video: that of the engine that will use the
+    """Decoding rule for an image, or for the images of a video. It depends on the engine that will use the
     embedding.
     """
     app: str = APP
-    """App of the entry."""
+    """App of the request."""
 
 
 class MediaPreparer:
-    """Preparation of media for all models. Thread-safe. Preprocessors are created when a model is loaded, and
-    run no code of a checkpoint.
+    """Preparer of media for all models of a registry. Thread-safe.
 
-    Raises CheckpointError("bad_config") if a checkpoint has no processor that loads.
+    Preprocessors are created when a model is loaded. They do not run code from checkpoints. Raises
+    CheckpointError("bad_config") if a checkpoint has no processor that loads.
     """
 
     def __init__(
@@ -212,14 +212,15 @@ class MediaPreparer:
         self._secret = secret
         self._limits = limits
         self._files = FileMemo(remembered_files)
-        # Keyed by model identity, because a reload may change the model of a name.
+        # Keyed by model identity, because a reload may change which model has a name.
         self._preprocessors: dict[bytes, MediaPreprocessor] = {}
         registry.on_load(self._add_preprocessors)
 
     def open(self, source: MediumSource) -> OpenMedium:
-        """Return the medium, not decoded yet.
+        """Check the request and return the medium, which is not decoded yet.
 
-        Raises EncoderRefused: "unknown_model", "modality" if the model does not accept it, or "bad_input".
+        Raises EncoderRefused: "unknown_model", "modality" if the model does not accept the modality, or
+        "bad_input".
         """
         if source.modality != "video" and source.sampling != ENGINE_SAMPLING:
             raise EncoderRefused(
@@ -242,12 +243,12 @@ class MediaPreparer:
         return OpenMedium(source, loaded, model_identity, preprocessor, self._files, self._secret)
 
     def takes(self, model_identity: bytes) -> bool:
-        """Return whether a medium of the model's modality with this identity can be encoded."""
+        """Return whether media can be prepared for the model and modality with this identity."""
         return model_identity in self._preprocessors
 
     def prepare(self, source: MediumSource, context: PreprocessContext = IN_PROCESS) -> PreprocessedMedium:
-        """Return the request for a medium, as its model's engine would make it. Raises as `open` and
-        `OpenMedium.prepare` do."""
+        """Decode and preprocess a medium as its model's engine does, without looking it up in caches. Raises
+        as `open` and `OpenMedium.prepare` do."""
         return self.open(source).prepare(context)
 
     def _add_preprocessors(self, loaded: LoadedModel) -> None:
@@ -258,7 +259,7 @@ class MediaPreparer:
             try:
                 self._preprocessors[model_identity] = PREPROCESSORS[modality](part, self._limits)
             except CheckpointError as e:
-                # In a family without a description, some modalities may work and others not.
+                # In a generic family, some modalities may work and others not.
                 if (
                     not loaded.checkpoint.family.generic
                     or modality == loaded.checkpoint.family.first_modality
@@ -268,8 +269,8 @@ class MediaPreparer:
 
 
 class OpenMedium:
-    """One medium that goes through `recall`, and through `prepare` if that finds nothing. For one thread
-    at a time."""
+    """One medium, not decoded yet. Call `recall` first, and `prepare` if it returns None. Use it from one
+    thread at a time."""
 
     def __init__(
         self,
@@ -289,16 +290,18 @@ class OpenMedium:
         self._name: bytes | None = None
 
     def recall(self, look_up: LookUp) -> PreprocessedMedium | None:
-        """Return the cached medium if this tenant sent the same file before. Nothing is decoded."""
+        """Return the medium with its reply if this tenant sent the same file before and the embedding is
+        cached, or else None. Does not decode the medium."""
         decoded = self._files.recall(self._source.salt, self._file_name())
         return None if decoded is None else self._cached(decoded, look_up)
 
     def prepare(
         self, context: PreprocessContext = IN_PROCESS, look_up: LookUp | None = None
     ) -> PreprocessedMedium:
-        """Return the decoded medium: with its reply if `look_up` finds it, or else preprocessed.
+        """Decode the medium. Return it with its reply if `look_up` returns one, or else preprocessed.
 
-        `context` decodes, and may refuse. Raises MediaError as the modality's preprocessor does.
+        `context` decodes the medium, and may refuse it. Raises MediaError as the modality's preprocessor
+        does.
         """
         source = self._source
         medium = self._preprocessor.decode(
@@ -346,8 +349,11 @@ class OpenMedium:
 
 
 def unknown_model(model: str) -> EncoderRefused:
-    """Return the refusal. It does not list other models, because names are often folders, which only
-    callers with access to the model list may see."""
+    """Return the refusal for a model that is not served.
+
+    Its message does not list other models, because names are often folders, which only callers with access to
+    the model list may see.
+    """
     return EncoderRefused(
         f"model: {model[:200]!r} is not served; GET /v1/models lists the served models",
         reason="unknown_model",

@@ -1,5 +1,5 @@
-"""Interface of the preprocessors of all modalities: bytes -> digest -> tower inputs, as the model's engine
-makes them.
+"""Common interface of the preprocessors of all modalities: bytes -> digest -> tower inputs, the same as in
+the model's engine.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class MediumLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameSampling:
-    """Frames of a video that a request wants. By default the frames that the model's engine uses.
+    """Which frames of a video to use. By default the frames that the model's engine uses.
 
-    Raises EncoderRefused("bad_input") if both fields are set, and for values of 0 or less.
+    Raises EncoderRefused("bad_input") if both fields are set, or if a value is 0 or less.
     """
 
     fps: float | None = None
@@ -59,17 +59,17 @@ class FrameSampling:
 
 
 Inputs = Mapping[str, torch.Tensor]
-"""A tower's inputs, by the processor's names."""
+"""Inputs of a tower, by the names that the processor uses."""
 MediumForm = Literal["file", "images"]
-"""A file, or a video sent as images."""
+"""Form in which a medium was sent: as a file, or (for a video) as images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedMedium:
-    """One decoded medium, before the model's processor."""
+    """One decoded medium, before the model's processor runs."""
 
     digest: bytes
-    """The media digest, 32 bytes."""
+    """Media digest, 32 bytes."""
     shape: tuple[int, ...]
     """Shape as in `preparer.DecodedFile`."""
     preprocess: Callable[[], Inputs]
@@ -83,16 +83,16 @@ def _admit_any(header: MediumHeader, prepared_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreprocessContext:
-    """A decoder, and a check of each medium's header."""
+    """Decoder to use, and a function that checks each medium's header."""
 
     decoder: MediumDecoder
     admit: Callable[[MediumHeader, int], None] = _admit_any
-    """Called with the header and the maximum bytes of its inputs before decoding. An exception stops the
-    preprocessing."""
+    """Function that is called before decoding, with the header and the maximum bytes of the tower's inputs.
+    An exception stops the preprocessing."""
 
     def on_header(self, prepared_bytes: Callable[[MediumHeader], int]) -> OnHeader:
-        """Return `admit` in the form that the decoder calls. `prepared_bytes` computes the bytes of a
-        header's inputs."""
+        """Return a function that calls `admit`, in the form that a decoder needs. `prepared_bytes` returns
+        the maximum bytes of the tower's inputs for a header."""
         return lambda header: self.admit(header, prepared_bytes(header))
 
 
@@ -101,7 +101,7 @@ IN_PROCESS: Final = PreprocessContext(decoder=InProcessDecoder())
 
 
 class MediaPreprocessor(Protocol):
-    """Preprocessor of one model and modality. Thread-safe, and runs no code of a checkpoint."""
+    """Preprocessor of one model and modality. Thread-safe. Does not run code from checkpoints."""
 
     def decode(
         self,
@@ -111,29 +111,30 @@ class MediaPreprocessor(Protocol):
         decoding: Decoding,
         context: PreprocessContext,
     ) -> DecodedMedium:
-        """Decode the medium. `parts` is one file, or a video's images. `sampling` is for videos, `decoding`
-        for images and for the images of a video.
+        """Decode a medium.
 
-        Raises MediaError as the modality's `decode` does, and errors of `context`.
+        `parts` has the bytes of one file, or of each image of a video. `sampling` applies to videos,
+        `decoding` to images and to the images of a video. Raises MediaError as the modality's `decode` does,
+        and errors of `context`.
         """
 
     def decode_spec(self, form: MediumForm, sampling: FrameSampling, decoding: Decoding) -> Mapping[str, Any]:
-        """Return everything except the bytes and the decoders' versions that determines the result of
-        `decode`, as JSON values."""
+        """Return everything that determines the result of `decode`, except the bytes and the decoders'
+        versions, as JSON values."""
 
     def shape_inputs(self, shape: tuple[int, ...]) -> Inputs | None:
-        """Return the inputs that depend only on a medium's shape, its patch grid, or {} if the model has
-        none.
+        """Return the inputs that depend only on a medium's shape: its patch grid, or {} if the model does not
+        use a grid.
 
-        Returns None if the processor cannot compute them without a medium.
+        Returns None if the processor cannot compute the grid without a medium.
         """
 
 
 def grid_of(processor: Callable[..., Mapping[str, Any]], **medium: Any) -> Inputs | None:
-    """Return the patch grid of a medium on torch's device "meta", which has a shape and no content.
+    """Return the patch grid of a medium that is on torch's device "meta", so it has a shape but no content.
 
-    The processor's own code computes it. It cannot depend on the content, because reading a value on "meta"
-    raises.
+    The processor's own code computes the grid. The grid cannot depend on the content, because reading a value
+    on "meta" raises. Returns None if the processor fails.
     """
     try:
         made = processor(**medium, return_tensors="pt")

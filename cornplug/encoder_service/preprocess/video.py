@@ -1,4 +1,4 @@
-"""Video preprocessing: decoding, sampling of frames as by the model's engine, and the checkpoint's video
+"""Video preprocessing: decoding, sampling the same frames as the model's engine, and the checkpoint's video
 processor.
 """
 
@@ -37,15 +37,18 @@ _MAX_FPS: Final = 30.0
 _MIN_FRAMES: Final = 4
 _MAX_FRAMES: Final = 768
 _BYTES_A_PIXEL: Final = 12
-"""Maximum bytes of inputs per pixel: float32, without resizing."""
+"""Maximum bytes of inputs per pixel of a frame: three float32 values, without resizing."""
 _SHAPES: Final = 1024
-"""Number of shapes whose grid is cached."""
+"""Maximum number of shapes whose grid is cached."""
 _PATCH: Final = 2
-"""Number of frames that the tower processes as one, in the Qwen families."""
+"""Number of consecutive frames that form one temporal patch in the Qwen families."""
 
 
 class VideoPreprocessor:
-    """Video preprocessor of one model. Raises CheckpointError("bad_config") without a video processor."""
+    """Video preprocessor of one model.
+
+    Raises CheckpointError("bad_config") if the checkpoint has no supported video processor.
+    """
 
     _processor: Any
 
@@ -57,8 +60,8 @@ class VideoPreprocessor:
             whole = WholeProcessor(loaded, "video")
             check_encodes(loaded, whole)
             self._sampler, self._processor = _by_transformers(whole), whole
-            # The processor's settings determine the frames, so `FileMemo` must not share entries with other
-            # models.
+            # The processor's settings determine the frames, so the model must not share `FileMemo` entries
+            # with other models.
             self._kind = (loaded.served.identity_for("video") or b"").hex()
             return
         kind = checkpoint.family.preprocess_spec_of("video")(checkpoint.preprocessors["video"])["kind"]
@@ -83,8 +86,8 @@ class VideoPreprocessor:
         decoding: Decoding,
         context: PreprocessContext,
     ) -> DecodedMedium:
-        """Decode the medium, as `MediaPreprocessor.decode` does. For a video sent as images, `sampling.fps`
-        is their rate (default 1).
+        """Decode the video as `MediaPreprocessor.decode` does. If it was sent as images, `sampling.fps` is
+        the frame rate (default 1).
         """
         on_header = context.on_header(_prepared_bytes)
         if form == "images":
@@ -136,8 +139,8 @@ def _prepared_bytes(header: MediumHeader) -> int:
 
 
 def _qwen2(source: VideoHeader, sampling: FrameSampling) -> Sequence[int]:
-    """Sample whole patches of frames at even steps (vLLM's Qwen2VLVideoBackend; `num_frames` as in
-    transformers).
+    """Sample whole temporal patches at even steps, as vLLM's Qwen2VLVideoBackend does. `num_frames` is
+    rounded as in transformers.
     """
     total = source.total
     most = min(_MAX_FRAMES, total) // _PATCH * _PATCH
@@ -146,15 +149,15 @@ def _qwen2(source: VideoHeader, sampling: FrameSampling) -> Sequence[int]:
     else:
         wanted = total / source.fps * min(sampling.fps or _FPS, _MAX_FPS)
     count = math.floor(min(max(wanted, _MIN_FRAMES), most) / _PATCH) * _PATCH
-    if count < _PATCH:  # There is only one frame to choose.
+    if count < _PATCH:  # The video has only one frame.
         return range(total)
-    # torch's float32 steps, because other libraries would round to other frames.
+    # Use torch's float32 steps, because other libraries would round to other frames.
     found = torch.arange(0, total, total / count).int().clamp(max=total - 1)
     return [int(index) for index in found]
 
 
 def _qwen3(source: VideoHeader, sampling: FrameSampling) -> Sequence[int]:
-    """Sample from the first frame to the last at even steps (vLLM's Qwen3VLVideoBackend)."""
+    """Sample from the first frame to the last at even steps, as vLLM's Qwen3VLVideoBackend does."""
     total = source.total
     if sampling.num_frames is not None:
         count = sampling.num_frames
@@ -169,4 +172,4 @@ SAMPLERS: Final[Mapping[str, Sampler]] = {
     "Qwen2_5_VLVideoProcessor": _qwen2,
     "Qwen3VLVideoProcessor": _qwen3,
 }
-"""Samplers by the class of a checkpoint's video processor, as in vLLM."""
+"""Samplers by the class name of a checkpoint's video processor, as in vLLM."""

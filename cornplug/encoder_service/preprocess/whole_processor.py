@@ -1,7 +1,6 @@
-"""Processor of one modality, by a checkpoint's whole transformers processor, for families without their own
-module.
+"""Preprocessing of one modality with a checkpoint's whole transformers processor, for generic families.
 
-The modality's processor alone would lack arguments that the whole processor adds, such as a patch size.
+The modality's own processor would lack arguments that the whole processor adds, such as a patch size.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from cornplug.errors import CheckpointError, EncoderRefused, MediaError
 Inputs = Mapping[str, torch.Tensor]
 
 _TRIED: Final = (96, 64)
-"""Width and height in pixels of the image that a model is tested with when it is loaded."""
+"""Width and height in pixels of the image with which a model is tested when it is loaded."""
 _TRIED_S: Final = 1.3
 _TRIED_FRAMES: Final = 4
 _ARGUMENTS: Final[Mapping[Modality, str]] = {"image": "images", "video": "videos", "audio": "audio"}
@@ -44,7 +43,7 @@ _WORD: Final = "a"
 
 
 class WholeProcessor:
-    """Processor that makes a tower's inputs, by name, from one medium. Thread-safe.
+    """Processor that computes a tower's inputs from one medium. Thread-safe.
 
     Raises CheckpointError("bad_config") if the checkpoint has no processor that accepts a single medium.
     """
@@ -72,7 +71,7 @@ class WholeProcessor:
 
     @property
     def size(self) -> Any:
-        """Setting `size` of the image processor."""
+        """Value of the image processor's setting `size`, or None if it has no such setting."""
         return getattr(getattr(self._processor, "image_processor", self._processor), "size", None)
 
     @property
@@ -81,21 +80,21 @@ class WholeProcessor:
         return int(self._processor.feature_extractor.sampling_rate)
 
     def __call__(self, images: Any, return_tensors: str = "pt", **asked: Any) -> Inputs:
-        """Return the inputs of one image. Raises ValueError if the processor rejects it."""
+        """Return the tower's inputs for one image. Raises ValueError if the processor rejects the image."""
         try:
             return self._inputs(images, self._text, **asked)
         except REFUSALS as e:
             raise ValueError(f"{type(e).__name__}: {e}") from e
 
     def extract(self, samples: Samples) -> Inputs:
-        """Return the inputs of mono samples at `rate`. Raises MediaError("unprocessable") if the processor
-        rejects them.
+        """Return the tower's inputs for mono samples at `rate`. Raises MediaError("unprocessable") if the
+        processor rejects the samples.
         """
         return self._of_medium(lambda: self._inputs(samples, self._text, sampling_rate=self.rate))
 
     def of_video(self, video: VideoFrames) -> Inputs:
-        """Return the inputs of sampled frames. Raises MediaError("unprocessable") if the processor rejects
-        them.
+        """Return the tower's inputs for the sampled frames of a video. Raises MediaError("unprocessable") if
+        the processor rejects the frames.
         """
         frames = torch.from_numpy(video.frames).permute(0, 3, 1, 2)
         metadata = _metadata(video.source, video.indices)
@@ -104,9 +103,10 @@ class WholeProcessor:
         )
 
     def sample(self, source: VideoHeader, **asked: Any) -> Sequence[int]:
-        """Return the numbers of the frames that transformers' video processor samples.
+        """Return the numbers of the frames that transformers' video processor samples from a video.
 
-        Raises MediaError("unprocessable") if it cannot sample such a video.
+        `asked` contains the sampling options that the request sets. Raises MediaError("unprocessable") if the
+        processor cannot sample the video.
         """
         processor = self._processor.video_processor
         # Use the settings that the whole processor passes to its video processor in
@@ -131,8 +131,10 @@ class WholeProcessor:
             ) from e
 
     def _working_text(self, path: Path) -> str | None:
-        """Return the text that this processor needs with a medium: None if possible, or else a
-        placeholder.
+        """Return the text that must be passed to this processor with a medium, which contains a placeholder.
+        Returns None if no text is needed.
+
+        Raises CheckpointError if the processor does not work with any of the possible texts.
         """
         problems: list[str] = []
         for text in self._texts():
@@ -158,12 +160,11 @@ class WholeProcessor:
         for name in _PLACEHOLDERS[self._modality]:
             mark = getattr(self._processor, name, None)
             if isinstance(mark, str):
-                # Add a word, because the medium's rows cannot be recognised in a prompt that contains nothing
-                # else.
+                # Add a word, because the medium's rows cannot be recognised in a prompt without other tokens.
                 yield f"{mark}{_WORD}" if prompt else mark
 
     def of_trial(self) -> Inputs:
-        """Return the inputs of a test medium."""
+        """Return the tower's inputs for a test medium."""
         if self._modality == "audio":
             return self.extract(np.sin(np.arange(round(_TRIED_S * self.rate)) / 9, dtype=np.float32))
         image = Image.new("RGB", _TRIED, "gray")
@@ -186,16 +187,17 @@ class WholeProcessor:
 _NOT_SAMPLING: Final = frozenset(
     {"input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"}
 )
-"""Arguments of `BaseVideoProcessor.preprocess` that it does not pass on to `sample_frames`."""
+"""Arguments of transformers' `BaseVideoProcessor.preprocess` that are not passed on to `sample_frames`."""
 
 
 def check_encodes(loaded: LoadedModel, processor: WholeProcessor) -> None:
     """Encode a test medium, to check a model that cornplug's tests may not cover.
 
-    Raises CheckpointError("unknown_family") if that fails, or if the decoder cannot use the rows.
+    Raises CheckpointError("unknown_family") if this fails, or if the model's decoder could not use the
+    embedding.
     """
     if loaded.device.type == "meta":
-        return  # the replicas have the weights
+        return  # only the replicas have the weights
     name, wanted = loaded.served.name, loaded.projector.hidden_size
     try:
         made = processor.of_trial()
@@ -224,7 +226,7 @@ def _metadata(source: VideoHeader, indices: Sequence[int] | None = None) -> Vide
 
 
 def _tensor(value: Any) -> torch.Tensor:
-    """Return the value as a tensor. Raises ValueError if it cannot be converted, like a list of images of
-    several sizes.
+    """Return the value as a tensor. Raises ValueError if it cannot be converted, for example a list of images
+    of different sizes.
     """
     return value if isinstance(value, torch.Tensor) else torch.tensor(value)

@@ -1,1 +1,1 @@
-"""Replicas: processes that run towers, one for each GPU."""
+"""Replicas: worker processes that run towers, one for each GPU."""

@@ -3,8 +3,8 @@
     control   OpenModels, LoadModel, DropModel ──>  <── ReplicaReady | ReplicaFailed
     a lane    RunBatch ──>  <── BatchDone | ReplicaFailed          and two memfds: inputs, outputs
 
-When the control socket closes, the other process ends. A memfd has no name, so only these two processes can
-open it, and it is freed when they end.
+A replica ends when its control socket closes. A memfd has no name, so only the service and the replica can
+open it, and it is freed when both have ended.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_FRAME_BYTES: Final = 256 << 20
 
 
 class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
-    """Location of a tensor in the lane's memfd."""
+    """Dtype, shape and location of a tensor in a lane's memfd."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -72,17 +72,18 @@ class ReplicaReady(msgspec.Struct, frozen=True, tag="ready"):
     identities: tuple[bytes, ...]
     """Identities of the loaded models."""
     problem: str = ""
-    """Reason why a requested model is not loaded, or ""."""
+    """Reason why a requested model is not loaded, or "" if all are."""
 
 
 class ReplicaFailed(msgspec.Struct, frozen=True, tag="failed"):
     kind: Literal["checkpoint", "absent", "error"]
-    """Cause: "checkpoint" (cannot be loaded), "absent" (the replica does not have the model), or "error"."""
+    """Cause: "checkpoint" (no model could be loaded), "absent" (the replica does not have the model of a
+    batch), or "error" (another exception)."""
     message: str
 
 
 class MediumTensors(msgspec.Struct, frozen=True):
-    """Tensors of a `TowerItem`, and its cached features."""
+    """`TowerItem` whose tensors are in the lane's memfd, with its cached features or None."""
 
     tensors: tuple[SharedTensor, ...]
     tokens: int
@@ -124,7 +125,8 @@ def receive(sock: socket.socket, kind: Any) -> Any:
 
 
 class SharedBuffer:
-    """Growing memfd, as mapped by one side. One side writes and the other reads, in turns."""
+    """Growing memfd, as mapped by one of the two processes. One process writes and the other reads, in
+    turns."""
 
     def __init__(self, fd: int) -> None:
         self.fd: Final = fd
@@ -135,7 +137,8 @@ class SharedBuffer:
         return cls(os.memfd_create("cornplug-replica", os.MFD_CLOEXEC))
 
     def write(self, tensors: Sequence[torch.Tensor]) -> list[SharedTensor]:
-        """Write tensors of any device one after another, over the previous tensors."""
+        """Write tensors from any device one after another, and return their locations. Overwrites the
+        previous tensors."""
         rows: list[SharedTensor] = []
         end = 0
         for tensor in tensors:
@@ -149,12 +152,13 @@ class SharedBuffer:
         return rows
 
     def view(self, row: SharedTensor) -> torch.Tensor:
-        """Return the tensor without a copy. It is valid until the other side writes again."""
+        """Return the tensor at a location without a copy. It is valid until the next `write` by either
+        side."""
         count = math.prod(row.shape)
         if count == 0:
             return torch.empty(row.shape, dtype=row.torch_dtype)
         if self._map is None or len(self._map) < row.end:
-            # Tensors that use the old mapping keep it alive.
+            # Tensors that use the previous mapping keep it alive.
             self._map = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
         flat = torch.frombuffer(self._map, dtype=row.torch_dtype, count=count, offset=row.offset)
         return flat.reshape(row.shape)

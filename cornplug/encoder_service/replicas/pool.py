@@ -1,4 +1,4 @@
-"""Replicas of a service: choice of their devices, their start, and their metrics."""
+"""Pool of a service's replicas: devices, start, and metrics."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from cornplug.errors import CheckpointError, ConfigError
 
 
 class ReplicaMetrics(Collector):
-    """Collector of the replicas' series at `/metrics`."""
+    """Collector of the replicas' metrics for `/metrics`."""
 
     def __init__(self, replicas: Sequence[ReplicaExecutor]) -> None:
         self._replicas = replicas
 
     def collect(self) -> Iterator[Metric]:
-        """Return the current values. Called at each scrape."""
+        """Return the current values. prometheus_client calls it at each scrape."""
         ready = GaugeMetricFamily(
             "cornplug_encoder_replica_ready",
             "1 while the replica computes, else 0.",

@@ -1,4 +1,4 @@
-"""Process of a replica, on the service's side: its control socket and its lanes."""
+"""Handle of a replica's process in the service: its control socket and its lanes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from cornplug.errors import ReplicaLost
 START_S: Final = 900.0
 """Maximum time in seconds for loading a replica's models."""
 RUN_S: Final = 600.0
-"""Maximum time in seconds for one batch. No request waits longer."""
+"""Maximum seconds for one batch, because no request waits longer."""
 
 
 class WorkerChannel:
-    """Service's end of one lane: a socket pair and two memfds."""
+    """Service's end of one lane, which consists of a socket pair and two memfds."""
 
     def __init__(self) -> None:
         self._sock, self._child_end = socket.socketpair()
@@ -36,10 +36,11 @@ class WorkerChannel:
         self._child_end.close()
 
     def run(self, batch: EncodeBatch) -> tuple[BatchResult, int]:
-        """Return the result, and the number of towers that could not be compiled.
+        """Run a batch in the process. Return the result, and the number of towers that the process could not
+        compile.
 
-        Raises OSError if the process has ended, ReplicaLost if it does not have a model, and RuntimeError for
-        an error of the tower.
+        Raises OSError if the process has ended, ReplicaLost if it does not have a model of the batch, and
+        RuntimeError for an error of the tower.
         """
         tensors = [t for item in batch.items for t in item.tensors]
         kept = [f for f in batch.features if f is not None]
@@ -56,7 +57,7 @@ class WorkerChannel:
         answer: ipc.Computed = ipc.receive(self._sock, ipc.Computed)
         if isinstance(answer, ipc.ReplicaFailed):
             raise ReplicaLost(answer.message) if answer.kind == "absent" else RuntimeError(answer.message)
-        # Copied, because the next batch overwrites the memory.
+        # Copy the tensors, because the next batch overwrites the memory.
         result = BatchResult(
             embeddings=tuple(self._outputs.view(row).clone() for row in answer.embeddings),
             features={i: self._outputs.view(row).clone() for i, row in answer.features},
@@ -71,7 +72,7 @@ class WorkerChannel:
 
 
 class ReplicaProcess:
-    """Running process of a replica. It starts when the object is created."""
+    """Process of a replica. It is started when the object is created."""
 
     def __init__(self, lanes: int) -> None:
         self._control, child_end = socket.socketpair()
@@ -93,7 +94,7 @@ class ReplicaProcess:
             self.idle.put(channel)
 
     def ask(self, message: ipc.OpenModels | ipc.LoadModel | ipc.DropModel) -> ipc.FromReplica:
-        """Return the reply to a control message. Raises OSError if the process has ended or does not
+        """Send a control message and return the reply. Raises OSError if the process has ended or does not
         reply.
         """
         ipc.send(self._control, message)

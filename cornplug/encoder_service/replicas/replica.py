@@ -1,9 +1,9 @@
-"""Replica on the service's side: an executor that computes in another process, and restarts it.
+"""Executor that runs batches in another process, and restarts the process when it ends.
 
-    starting ─ReplicaReady─> ready ─the process ends, or hangs─> lost ─back-off─> starting
+    starting ─ReplicaReady─> ready ─the process ends, or hangs─> lost ─backoff─> starting
 
-When the process ends, its batches raise `ReplicaLost` immediately, and the dispatcher runs them on another
-replica.
+When the process ends, `run` raises `ReplicaLost` immediately for the batches in the process, and the
+dispatcher runs them on another replica.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from cornplug.errors import CheckpointError, ReplicaLost
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 30.0
 _STEADY_S: Final = 60.0
-"""Run time in seconds after which the pause before a restart is the shortest again."""
+"""Run time in seconds after which the pause before the next restart is reset to the shortest."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
-    """Start settings of all replicas of a service, except for the device."""
+    """Settings with which all replicas of a service start. Each replica has its own device."""
 
     dtype: str
     threads: int
@@ -43,16 +43,17 @@ class ReplicaSettings:
 
 
 class ReplicaExecutor:
-    """Executor in another process, which is restarted when it ends."""
+    """Executor that runs batches in another process, which is restarted when it ends."""
 
     def __init__(self, device: str, settings: ReplicaSettings) -> None:
         self.device: Final = device
         self.uncompiled = 0
         """Number of towers that the process could not compile."""
         self.problem = ""
-        """Reason why the replica is not ready, or ""."""
+        """Reason why the replica is not ready or lacks a model, or ""."""
         self.ends: Counter[str] = Counter()
-        """Number of unexpected ends of its process by reason: "died", "not_loaded", "not_started"."""
+        """Number of times that the process ended unexpectedly, by reason: "died", "not_loaded",
+        "not_started"."""
         self._settings = settings
         self._lock = threading.Lock()  # guards the control socket and the fields below
         self._models: dict[bytes, ipc.ModelSpec] = {}
@@ -70,12 +71,12 @@ class ReplicaExecutor:
 
     @property
     def pid(self) -> int | None:
-        """Process id, or None if no process runs."""
+        """Id of the process, or None if no process is running."""
         process = self._process
         return None if process is None else process.popen.pid
 
     def start(self, models: Sequence[LoadedModel]) -> None:
-        """Start loading the models, without waiting."""
+        """Start the process, which loads the models, without waiting for it."""
         self._models = {model.identity: model for model in map(_model, models)}
         self._supervisor.start()
 
@@ -104,7 +105,7 @@ class ReplicaExecutor:
         try:
             result, self.uncompiled = channel.run(batch)
         except OSError as e:
-            # This thread notices before the supervisor does. A process that only hangs must be killed.
+            # This thread may notice before the supervisor does. Kill the process, because it may only hang.
             self._ready.clear()
             process.popen.kill()
             raise ReplicaLost(f"replica on {self.device} was lost: {e}") from e
@@ -122,7 +123,7 @@ class ReplicaExecutor:
             if problem:
                 self._ask(ipc.DropModel(tuple(m.identity for m in new if m.identity not in self._models)))
                 raise CheckpointError(f"replica on {self.device}: {problem}", reason="replica")
-            # A process that is restarting loads them when it starts.
+            # A process that is not ready now loads these models when it starts.
             self._models |= {model.identity: model for model in new}
 
     def drop(self, models: Sequence[LoadedModel]) -> None:
@@ -140,14 +141,15 @@ class ReplicaExecutor:
             self._supervisor.join()
 
     def _ask(self, message: ipc.LoadModel | ipc.DropModel) -> ipc.FromReplica | None:
-        """Return the reply of the process, or None if there is no reply."""
+        """Send a control message to the process. Return the reply, or None if the process is not ready or
+        does not reply."""
         process = self._process
         if process is None or not self._ready.is_set():
             return None
         try:
             return process.ask(message)
         except OSError as e:
-            log.warning("replica on %s does not answer: %s", self.device, e)
+            log.warning("replica on %s does not reply: %s", self.device, e)
             self._ready.clear()
             process.popen.kill()
             return None
@@ -162,14 +164,14 @@ class ReplicaExecutor:
                 return
             steady = time.monotonic() - began > _STEADY_S
             pause_s = _FIRST_PAUSE_S if steady else min(2 * pause_s, _LONGEST_PAUSE_S)
-            log.error("replica on %s: %s; starting it again in %g s", self.device, self.problem, pause_s)
+            log.error("replica on %s: %s; restarting it in %g s", self.device, self.problem, pause_s)
             self.ends[reason] += 1
             self._closing.wait(pause_s)
 
     def _run_process(self) -> str:
-        """Start a process and wait for its end. Return the key of `ends` for it."""
+        """Start a process and wait until it ends. Return the reason why it ended, as a key of `ends`."""
         try:
-            # An extra lane, because an urgent batch runs between the layers of others.
+            # Create one extra lane for urgent batches, which run between the layers of other batches.
             process = ReplicaProcess(self.lanes + 1)
         except OSError as e:
             self.problem = f"cannot start a process: {e}"

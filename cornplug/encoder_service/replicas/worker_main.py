@@ -1,6 +1,7 @@
 """Main module of a replica's process, which loads towers and computes the batches of its lanes.
 
-`ReplicaProcess` starts it with the descriptors of `ipc`. It ends when its control socket closes.
+`ReplicaProcess` starts the process with the descriptors of its sockets and memfds (`ipc`). The process ends
+when its control socket closes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ log = logging.getLogger(__name__)
 
 
 class ReplicaModels:
-    """Loaded models by identity. Lanes read them while the control thread replaces them."""
+    """Loaded models by identity. Lanes may look up models while the control thread loads or removes
+    models."""
 
     def __init__(self, opened: ipc.OpenModels) -> None:
         self._place = WeightPlacement(
@@ -36,7 +38,8 @@ class ReplicaModels:
         self._loaded: dict[bytes, LoadedModel] = {}
 
     def load(self, models: Sequence[ipc.ModelSpec]) -> None:
-        """Load more models. Raises CheckpointError at the first model whose weights on disk have changed."""
+        """Load more models. Raises CheckpointError for the first model that cannot be loaded, or whose
+        weights on disk have changed."""
         for model in models:
             if model.identity in self._loaded:
                 continue
@@ -51,15 +54,16 @@ class ReplicaModels:
             self._loaded = {**self._loaded, model.identity: loaded}
 
     def drop(self, identities: Sequence[bytes]) -> None:
-        """Remove these models."""
+        """Remove the models with these identities."""
         self._loaded = {k: v for k, v in self._loaded.items() if k not in identities}
 
     def identities(self) -> tuple[bytes, ...]:
         return tuple(self._loaded)
 
     def get(self, identity: bytes) -> LoadedModel:
-        """Return the part of a model with this identity. Raises ReplicaLost if it is not loaded here, because
-        another replica may have it.
+        """Return the part of a model with this identity.
+
+        Raises ReplicaLost if this replica has not loaded the model, because another replica may have it.
         """
         parts = (part for loaded in self._loaded.values() for part in loaded.each())
         found = next((part for part in parts if part.identity == identity), None)
@@ -78,8 +82,9 @@ class WorkerLoop:
         self._inputs, self._outputs = ipc.SharedBuffer(fds[1]), ipc.SharedBuffer(fds[2])
 
     def serve(self) -> None:
-        """Run batches until the service disconnects, which ends this process."""
-        # A future holds any exception of a tower. It is sent to the service, and the lane continues.
+        """Run batches until the service disconnects."""
+        # Towers run in this pool, so that the future catches their exceptions. An exception is sent to the
+        # service, and the lane continues.
         with ThreadPoolExecutor(1, "cornplug-compute") as threads:
             while True:
                 run = ipc.receive(self._sock, ipc.RunBatch)
@@ -115,7 +120,7 @@ class WorkerLoop:
 
 def main(argv: Sequence[str]) -> None:
     """Run the process. `argv` has the control socket's descriptor, then three descriptors per lane."""
-    # Only the service decides when to stop, after draining. A terminal or supervisor signals all processes.
+    # A terminal or supervisor sends signals to all processes, but the service ends this one after draining.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -142,13 +147,14 @@ def _control(sock: socket.socket, fds: Sequence[int]) -> None:
             else:
                 ipc.send(sock, _loaded(models, message.models))
     finally:
-        # After any error the process ends, so that the service restarts it instead of waiting for it.
+        # End the process after any error, so that the service restarts it instead of waiting for a reply.
         os._exit(0)
 
 
 def _loaded(models: ReplicaModels, wanted: Sequence[ipc.ModelSpec]) -> ipc.ReplicaReady | ipc.ReplicaFailed:
-    """Load as many of the models as possible, because a replica without one of them still serves the
-    others.
+    """Load as many of the models as possible, because a replica can run batches even if a model is missing.
+
+    Returns ReplicaFailed if none of the models is loaded.
     """
     problems: list[str] = []
     with ThreadPoolExecutor(1) as threads:

@@ -1,1 +1,1 @@
-"""Order and admission of encode jobs, without torch or I/O."""
+"""Scheduling and admission of encode jobs. Uses neither torch nor I/O."""

@@ -1,11 +1,11 @@
-"""Admission: predicts when a request would be done, and rejects it immediately if that is past its deadline.
+"""Admission: predicts when a request would be done, and rejects it immediately if that is after its deadline.
 
-    seconds until done = rest of the running batches + batches that the fair queue serves first + its own
-    batch
+    seconds until done = rest of the running batches + batches that the fair queue serves first
+                         + the batch that contains the request
 
 `BatchLatencyModel` predicts the time of batches, `ArrivalRate` measures the load of each class, and
-`WeightedFairQueue` orders the queue. Every request is admitted before its tower was measured, and while the
-service is idle, so that a wrong measurement cannot keep a service empty.
+`WeightedFairQueue` orders the queue. Every request is admitted while its tower has not been measured, and
+while the service is idle, so that a wrong measurement cannot make an idle service reject everything.
 """
 
 from __future__ import annotations
@@ -29,29 +29,32 @@ from cornplug.encoder_service.scheduling.batcher import (
 from cornplug.qos import ServiceClass
 
 _FORGET: Final = 0.9
-"""Weight of the past at each new batch, so that about ten batches count."""
+"""Weight of earlier batches after each new batch, so that about ten batches count."""
 _WARM_UP: Final = 2
-"""Number of first batches, which allocate and compile. They count only until there are later batches."""
+"""Number of first batches whose measurements are discarded when a later batch is measured. The first batches
+allocate memory and compile code."""
 _SURPRISE: Final = 3.0
-"""A batch slower than this many times its prediction, and than this many usual batches, counts as this many.
-An outlier has little effect, and a tower that has become slow is followed within a few batches."""
+"""Limit for the time of one measured batch, as a multiple of its predicted time or of the mean time,
+whichever is larger. An outlier then has little effect, but the model follows a tower that has become slow
+within a few batches."""
 _FORGET_S: Final = 2.0
 _MIN_AGE_S: Final = 0.05
-"""Minimum time over which a rate is measured."""
+"""Minimum seconds over which an arrival rate is measured."""
 _HEADROOM: Final = 1.5
 _MIN_HEADROOM: Final = 1.05
 _MAX_HEADROOM: Final = 2.0
 _MISSED_STEP: Final = 0.15
 _KEPT_STEP: Final = 0.004
-"""Step sizes that balance when one prediction in 38 is too short."""
+"""Steps by which the headroom factor grows after a prediction that was too short, and shrinks after any other
+prediction. They balance when one prediction in 38 is too short."""
 _HIGH_HIT_RATE: Final = 0.2
 _HIT_RATE_STEP: Final = 0.05
 _MIN_RETRY_S: Final = 0.05
 _DEADLINE_FRACTION: Final = 0.25
-"""Maximum batch duration, as a fraction of the shortest recent deadline, because the next request of that
-class waits for the batch."""
+"""Maximum batch duration, as a fraction of the shortest recent deadline, because the next request with that
+deadline may have to wait for the batch."""
 _REMEMBER_S: Final = 10.0
-"""Time for which a deadline counts as recent."""
+"""Seconds for which a deadline counts as recent."""
 _UNMEASURED_S: Final = 1.0
 
 
@@ -92,15 +95,15 @@ class BatchLatencyModel:
         self._fit()
 
     def seconds(self, tokens: float) -> float:
-        """Return the predicted seconds of a batch with this number of tokens, 0 before the first
+        """Return the predicted seconds for a batch with this number of tokens, or 0 before the first
         observation."""
         return self.fixed_s + self.token_s * tokens
 
     def tokens_within(self, seconds: float) -> float:
-        """Return the maximum tokens of a batch that ends within `seconds`, or inf before the first
-        observation.
+        """Return the maximum number of tokens of a batch that takes at most `seconds`, or inf before the
+        first observation.
 
-        It is never so small that the fixed cost exceeds a fifth of the batch.
+        The number is never so small that the fixed cost exceeds a fifth of the batch's time.
         """
         if self.token_s <= 0:
             return float("inf")
@@ -108,7 +111,7 @@ class BatchLatencyModel:
 
     def _fit(self) -> None:
         spread = self._n * self._xx - self._x * self._x
-        # Batches of one size determine only the sum, so all of it is attributed to the tokens.
+        # If all batches have the same size, the terms cannot be separated. Attribute all time to the tokens.
         self.token_s = self._xy / self._xx
         self.fixed_s = 0.0
         if spread > 1e-3 * self._x * self._x:
@@ -121,25 +124,27 @@ class BatchLatencyModel:
 
 
 class ArrivalRate:
-    """Tokens per second of admitted requests by class, as an exponentially weighted mean. Not thread-safe."""
+    """Rate at which admitted requests of each class arrive, in tokens per second, as an exponentially
+    weighted mean. Not thread-safe."""
 
     def __init__(self) -> None:
         self._began_s: float | None = None
         self._counted: dict[ServiceClass, tuple[float, float]] = {}
-        """Tokens by class, decayed to the time at which they were last counted, and that time."""
+        """For each class, the decayed sum of tokens at the time of the last request, and that time."""
 
     def count(self, qos: ServiceClass, tokens: int, now_s: float) -> None:
-        """Count an admitted request."""
+        """Count an admitted request with this number of tokens."""
         if self._began_s is None:
             self._began_s = now_s
         self._counted[qos] = self._faded(qos, now_s) + tokens, now_s
 
     def tokens_a_second(self, now_s: float) -> dict[ServiceClass, float]:
-        """Return the rate of each class that has sent a request."""
+        """Return the rate in tokens per second of each class that has sent a request."""
         if self._began_s is None:
             return {}
         age_s = max(_MIN_AGE_S, now_s - self._began_s)
-        # The weights of a short past sum to less. Without normalization an early rate would be too small.
+        # Over a short time the weights sum to less than _FORGET_S. Without this, early rates would be too
+        # low.
         weight_s = _FORGET_S * -math.expm1(-age_s / _FORGET_S)
         return {qos: self._faded(qos, now_s) / weight_s for qos in self._counted}
 
@@ -155,12 +160,12 @@ class AdmissionRefusal:
     reason: Literal["overloaded", "over_share"]
     message: str
     retry_after_s: float
-    """Seconds until the request would be admitted if no other request arrived."""
+    """Predicted seconds until the request would be admitted if no other request arrives."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Probe:
-    """Hypothetical job, for predictions."""
+    """Hypothetical job for which a prediction is made."""
 
     qos: ServiceClass
     tower: object
@@ -171,7 +176,7 @@ class _Probe:
 
 
 class EncodeAdmission:
-    """Admission to one queue. Thread-safe."""
+    """Admission of requests to one queue. Thread-safe."""
 
     def __init__(
         self,
@@ -191,27 +196,30 @@ class EncodeAdmission:
         self._last: dict[ServiceClass | None, tuple[Callable[[], object | None], int, str]] = {}
         """Tower, tokens and app of the last admitted request by class, and of all classes (None)."""
         self._hit_rate = 0.0
-        """Share of the latest requests that were cached or joined another request's job."""
+        """Fraction of recent requests that were cached or joined another request's job."""
         self._headroom: dict[ServiceClass, float] = {}
-        """Factor by class that predictions are multiplied with before they are compared with a deadline,
-        because better classes arrive in bursts and threads wait for each other. It is learned from the
-        outcomes of earlier predictions."""
+        """Factor by which predictions are multiplied before they are compared with a deadline, by class.
+        Predictions are too short if better classes arrive in bursts or threads wait for each other. The
+        factor is learned from the outcomes of earlier predictions."""
         self._shortest_deadlines: dict[ServiceClass, tuple[float, float]] = {}
-        """Shortest deadline of recently admitted requests by class, and the time of that request."""
+        """For each class, the shortest deadline of recently admitted requests, and when it was admitted."""
 
     def computed(self, batch: Sequence[EncodeJob[Any]], seconds: float) -> None:
-        """Record that a batch left its executor after `seconds`. Cached features shorten a batch, so the time
-        per token reflects their share of the traffic."""
+        """Record that an executor ran a batch for `seconds`.
+
+        Media with cached features count with all their tokens, so the time per token reflects how often
+        features are cached.
+        """
         tokens = sum({job.feature_key: job.tokens for job in batch}.values())
         with self._lock:
             self._latency_models.setdefault(batch[0].tower, BatchLatencyModel()).observe(tokens, seconds)
 
     def answered(self, pending: PendingRequest, seconds: float) -> None:
-        """Record that an admitted request was answered or dropped `seconds` after it arrived."""
+        """Record that an admitted request got a reply or was dropped, `seconds` after it arrived."""
         if pending.predicted_answer_s is None:
             return
         with self._lock:
-            # Only predictions near the deadline show how close to it predictions may be.
+            # Learn only from predictions near the deadline, because only those decide about admission.
             headroom = self._headroom.get(pending.qos, _HEADROOM)
             if headroom * pending.predicted_answer_s > pending.request.deadline_s / 2:
                 moved = headroom + (
@@ -220,22 +228,24 @@ class EncodeAdmission:
                 self._headroom[pending.qos] = min(max(moved, _MIN_HEADROOM), _MAX_HEADROOM)
 
     def batch_token_limit(self, tower: object, deadline_s: float) -> float:
-        """Return the maximum tokens of a batch with a job of that deadline, while requests with shorter
-        deadlines keep arriving."""
+        """Return the maximum number of tokens of a batch that contains a job with this deadline.
+
+        Requests with shorter deadlines that arrived recently lower the limit.
+        """
         with self._lock:
             return self._batch_token_limit(tower, deadline_s)
 
     def is_long(self, batch: RunningBatch, deadline_s: float) -> bool:
         """Return whether a running batch delays a request with this deadline for longer than allowed.
 
-        Also True while its tower has not been measured.
+        Also returns True while the batch's tower has not been measured.
         """
         limit = self.batch_token_limit(batch.tower, deadline_s)
         elapsed_s = self._clock() - batch.begun_s
         return math.isinf(limit) or batch.tokens > limit or elapsed_s > _DEADLINE_FRACTION * deadline_s
 
     def refusal(self, job: EncodeJob[Any], batcher: Batcher[Any]) -> AdmissionRefusal | None:
-        """Return why `job` cannot be done in time, or None if it is admitted, which is then counted."""
+        """Return why `job` cannot be done in time, or None if it is admitted. An admitted job is counted."""
         now = self._clock()
         refusal, expected_s = self._evaluate(job, job.shortest_deadline_s, batcher, now)
         if refusal is None:
@@ -250,9 +260,10 @@ class EncodeAdmission:
     def precheck(
         self, qos: ServiceClass, deadline_s: float, batcher: Batcher[Any]
     ) -> AdmissionRefusal | None:
-        """Return the `refusal` of a medium like the last one of its class, before any work is done on it.
+        """Return why a new medium of this class must be refused before any work is done on it, or None.
 
-        Also None while many requests are cached or join others, which depends on the content.
+        Assumes that the medium resembles the last admitted medium of its class. Always returns None while
+        many requests are cached or join other requests' jobs, because this depends on the medium's content.
         """
         now = self._clock()
         with self._lock:
@@ -263,15 +274,15 @@ class EncodeAdmission:
         return self._evaluate(probe, deadline_s, batcher, now)[0]
 
     def record_cache_outcome(self, *, hit: bool) -> None:
-        """Record whether a request was answered from the store or joined another's job, and so needs no
-        tower."""
+        """Record whether a request needs no tower, because it was answered from the store or joined another
+        request's job."""
         with self._lock:
             self._hit_rate += _HIT_RATE_STEP * (hit - self._hit_rate)
 
     def _evaluate(
         self, job: QueuedJob, deadline_s: float, batcher: Batcher[Any], now: float
     ) -> tuple[AdmissionRefusal | None, float]:
-        """Return the refusal, if any, and the predicted seconds until the job would be done."""
+        """Return the refusal or None, and the predicted seconds until the job would be done."""
         ahead = batcher.ahead(job, self._demand(job.tower, now))
         busy = ahead.load.running or len(ahead.tokens_by_class) > 0
         expected_s = self._done_s(ahead, job, now)
@@ -284,7 +295,7 @@ class EncodeAdmission:
         over = own + job.tokens > job.qos.share * (all_waiting + job.tokens)
         refusal = AdmissionRefusal(
             reason="over_share" if over and own < all_waiting else "overloaded",
-            message=f"it would take {done_s:.3g} s, but the deadline is {deadline_s:.3g} s",
+            message=f"the request would take {done_s:.3g} s, but the deadline is {deadline_s:.3g} s",
             # Each second of waiting shortens `done_s` by the headroom.
             retry_after_s=max(_MIN_RETRY_S, expected_s - deadline_s * expected_s / done_s),
         )
@@ -296,12 +307,13 @@ class EncodeAdmission:
         return self._done_s(batcher.ahead(job, self._demand(job.tower, now)), job, now)
 
     def predicted_s(self, classes: Sequence[ServiceClass], batcher: Batcher[Any]) -> dict[str, float]:
-        """Return `done_s` of a medium like the last one of each class. 0 before the first medium."""
+        """Return the predicted seconds, by class, until a new medium would be done that is like the last
+        admitted medium of the class. 0 before the first medium."""
         probes = {qos.name: self._like_the_last(qos) for qos in classes}
         return {name: 0.0 if probe is None else self.done_s(probe, batcher) for name, probe in probes.items()}
 
     def predicted_of(self, qos: ServiceClass, batcher: Batcher[Any]) -> float:
-        """Return `predicted_s` of one class."""
+        """Return the prediction of `predicted_s` for one class."""
         return self.predicted_s([qos], batcher)[qos.name]
 
     def _like_the_last(self, qos: ServiceClass, due_s: float = math.inf) -> _Probe | None:
@@ -333,7 +345,7 @@ class EncodeAdmission:
             )
             own = self._latency_model(job.tower).seconds(max(job.tokens, fill))
         before = whole * ahead.tokens_until_served / sum(tokens for tokens, _ in ahead.load.waiting.values())
-        # A job is done with its batch, which may contain later jobs, but no later than all jobs.
+        # The job's batch may contain later jobs, but the job is done no later than all jobs in the queue.
         queue = min(before + own, max(whole, before))
         lanes = max(1, self._lanes())
         return (running + queue) / lanes + own * (1 - 1 / lanes)
@@ -352,7 +364,7 @@ class EncodeAdmission:
         return seconds
 
     def _batch_tokens(self, tokens: int, items: int) -> float:
-        """Return the tokens of a batch taken from a queue with this number of tokens."""
+        """Return the expected tokens of a batch from a queue with this number of tokens and items."""
         return max(1.0, min(tokens, self._max_tokens, self._max_items * tokens / items))
 
     def _batch_token_limit(self, tower: object, deadline_s: float) -> float:

@@ -1,10 +1,10 @@
-"""Forming of batches from the queue, in fair order. Smaller jobs fill the rest of a batch.
+"""Formation of batches from the queue, in fair order. Smaller jobs fill the rest of a batch.
 
     queue ─> by class and app, the earliest deadline first ─WeightedFairQueue─> a batch for one tower
 
-The first job is taken at any size. Others fill the remaining tokens, so that small jobs do not wait for a
-large one. A job that was passed over, as too large or for another tower, comes first in the next batch, so
-that no job starves.
+The first job is taken regardless of its size. Other jobs fill the remaining tokens, so that small jobs do not
+wait for a large job. If a job is passed over, because it is too large or for another tower, it is the first
+job of the next batch, so that no job starves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cornplug.qos import ServiceClass
 
 
 class QueuedJob(Protocol):
-    """Job that waits for a tower. Compared by object identity."""
+    """Job that waits for a tower. Jobs are compared by object identity."""
 
     feature_key: bytes
     tower: object
@@ -35,13 +35,13 @@ QueuesByApp = dict[ServiceClass, dict[str, list[JobT]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormedBatch(Generic[JobT]):
-    """Batch, and the job that it skipped."""
+    """Batch, and the first job that did not fit."""
 
     batch: list[JobT]
     tokens: int
-    """Tokens of the jobs with distinct features."""
+    """Number of tokens in the batch. Jobs with the same features count once."""
     passed_over: JobT | None
-    """Job whose turn it was but that did not fit. Pass it as `first` next time."""
+    """Job that was next in order but did not fit, or None. Pass it as `first` to form the next batch."""
 
 
 def form_batch(
@@ -52,9 +52,9 @@ def form_batch(
     limit: Callable[[JobT], float],
     first: JobT | None = None,
 ) -> FormedBatch[JobT]:
-    """Return a batch for one tower from `queue`, which is not empty, and charge it to `fair_queue`.
+    """Form a batch for one tower from `queue`, which must not be empty, and charge its jobs to `fair_queue`.
 
-    `limit` returns the maximum tokens of a batch that contains this job.
+    `limit` returns the maximum number of tokens of a batch that contains a given job.
     """
     queues = _queues_by_app(queue)
     fair_queue.set_backlogged({qos: apps.keys() for qos, apps in queues.items()})
@@ -91,7 +91,7 @@ def _accept_any(job: QueuedJob) -> bool:
 def _next_job(
     queues: QueuesByApp[JobT], fair_queue: WeightedFairQueue, fits: Callable[[JobT], bool]
 ) -> JobT | None:
-    """Return the next job in fair order among the jobs that fit."""
+    """Return the next job in fair order among the jobs that fit, or None."""
     heads = {qos: head for qos in queues if (head := _head(queues, qos, fair_queue, fits)) is not None}
     return heads[fair_queue.next_class({qos: head.tokens for qos, head in heads.items()})] if heads else None
 
@@ -106,8 +106,8 @@ def _queues_by_app(queue: Sequence[JobT]) -> QueuesByApp[JobT]:
 def _head(
     queues: QueuesByApp[JobT], qos: ServiceClass, fair_queue: WeightedFairQueue, fits: Callable[[JobT], bool]
 ) -> JobT | None:
-    """Return the class's next job that fits: apps take turns, and within an app the earliest deadline is
-    first."""
+    """Return the class's next job that fits, or None. Apps take turns, and within an app the job with the
+    earliest deadline is first."""
     apps = queues[qos]
     for app in sorted(apps, key=lambda a: (fair_queue.app_tag(qos, a), apps[a][0].due_s)):
         if (head := next(filter(fits, apps[app]), None)) is not None:
@@ -116,7 +116,8 @@ def _head(
 
 
 def _take_with_duplicates(queues: QueuesByApp[JobT], chosen: JobT) -> list[JobT]:
-    """Remove `chosen` from the queues, with all jobs that have the same features, which cost nothing more."""
+    """Remove `chosen` from the queues, and all jobs with the same features, because they add no work. Return
+    the removed jobs."""
     out = [chosen]
     for qos, apps in list(queues.items()):
         for app, waiting in list(apps.items()):

@@ -1,4 +1,5 @@
-"""Queue before the towers: joins duplicates, forms batches, drops late requests. No torch, no I/O.
+"""Queue of jobs for the towers: joins duplicates, forms batches, drops late requests. Uses neither torch nor
+I/O.
 
 submit ──join_or_add──> queue of EncodeJobs ──take──> a batch for one tower ──finish──> replies
                             │ same key: one job, several requests (also while it runs)
@@ -39,15 +40,15 @@ class RunningBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceLoad:
-    """Queue and running batches of a service. Media with equal features count once."""
+    """Queued jobs and running batches of a service. Jobs with equal features count once."""
 
     waiting: Mapping[object, tuple[int, int]]
-    """Tokens and media in the queue, by tower."""
+    """Number of tokens and of jobs in the queue, by tower."""
     running: Sequence[RunningBatch]
 
     @classmethod
     def of(cls, queue: Iterable[QueuedJob], running: Iterable[RunningBatch]) -> Self:
-        """Return the load. `running` may contain a batch several times."""
+        """Create the load from a queue and running batches. `running` may contain a batch several times."""
         waiting: dict[object, tuple[int, int]] = {}
         for job in _distinct(queue):
             tokens, items = waiting.get(job.tower, (0, 0))
@@ -57,13 +58,13 @@ class ServiceLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backlog:
-    """Load with one more job in the queue, and the position of that job."""
+    """Load of a service if one more job is queued, and the work ahead of that job."""
 
     load: ServiceLoad
     tokens_until_served: float
-    """Tokens served until the job is done, including its own."""
+    """Number of tokens that are served until the job is done, including the job's own tokens."""
     tokens_by_class: Mapping[ServiceClass, int]
-    """Tokens in the queue by class, without the job's own."""
+    """Number of tokens in the queue by class, without the job's own tokens."""
 
 
 def backlog_ahead(
@@ -83,7 +84,7 @@ def backlog_ahead(
             apps[job.app] = apps.get(job.app, 0) + job.tokens
         elif job.qos == new.qos and job.due_s <= new.due_s:
             own += job.tokens
-    # Apps take turns: while one is served, every other app is served as much.
+    # Apps take turns, so while one app's tokens are served, every other app gets as many tokens.
     own += sum(min(own, tokens) for tokens in apps.values())
     return Backlog(
         load=ServiceLoad.of((*queue, new), running),
@@ -98,29 +99,30 @@ def _distinct(queue: Iterable[QueuedJob]) -> Iterable[QueuedJob]:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PendingRequest:
-    """One request until its reply. Times are on the batcher's clock, in seconds."""
+    """Request that has no reply yet. Times are on the batcher's clock, in seconds."""
 
     request: EncodeRequest
     received_s: float
     qos: ServiceClass = ONE_CLASS
     inline: bool = False
-    """Whether the reply contains the tensor even if the store has it."""
+    """Whether the reply must contain the tensor even if the store has it."""
     account: str | None = None
-    """Account whose store quota the result counts against (`StoreQuota`)."""
+    """Account whose quota in the store the result counts against (`StoreQuota`), or None without a quota."""
     future: Future[Answer] = field(default_factory=Future)
     span: Span = INVALID_SPAN
     queued_s: float | None = None
-    """Time when it joined the queue, by `time.monotonic`. Set by the observer."""
+    """Time at which the request joined the queue, by `time.monotonic`. Set by the observer."""
 
     predicted_answer_s: float | None = None
-    """Seconds from receipt to reply, as predicted at admission."""
+    """Seconds from receipt to reply, as predicted at admission, or None without a prediction."""
 
     @property
     def due_s(self) -> float:
         return self.received_s + self.request.deadline_s
 
     def answer(self, answer: Answer) -> bool:
-        """Set the reply. Returns False if the caller has disconnected or already has a reply."""
+        """Send the reply to the caller. Returns False if the caller has disconnected or already has a
+        reply."""
         if self.future.done() or not self.future.set_running_or_notify_cancel():
             return False
         self.future.set_result(answer)
@@ -132,23 +134,23 @@ class EncodeJob(Generic[PayloadT]):
     """One embedding to compute, for all requests that wait for it."""
 
     key: tuple[bytes, bytes]
-    """(embedding key, model identity). Requests that agree in both share a job, even if their inputs
-    differ: two engines' processors may round one image differently, and a later request takes the entry
-    published under the key anyway."""
+    """(embedding key, model identity). Requests with equal values share a job, even if their inputs differ.
+    The processors of two engines may round an image differently, but a later request would use the entry that
+    is published under the key anyway."""
     feature_key: bytes
     """Key of the features. Jobs with the same key share one tower output."""
     tower: object
-    """Tower. Jobs with the same tower object may share a batch."""
+    """Tower that computes the features. Only jobs with the same tower object can share a batch."""
     tokens: int
     payload: PayloadT
     requests: list[PendingRequest]
     qos: ServiceClass = field(init=False)
-    """Best class among its requests. A duplicate of a better class raises the job."""
+    """Best class of `requests`. If a request of a better class joins, the job gets that class."""
     app: str = field(init=False)
     due_s: float = field(init=False)
-    """Earliest deadline of its requests, on the batcher's clock."""
+    """Earliest deadline of `requests`, on the batcher's clock."""
     shortest_deadline_s: float = field(init=False)
-    """Shortest relative deadline of its requests."""
+    """Shortest deadline of `requests`, in seconds from a request's receipt."""
 
     def __post_init__(self) -> None:
         self.update_order()
@@ -162,11 +164,7 @@ class EncodeJob(Generic[PayloadT]):
 
 
 class Batcher(Generic[PayloadT]):
-    """Queue and its batches. Thread-safe. `on_late` is called, outside the lock, for each request dropped as
-    late.
-
-    `batch_token_limit(tower, deadline_s)` limits a batch that contains a job with that deadline.
-    """
+    """Queue of jobs, from which batches are taken. Thread-safe."""
 
     def __init__(
         self,
@@ -182,8 +180,15 @@ class Batcher(Generic[PayloadT]):
         """Create an empty queue.
 
         Args:
-            has_urgent_lane: Whether a thread calls `take_urgent`, so that running jobs delay no better class.
-            is_long: Returns whether a running batch takes too long for a waiting job of that deadline (s).
+            max_items: Maximum number of jobs with distinct features in a batch.
+            max_tokens: Maximum number of tokens in a batch, unless its first job has more.
+            clock: Returns the time in seconds.
+            on_late: Called, outside the lock, with each request that is dropped because its deadline passed.
+            batch_token_limit: Returns the maximum number of tokens of a batch, given its tower and the
+                deadline in seconds of one of its jobs.
+            has_urgent_lane: Whether a thread calls `take_urgent`, so that running batches do not delay jobs
+                of better classes.
+            is_long: Returns whether a running batch delays a waiting job with this deadline (s) too long.
         """
         self._has_urgent_lane = has_urgent_lane
         self._is_long = is_long
@@ -206,7 +211,8 @@ class Batcher(Generic[PayloadT]):
             return key in self._in_flight
 
     def join_or_add(self, job: EncodeJob[PayloadT]) -> bool:
-        """Return True if its requests joined a queued or running job, False if the job was queued."""
+        """Add the job's requests to the queued or running job with the same key and return True. If there is
+        no such job, queue this job and return False."""
         with self._changed:
             other = self._in_flight.get(job.key)
             if other is not None:
@@ -219,7 +225,7 @@ class Batcher(Generic[PayloadT]):
             return False
 
     def take(self) -> list[EncodeJob[PayloadT]]:
-        """Return the next batch in fair order. Blocks until there is one. Returns [] when closed and
+        """Wait for jobs, and return the next batch in fair order. Returns [] if the queue is closed and
         empty."""
         while True:
             with self._changed:
@@ -236,16 +242,15 @@ class Batcher(Generic[PayloadT]):
                 return batch
 
     def take_urgent(self, lanes: int) -> EncodeJob[PayloadT] | None:
-        """Return the best queued job when all `lanes` run long batches of worse classes. Blocks. Returns None
-        when closed.
+        """Wait until all `lanes` run long batches of worse classes than a queued job, and return that job.
+        Returns None when the queue is closed.
 
-        It is for one lane in addition to `lanes`, so that a long job of a worse class never delays a better
-        class.
+        One additional lane calls this, so that a long job of a worse class never delays a better class.
         """
         while True:
             with self._changed:
                 while (urgent := self._most_urgent(lanes)) is None and not self._closed:
-                    # A running batch becomes long as time passes, without an event.
+                    # Poll, because a running batch becomes long as time passes, without an event.
                     self._changed.wait(_LOOK_S if self._queue else None)
                 if urgent is None:
                     return None
@@ -264,7 +269,8 @@ class Batcher(Generic[PayloadT]):
                 return found
 
     def remove(self, job: EncodeJob[PayloadT]) -> bool:
-        """Drop a queued job that no request waits for. Returns False if a batch already took it."""
+        """Remove a queued job for which no request waits. Returns False if the job is no longer in the
+        queue."""
         with self._changed:
             if job not in self._queue:
                 return False
@@ -273,7 +279,8 @@ class Batcher(Generic[PayloadT]):
             return True
 
     def raise_cost(self, job: EncodeJob[PayloadT], tokens: int) -> None:
-        """Charge a running job for more tokens. Its true cost is known only after its header is read."""
+        """Charge a running job for more tokens, because its actual cost is known only after its header was
+        read."""
         with self._changed:
             if (begun := self._running.get(job)) is None or tokens <= job.tokens:
                 return
@@ -282,25 +289,25 @@ class Batcher(Generic[PayloadT]):
             self._running[job] = RunningBatch(tower=begun.tower, tokens=tokens, begun_s=begun.begun_s)
 
     def finish(self, job: EncodeJob[PayloadT]) -> Sequence[PendingRequest]:
-        """Return the requests of a job that is done. Later requests with its key start a new job."""
+        """Remove a job that is done, and return its requests. Later requests with its key start a new job."""
         with self._changed:
             self._in_flight.pop(job.key, None)
             self._running.pop(job, None)
             return tuple(job.requests)
 
     def close(self) -> None:
-        """Accept no more work. `take` empties the queue and then returns []."""
+        """Close the queue. `take` still returns the queued jobs, and then []."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def queued(self) -> int:
-        """Return the number of jobs waiting for a batch."""
+        """Return the number of jobs that wait for a batch."""
         with self._changed:
             return len(self._queue)
 
     def queue(self) -> dict[str, tuple[int, int]]:
-        """Return (requests, tokens) waiting for a batch, by class."""
+        """Return the numbers of requests and of tokens that wait for a batch, by class."""
         with self._changed:
             waiting: dict[str, tuple[int, int]] = {}
             for job in self._queue:
@@ -309,7 +316,7 @@ class Batcher(Generic[PayloadT]):
             return waiting
 
     def ahead(self, new: QueuedJob, demand: Mapping[ServiceClass, float]) -> Backlog:
-        """Return the backlog ahead of `new` if it arrived now. For `demand`, see
+        """Return the backlog ahead of `new` if that job arrived now. For `demand`, see
         `WeightedFairQueue.tokens_until_served`."""
         with self._changed:
             queue, running = self._queue, list(self._running.values())
@@ -321,7 +328,7 @@ class Batcher(Generic[PayloadT]):
             return backlog_ahead(queue, running, self._fair_queue, new, demand)
 
     def load(self) -> ServiceLoad:
-        """Return the queue and the running batches."""
+        """Return the load of queued jobs and running batches."""
         with self._changed:
             return ServiceLoad.of(self._queue, self._running.values())
 

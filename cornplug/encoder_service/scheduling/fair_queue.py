@@ -1,14 +1,15 @@
-"""Weighted fair queueing of classes: shares first, the rest by priority, apps of one class in turn. No I/O.
+"""Weighted fair queueing of classes. Each class gets its share, the surplus goes to the classes with the
+highest priority, and the apps of a class take turns. Uses no I/O.
 
     share 0.5  ████████░░░░░░░░   guaranteed: by virtual time, the earliest finish of the eligible classes
     share 0.3  ░░░░░░░░█████░░░
     surplus    ░░░░░░░░░░░░░███   to the highest priority that has work; equal priorities by their shares
 
-The guarantee is that of WF2Q (Bennett and Zhang, "WF2Q: Worst-case Fair Weighted Fair Queueing", 1996) over
-tokens. A class is eligible while it has received less than its share since its queue was last empty. Of the
-eligible classes, the next is the one that would finish first at its own rate. Surplus service is not counted
-against it later, as in H-FSC (Stoica, Zhang and Ng, 1997). Apps of a class take turns by start tags (Goyal,
-Vin and Chen, "Start-time Fair Queueing", 1996).
+The guarantee is that of WF2Q (Bennett and Zhang, "WF2Q: Worst-case Fair Weighted Fair Queueing", 1996),
+measured in tokens. A class is eligible while it has received less than its share since its queue was last
+empty. The next eligible class to be served is the class whose job would finish first at the class's own rate.
+Surplus service is not counted against a class later, as in H-FSC (Stoica, Zhang and Ng, 1997). Apps of a
+class take turns by start tags (Goyal, Vin and Chen, "Start-time Fair Queueing", 1996).
 
 `QueueLimit` limits the number of waiting requests, with slots reserved for each class.
 """
@@ -28,16 +29,16 @@ if TYPE_CHECKING:
     from cornplug.encoder_service.scheduling.batcher import PendingRequest
 
 MAX_WAITING: Final = 256
-"""Maximum number of items in the queue. Beyond it, the service returns status 503."""
+"""Default maximum number of waiting requests. Further requests are refused."""
 QueueFull = tuple[Literal["over_share", "overloaded"], str]
-"""Reason and message of the refusal if there is no slot."""
+"""Reason and message with which a request is refused if no slot is free."""
 
 
 class QueueLimit:
-    """Admitted requests without a reply. Thread-safe.
+    """Limit on the number of admitted requests that have no reply yet. Thread-safe.
 
-    A class may use unreserved slots and its own slots, which are its share of all. Other classes cannot use
-    these.
+    Each class reserves its share of the slots, which other classes cannot use. It may use unreserved slots
+    too.
     """
 
     def __init__(self, classes: Sequence[ServiceClass], slots: int) -> None:
@@ -49,7 +50,8 @@ class QueueLimit:
         self._stopping = False
 
     def enter(self, pending: PendingRequest) -> QueueFull | None:
-        """Take a slot, or return why there is none. `leave` releases it."""
+        """Take a slot for a request and return None, or return why no slot is free. `leave` releases the
+        slot."""
         with self._changed:
             if self._stopping:
                 return "overloaded", "the service is stopping"
@@ -57,11 +59,11 @@ class QueueLimit:
                 max(0, own - self._held[qos]) for qos, own in self._reserved.items() if qos != pending.qos
             )
             if len(self._waits) + kept >= self.slots:
-                # The class's reserved slots are in use, or the request would have got one.
+                # The class uses all its reserved slots, because otherwise a slot would be free for it.
                 if len(self._waits) > self._held[pending.qos]:
                     return (
                         "over_share",
-                        f"{self._held[pending.qos]} requests of its class are already waiting",
+                        f"{self._held[pending.qos]} requests of this class are already waiting",
                     )
                 return "overloaded", f"{len(self._waits)} requests are already waiting"
             self._waits.add(pending)
@@ -69,7 +71,7 @@ class QueueLimit:
             return None
 
     def leave(self, pending: PendingRequest) -> None:
-        """Release the slot, because the request was answered or cancelled."""
+        """Release a request's slot, because the request got its reply or was cancelled."""
         with self._changed:
             if pending in self._waits:
                 self._waits.remove(pending)
@@ -77,14 +79,14 @@ class QueueLimit:
                 self._changed.notify_all()
 
     def drain(self, deadline_s: float) -> bool:
-        """Admit no more requests, and wait until all have left. Returns False if the deadline passes
-        first."""
+        """Stop admitting requests, and wait until all slots are released. Returns False if the deadline
+        passes first."""
         with self._changed:
             self._stopping = True
             return self._changed.wait_for(lambda: not self._waits, deadline_s)
 
     def identities(self) -> frozenset[bytes]:
-        """Return the identities of the models that the requests use."""
+        """Return the identities of the models that the waiting requests use."""
         with self._changed:
             return frozenset(pending.request.identity for pending in self._waits)
 
@@ -95,19 +97,20 @@ class QueueLimit:
 
 @dataclass(slots=True)
 class _ClassState:
-    """Tags of one class in tokens."""
+    """Scheduling tags of one class, in tokens. `apps` has the start tag of each app."""
 
     eligible_at: float = 0.0
-    """Tokens served to all classes at which the class becomes eligible for guaranteed service."""
+    """Value of `WeightedFairQueue._served` from which the class is eligible for guaranteed service."""
     surplus: float = 0.0
-    """Surplus tokens received, divided by the class's share."""
+    """Number of surplus tokens that the class has received, divided by its share."""
     virtual_time: float = 0.0
-    """Start tag of the app that was served last."""
+    """Largest start tag of an app that was served."""
     apps: dict[str, float] = field(default_factory=dict)
 
 
 class WeightedFairQueue:
-    """Tags of classes and apps. Not thread-safe: the batcher calls it under its lock."""
+    """Scheduler that decides which class and app is served next. Not thread-safe, so the batcher calls it
+    under a lock."""
 
     def __init__(self) -> None:
         self._served = 0.0
@@ -116,7 +119,8 @@ class WeightedFairQueue:
         self._backlogged: dict[ServiceClass, Collection[str]] = {}
 
     def set_backlogged(self, now: Mapping[ServiceClass, Collection[str]]) -> None:
-        """Set the classes and apps that have work. A class or app without work does not accumulate turns."""
+        """Set which classes and apps have queued work. A class or app does not accumulate turns while it has
+        no work."""
         for qos, apps in now.items():
             state = self._states.setdefault(qos, _ClassState())
             before = self._backlogged.get(qos, ())
@@ -126,16 +130,16 @@ class WeightedFairQueue:
             for app in apps:
                 if app not in before:
                     state.apps[app] = max(state.apps.get(app, 0.0), state.virtual_time)
-            # Apps without work keep their tag only while they are ahead of their share.
+            # An app without work keeps its tag only while it is ahead of its turn.
             state.apps = {a: tag for a, tag in state.apps.items() if a in apps or tag > state.virtual_time}
         self._backlogged = {qos: frozenset(apps) for qos, apps in now.items() if apps}
 
     def app_tag(self, qos: ServiceClass, app: str) -> float:
-        """Return the start tag of an app. The lowest tag of a class is served next."""
+        """Return the start tag of an app. The app of a class with the lowest tag is served next."""
         return self._states[qos].apps[app]
 
     def next_class(self, heads: Mapping[ServiceClass, int]) -> ServiceClass:
-        """Return the class to serve next. `heads` has the tokens that each class would be served."""
+        """Return the class to serve next. `heads` has the number of tokens of each class's next job."""
         eligible = [qos for qos in heads if self._states[qos].eligible_at <= self._served]
         if eligible:
             return min(
@@ -145,25 +149,26 @@ class WeightedFairQueue:
         return min(heads, key=lambda q: (-q.priority, self._states[q].surplus, q.name))
 
     def may_fill(self, qos: ServiceClass, batch_tokens: float) -> bool:
-        """Return whether the class may fill a batch whose next job did not fit.
+        """Return whether jobs of this class may fill a batch after a job that did not fit.
 
-        True unless another class is eligible and this one is `batch_tokens` or more ahead of its share.
+        True unless a class is eligible and this class is `batch_tokens` or more ahead of its share.
         """
         if not self._any_due():
             return True
         return (self._states[qos].eligible_at - self._served) * qos.share < batch_tokens
 
     def charge(self, qos: ServiceClass, app: str, tokens: int) -> None:
-        """Count tokens served to a class and an app."""
+        """Count tokens that were served to an app of a class."""
         state = self._states[qos]
-        # Filling a batch while another class is eligible uses that class's time: it counts as guaranteed.
+        # While another class is eligible, filling a batch uses that class's time, so it counts as guaranteed
+        # service.
         if state.eligible_at <= self._served or self._any_due():
             state.eligible_at += tokens / qos.share
         else:
             self._surplus = max(self._surplus, state.surplus)
             state.surplus += tokens / qos.share
         self._served += tokens
-        # The app may have no work left: a job's true cost is known only once it runs.
+        # The app may have no tag, because a running job's additional cost is charged when its queue is empty.
         start = state.apps.get(app, state.virtual_time)
         state.virtual_time = max(state.virtual_time, start)
         state.apps[app] = start + tokens
@@ -175,12 +180,12 @@ class WeightedFairQueue:
         others: Mapping[ServiceClass, float],
         demand: Mapping[ServiceClass, float],
     ) -> float:
-        """Return the tokens served to all classes until `own` tokens of class `qos` are served, in the order
-        of `next_class`.
+        """Return how many tokens of all classes are served until `own` tokens of class `qos` are served, in
+        the order of `next_class`.
 
-        `others` are the tokens in the queues of the other classes. `demand` is the arrival rate of each
-        class, as a fraction of the total service rate. This is a fluid model, exact to within one job of each
-        class.
+        `others` has the number of queued tokens of each other class. `demand` has the arrival rate of each
+        class, as a fraction of the total service rate. The result comes from a fluid model, which is exact to
+        within one job of each class.
         """
         left = {q: float(tokens) for q, tokens in others.items() if tokens > 0 and q != qos}
         left[qos] = own
@@ -199,7 +204,8 @@ class WeightedFairQueue:
         return any(self._states[qos].eligible_at <= self._served for qos in self._backlogged)
 
     def _owed_in(self, qos: ServiceClass) -> float:
-        """Return the tokens served to all classes until the class is eligible, 0 without work."""
+        """Return how many tokens of all classes are served until the class is eligible, or 0 if the class has
+        no work. The value is negative or 0 if the class is eligible now."""
         state = self._states.get(qos)
         return 0.0 if state is None or qos not in self._backlogged else state.eligible_at - self._served
 
@@ -209,9 +215,9 @@ def _rates(
     demand: Mapping[ServiceClass, float],
     eligible_at: Collection[ServiceClass],
 ) -> dict[ServiceClass, float]:
-    """Return the fractions by which the next tokens are divided among classes that have work."""
+    """Return the fraction of the next tokens that each class with queued work gets."""
     rates = {q: q.share if q in eligible_at else 0.0 for q in left}
-    # A class with an empty queue consumes its arrivals.
+    # A class with an empty queue uses as much service as its arrivals need.
     coming = {q: part for q, part in demand.items() if q not in left}
     free = 1.0 - math.fsum(rates.values()) - math.fsum(min(q.share, part) for q, part in coming.items())
     for priority in sorted({q.priority for q in (*left, *coming)}, reverse=True):

@@ -1,1 +1,1 @@
-"""SGLang's encoder-disaggregation protocol, served by the same encoder."""
+"""SGLang's encoder-disaggregation protocol, served by the same encoder service."""

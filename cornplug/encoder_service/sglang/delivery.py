@@ -1,7 +1,8 @@
-"""Delivery of embeddings to SGLang: checks receivers, matches them with parts, and sends.
+"""Delivery of embeddings to SGLang: checks receivers, matches them with the parts of requests, and sends the
+parts.
 
-Any client of the HTTP port can name a host and a port to send to. A receiver must therefore be the requesting
-host, or be in a network of `encoder.receivers`.
+Any client of the HTTP port can name a host and a port to which embeddings are sent. A receiver must therefore
+be the requesting host, or be in a network of `encoder.receivers`.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _MAX_WAITING: Final = 4096
-"""Maximum number of parts and receivers that wait in one group."""
+"""Maximum number of requests in one group that wait for a part or for receivers."""
 _MAX_GROUPS: Final = 256
 _OURS: Final = ("here", "deployment")
 _RESOLVE_S: Final = 2.0
 _LINGER_MS: Final = 5000
-"""Time in milliseconds that libzmq keeps sending queued messages after the socket is closed."""
+"""Milliseconds for which libzmq keeps sending queued messages after the socket is closed."""
 
 
 class ReceiverGuard:
-    """Check of the addresses that may receive embeddings. For one event loop."""
+    """Guard that checks the addresses that embeddings are sent to. Use it from one event loop."""
 
     def __init__(self, networks: Sequence[IPNetwork] = ()) -> None:
         self._networks = networks
@@ -42,9 +43,10 @@ class ReceiverGuard:
         self._names = ThreadPoolExecutor(2, "cornplug-names")
 
     async def endpoint(self, host: str, port: int, *, asked_by: str | None) -> str:
-        """Return the ZMQ endpoint of a receiver. It contains the checked address, not the name.
+        """Return the ZMQ endpoint of a receiver, with the checked address in place of the host's name.
 
-        Raises EncoderRefused("forbidden_receiver") if it has no address that is allowed.
+        `asked_by` is the address of the requesting host. Raises EncoderRefused("forbidden_receiver") if no
+        address of the host is allowed.
         """
         for address in await self._addresses(host):
             ip = _normal(address)
@@ -57,8 +59,9 @@ class ReceiverGuard:
         )
 
     def group(self, asked_by: str | None) -> str:
-        """Return the group in which parts and receivers are matched: one host, or the networks of
-        `encoder.receivers`.
+        """Return the group in which requests from this address are matched with receivers.
+
+        A group is one host, or all hosts in the networks of `encoder.receivers`.
         """
         ip = _normal(asked_by)
         if ip is None:
@@ -68,7 +71,7 @@ class ReceiverGuard:
         return _OURS[0] if _is_here(ip) else str(ip)
 
     def close(self) -> None:
-        """Stop name lookups."""
+        """Stop the threads that look up names."""
         self._names.shutdown(wait=False, cancel_futures=True)
 
     async def _addresses(self, host: str) -> Sequence[str]:
@@ -103,11 +106,10 @@ class _Waiting:
 
 
 class ReceiverRendezvous:
-    """Matching of parts with their receivers, in either order, within a group (`ReceiverGuard.group`). For
-    one event loop.
+    """Matches parts with their receivers, which arrive in either order. Use it from one event loop.
 
-    A client of another group cannot receive a part by its request id. Unmatched entries are dropped after
-    `forget_s`.
+    Parts and receivers match only within a group (`ReceiverGuard.group`), so a client of another group cannot
+    receive a part by its request id. Unmatched entries are dropped after `forget_s` seconds.
     """
 
     def __init__(self, *, forget_s: float) -> None:
@@ -115,7 +117,8 @@ class ReceiverRendezvous:
         self._groups: OrderedDict[str, OrderedDict[str, _Waiting]] = OrderedDict()
 
     def register(self, req_id: str, group: str, count: int, endpoint: str) -> None:
-        """Add one of `count` receivers of a part. Raises EncoderRefused if receivers disagree on `count`."""
+        """Add one of `count` receivers of a part. Raises EncoderRefused if another receiver of the part had a
+        different `count`."""
         waiting = self._entry(req_id, group)
         if waiting.count not in (None, count):
             raise EncoderRefused(
@@ -129,7 +132,8 @@ class ReceiverRendezvous:
             waiting.complete.set()
 
     async def receivers(self, req_id: str, group: str, *, deadline_s: float) -> Sequence[str]:
-        """Return all receivers of a part. Raises EncoderRefused("no_receiver") after the deadline."""
+        """Wait until all receivers of a part are registered, and return their endpoints. Raises
+        EncoderRefused("no_receiver") if the deadline passes first."""
         waiting = self._entry(req_id, group)
         try:
             await asyncio.wait_for(waiting.complete.wait(), deadline_s)
@@ -143,8 +147,8 @@ class ReceiverRendezvous:
         return waiting.endpoints
 
     def _entry(self, req_id: str, group: str) -> _Waiting:
-        """Return a request's entry. Each group has its own limit, so a flood from one host evicts only that
-        host's entries.
+        """Return the entry of a request, or create it. Each group has its own limit, so a flood from one host
+        evicts only the entries of that host.
         """
         now = time.monotonic()
         if group not in self._groups and len(self._groups) >= _MAX_GROUPS:
@@ -167,8 +171,8 @@ class ReceiverRendezvous:
 
 
 class ZmqSender:
-    """Sender of multipart messages. Each has its own connection, because a receiver's port is often used only
-    once.
+    """Sender of multipart messages. Each message gets its own connection, because a receiver's port is often
+    used only once.
     """
 
     def __init__(self) -> None:
@@ -179,7 +183,7 @@ class ZmqSender:
         connection.
         """
         sock = self._context.socket(zmq.PUSH)
-        # A message is queued only after a connection is established, so that a dead receiver is noticed.
+        # Queue the message only after a connection is established, so that a dead receiver is detected.
         sock.setsockopt(zmq.IMMEDIATE, 1)
         sock.setsockopt(zmq.IPV6, 1)
         try:
@@ -195,7 +199,7 @@ class ZmqSender:
         sock.close(linger=_LINGER_MS)
 
     def close(self) -> None:
-        """Close all connections. Messages in flight have `_LINGER_MS` to arrive."""
+        """Close all connections. Waits at most `_LINGER_MS` for messages in flight."""
         self._context.term()
 
 
@@ -209,7 +213,7 @@ def _normal(host: str | None) -> IPAddress | None:
 
 
 def _is_here(ip: IPAddress) -> bool:
-    """Return whether this host has the address: a socket can be bound to it."""
+    """Return whether the address belongs to this host, which is so if a socket can be bound to it."""
     if ip.is_loopback:
         return True
     family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET

@@ -1,23 +1,24 @@
-"""SGLang's `--language-only` servers are served on the same HTTP port with `--sglang`.
+"""Encoder for SGLang's `--language-only` servers, on the service's HTTP port. Enabled by `--sglang`.
 
     cornplug encoder --model MODEL --port 8750 --sglang
     python -m sglang.launch_server --model-path MODEL --language-only \\
         --encoder-urls http://HOST:8750 --encoder-transfer-backend zmq_to_scheduler
 
 If the service has several models, the URL selects one: http://HOST:8750/sglang/NAME. NAME is the hub id, or
-the last component of a folder. Both ZMQ backends of SGLang work. mooncake does not.
+the last component of a folder. Both ZMQ backends of SGLang are supported. mooncake is not.
 
     server ── POST encode {mm_items, req_id, part ...} ──> decode, tower or store, one part
            ── POST scheduler_receive_url {host:port} ──>   (zmq_to_scheduler: where to send)
-           <── ZMQ: header, rows ──                        then the answer to `encode`
+           <── ZMQ: header, rows ──                        then the reply to `encode`
 
-Images come as bytes in the request, as for `/v1/encode`: nothing is fetched, no file is read. A
-refusal is a status with {"message"}, which SGLang hands to its client. But the scheduler of a
-stock 0.5.23 dies of any encoder's error on a text prompt, with `zmq_to_scheduler`: without the
-plugin, which keeps it alive and encodes refused images in the server, use `zmq_to_tokenizer`.
+Images are sent as bytes in the request. The service fetches no URLs and reads no files for this protocol. A
+refusal is a reply with an error status and {"message"}, which SGLang forwards to its client. With
+`zmq_to_scheduler`, however, the scheduler of SGLang 0.5.23 crashes if an encoder returns an error for a text
+prompt. cornplug's plugin prevents the crash, and encodes refused images in the server. Without the plugin,
+use `zmq_to_tokenizer`.
 
-SGLang's protocol has no tenants. A server with cornplug's plugin adds its request's salt, and the proof that
-it has the secret; a stock server's embeddings are kept in the deployment's shared domain.
+SGLang's protocol has no tenants. A server with cornplug's plugin adds the request's salt, and a proof that
+the server has the secret. The embeddings of a server without the plugin have no salt.
 """
 
 from __future__ import annotations
@@ -61,17 +62,18 @@ if TYPE_CHECKING:
 
 _DECODING: Final = "sglang-0.5.23"
 _RELEASE: Final = _DECODING.removeprefix("sglang-")
-"""Release of SGLang whose protocol this server follows."""
+"""Release of SGLang whose protocol this server implements."""
 _FAMILIES: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
-"""Families that this release of SGLang runs with `--language-only` and whose rows fit its protocol."""
+"""Families that this release of SGLang supports with `--language-only` and whose embeddings fit its
+protocol."""
 _GRID: Final = "image_grid_thw"
 _AT_ONCE: Final = 2
-"""Maximum images of one part that are prepared concurrently."""
+"""Maximum number of images of one part that are prepared concurrently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EncodedImage:
-    """Encoded image of a part."""
+    """Embedding of one image of a part. `media` is the media digest."""
 
     grid: Sequence[int]
     media: bytes
@@ -79,7 +81,10 @@ class _EncodedImage:
 
 
 class SglangParts:
-    """Encoder of parts, which sends them to their receivers. For one event loop."""
+    """Encodes parts and sends them to their receivers. Use it from one event loop.
+
+    A part contains the images of a request that a server sends to one encoder.
+    """
 
     def __init__(
         self,
@@ -104,7 +109,7 @@ class SglangParts:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Context manager during which the sockets are open."""
+        """Keep the sockets open during the context."""
         self._sender = ZmqSender()
         try:
             yield
@@ -113,10 +118,10 @@ class SglangParts:
             self._guard.close()
 
     def verify_claims(self, part: wire.EncodePart, caller: QosCaller) -> wire.EncodePart:
-        """Return the part with the verified salt of each image.
+        """Check the salts of the part's images, and return the part with the salts to use.
 
-        Raises EncoderRefused("forbidden_salt") for a salt without proof that the caller may not set
-        (`access.salt_of`).
+        A salt without a valid proof is handled like the `cache_salt` of an HTTP request (`access.salt_of`).
+        Raises EncoderRefused("forbidden_salt") if the caller may not set it.
         """
 
         def of(item: wire.MediaItem) -> wire.MediaItem:
@@ -130,9 +135,9 @@ class SglangParts:
     async def encode(
         self, model: LoadedModel, part: wire.EncodePart, *, caller: QosCaller, asked_by: str | None
     ) -> None:
-        """Encode a part's images, and send their rows to its receivers.
+        """Encode a part's images, and send the embeddings to the part's receivers.
 
-        Raises EncoderRefused or MediaError, and then sends nothing.
+        Raises EncoderRefused or MediaError.
         """
         end = time.monotonic() + limited_deadline_s(self._timeout_s)
         known = None
@@ -153,7 +158,8 @@ class SglangParts:
     async def receive_at(
         self, receiver: wire.ReceiveAt, address: tuple[str, int], *, asked_by: str | None
     ) -> None:
-        """Add a receiver of a part. The part is sent to it once encoded. Raises EncoderRefused."""
+        """Add a receiver of a part. The part is sent to the receiver once it is encoded. Raises
+        EncoderRefused."""
         endpoint = await self._guard.endpoint(*address, asked_by=asked_by)
         group = self._guard.group(asked_by)
         self._rendezvous.register(receiver.req_id, group, receiver.receive_count, endpoint)
@@ -181,7 +187,7 @@ class SglangParts:
         caller: QosCaller,
         end: float,
     ) -> _EncodedImage:
-        """Return one encoded image. It is admitted like any other medium."""
+        """Encode one image. It is admitted like a medium of `/v1/encode`."""
 
         def read() -> MediumSource:
             return MediumSource(
@@ -214,8 +220,8 @@ class SglangParts:
             submitted = self._encoder.submit(
                 request, inputs=prepared.inputs, inline=True, caller=caller, budget_share=budget_share
             )
-            del prepared, request  # While the image waits for a tower, only the encoder holds its inputs.
-            # Cancelled with this task.
+            del prepared, request  # From here on, only the encoder needs the inputs.
+            # Cancelling this task cancels the future.
             return _EncodedImage(grid=grid, media=media, tensor=_tensor(await asyncio.wrap_future(submitted)))
 
     def _pack(
@@ -241,14 +247,15 @@ class SglangParts:
 
 
 def router(parts: SglangParts, encoder: EncoderCore, parser: BodyParser, audit: AuditLog) -> APIRouter:
-    """Return the routes, at the root and below /sglang/NAME. They are not in OpenAPI, because SGLang defines
-    them.
+    """Return the routes of the protocol, at the root and below /sglang/NAME.
+
+    They are not in `/openapi.json`, because SGLang defines them.
     """
     routes = APIRouter(include_in_schema=False)
 
     async def encode(request: Request, model: str | None = None) -> Response:
         try:
-            # SGLang's servers send no app header, so they count as the app of this name.
+            # SGLang's servers send no app header, so use this app for their requests.
             caller = encoder.classes.of_headers({APP_HEADER: SGLANG, **request.headers})
             part = parts.verify_claims(await parser.parse(request, wire.read_part, caller.qos), caller)
             named = model_named(encoder.registry, model)
@@ -280,8 +287,8 @@ def router(parts: SglangParts, encoder: EncoderCore, parser: BodyParser, audit: 
 
 
 def language_only_urls(served: Sequence[ServedModel], port: int) -> list[str]:
-    """Return URLs for SGLang's `--encoder-urls`, one per model for which SGLang in the model's dtype can
-    share embeddings.
+    """Return URLs for SGLang's `--encoder-urls`, one for each model that this release of SGLang supports in
+    the model's dtype.
     """
     models = [
         model for model in served if model.family in _FAMILIES & validated("sglang", _RELEASE, model.dtype)
@@ -292,7 +299,7 @@ def language_only_urls(served: Sequence[ServedModel], port: int) -> list[str]:
 
 
 def model_named(registry: ModelRegistry, name: str | None) -> LoadedModel:
-    """Return the model that a URL selects. None selects the only served model.
+    """Return the model that the NAME in a URL selects. Without a name, return the only served model.
 
     Raises EncoderRefused("unknown_model") with the available names.
     """

@@ -1,15 +1,15 @@
-"""SGLang's encoder protocol as bytes: requests of its language-only servers, and their embeddings.
+"""Messages of SGLang's encoder protocol: requests from its language-only servers, and embeddings for them.
 
-Requests are JSON, read strictly. An embedding goes to the server's ZMQ socket as two frames:
+Requests are JSON, and are validated strictly. An embedding is sent to the server's ZMQ socket as two frames:
 
-    header    a pickle, the only form that SGLang 0.5.23 reads there
-    payload   the rows, C-contiguous, little-endian
+    header    a pickle, because SGLang 0.5.23 reads no other format
+    payload   the embedding, C-contiguous, little-endian
 
-Nothing here reads a pickle, and Python's pickle module is not needed to write this one. It is a fixed
-sequence of opcodes of protocol 2 that makes one `EmbeddingData` with a dictionary of strings, integers and
-lists. It names three globals, all on the allow list of SGLang's unpickler
-(`sglang.srt.utils.common.SafeUnpickler`): the class, the modality and the dtype. SGLang ignores further
-entries of the dictionary.
+This module never reads a pickle, and writes the header without Python's pickle module. The header is a fixed
+sequence of opcodes of protocol 2 that creates one `EmbeddingData` with a dictionary of strings, integers and
+lists. It refers to three globals: the class, the modality and the dtype. All three are on the allow list of
+SGLang's unpickler (`sglang.srt.utils.common.SafeUnpickler`). SGLang ignores additional entries of the
+dictionary.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An image with its options of the request."""
+    """Image of a request, with its options."""
 
     url: str
     detail: str | None = None
-    """OpenAI's hint. It has no effect: the served families have one resolution."""
+    """Level of detail from OpenAI's API. It has no effect, because the served families have one
+    resolution."""
     content_hash: str | None = None
-    """A client's hash of the content. Unused: keys hold a digest of the pixels."""
+    """Hash of the content from the client. It is not used, because cache keys contain a digest of the
+    pixels."""
     cornplug_salt: str | None = None
     """The request's `cache_salt`, from a server with cornplug's plugin (`sglang_hooks/media/epd.py`)."""
     cornplug_salt_proof: str | None = None
-    """Proof of the salt (`signed_claims.salt_proof`), because only a server with the secret may set a
-    salt.
-    """
+    """Proof that the server has the secret (`signed_claims.salt_proof`), so that it may set a salt."""
 
 
 class EncodePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of POST /encode: encode these images and send their rows as one part."""
+    """Body of POST /encode, which requests to encode these images and send the embeddings as one part."""
 
     req_id: _RequestId
     modality: Literal["IMAGE", "VIDEO", "AUDIO"]
@@ -59,14 +59,14 @@ class EncodePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     part_idx: Annotated[int, msgspec.Meta(ge=0, lt=4096)]
     prefill_host: _Host | None = None
     embedding_port: _Port | None = None
-    """Port of the receiver. If None, receivers register themselves (`ReceiveAt`)."""
+    """Port of the receiver on `prefill_host`. If None, receivers register themselves (`ReceiveAt`)."""
     encoder_idx: int = 0
     encoder_url: str = ""
     time_stats_json: Any = None
 
 
 class ReceiveAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of POST /scheduler_receive_url: address of one of `receive_count` receivers of a part."""
+    """Body of POST /scheduler_receive_url, which registers one of `receive_count` receivers of a part."""
 
     req_id: _RequestId
     receive_url: Annotated[str, msgspec.Meta(min_length=3, max_length=260)]
@@ -115,11 +115,14 @@ def header(
     grid: Sequence[Sequence[int]],
     statement: SignedClaim,
 ) -> bytes:
-    """Return the first frame of an embedding.
+    """Return the first frame of the message that contains the embeddings of a part.
 
     Args:
+        part: Request that the message answers.
+        dtype: Dtype of the second frame.
         shape: (rows, hidden_size) of the second frame.
-        grid: (frames, height, width) in patches, one row per image.
+        grid: (frames, height, width) in patches for each image.
+        statement: Signed claim about the second frame.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")

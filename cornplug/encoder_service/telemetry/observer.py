@@ -1,4 +1,4 @@
-"""Events of a request, counted by `ServiceMetrics` and traced by `RequestTracing` in one call.
+"""Observer of a request's events, which updates `ServiceMetrics` and `RequestTracing` in one call.
 
 preprocessing ─> received ─> stage("prepare") ─> queued ─> computing(batch) ─> stage("publish") ─> answered
                           └───────────────────────── refused, or gone ──────────────────────────┘
@@ -20,7 +20,7 @@ from cornplug.encoder_service.telemetry.tracing import OFF, RequestTracing
 
 
 class RequestObserver:
-    """Receiver of request events. Thread-safe, never blocks, and never raises into its caller."""
+    """Observer of request events. Thread-safe. Methods never block and never raise."""
 
     def __init__(self, meters: ServiceMetrics, tracing: RequestTracing = OFF) -> None:
         self.meters = meters
@@ -41,11 +41,11 @@ class RequestObserver:
             )
 
     def preprocessing(self) -> AbstractContextManager[None]:
-        """Context manager around a medium's preprocessing, a child of the current span."""
+        """Return a context manager that records a medium's preprocessing, as a child of the current span."""
         return self._stage("preprocess", get_current_span())
 
     def stage(self, stage: Stage, pending: PendingRequest) -> AbstractContextManager[None]:
-        """Context manager around one stage of a request."""
+        """Return a context manager that records one stage of a request."""
         return self._stage(stage, pending.span)
 
     @contextmanager
@@ -58,14 +58,16 @@ class RequestObserver:
                 self.meters.stages.labels(stage).observe(time.monotonic() - began)
 
     def queued(self, pending: PendingRequest, tokens: int) -> None:
-        """Record that the request now waits for a batch."""
+        """Record that the request now waits for a batch. `tokens` is the number of tokens of its medium."""
         pending.queued_s = time.monotonic()
         pending.span.set_attribute("cornplug.tokens", tokens)
 
     @contextmanager
     def computing(self, jobs: Sequence[EncodeJob[Any]], tokens: Sequence[int]) -> Iterator[None]:
-        """Context manager around a batch, which ends the queue stage of its requests. `tokens` has an
-        entry for each medium that the tower runs for."""
+        """Record a batch for the duration of the context, and end the queue stage of its requests.
+
+        `tokens` has the number of tokens of each medium for which the tower runs.
+        """
         requests = [pending for job in jobs for pending in tuple(job.requests)]
         for pending in requests:
             self._waited(pending)
@@ -107,7 +109,7 @@ class RequestObserver:
             pending.span.end()
 
     def _waited(self, pending: PendingRequest) -> None:
-        # None if an earlier batch with this request failed.
+        # It is None if the queue stage has ended before, in an earlier batch that failed.
         queued_s, pending.queued_s = pending.queued_s, None
         if queued_s is None:
             return

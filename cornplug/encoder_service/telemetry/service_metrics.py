@@ -1,7 +1,7 @@
-"""Metrics of the service at `/metrics`, with all names in one place.
+"""Metrics of the service at `/metrics`.
 
-Labels are bounded: classes come from the configuration and reasons from the code. App names, which clients
-choose, get a separate series up to `APPS_MAX`; further names count as "other".
+The number of label values is bounded. Classes come from the configuration, and reasons from the code. Clients
+choose app names, so only the first `APPS_MAX` names get their own series. All other names count as "other".
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _ITEMS: Final = (1, 2, 4, 8, 16, 32, 64)
 _TOKENS: Final = (64, 256, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 
 Queue = Mapping[str, tuple[int, int]]
-"""Class -> (requests waiting for a batch, their tokens)."""
+"""Number of requests that wait, and their number of tokens, by class."""
 
 
 class BoundedLabels:
-    """Bounded label values from clients: `known` and the first `limit` values. All other values become
-    "other"."""
+    """Limit on the number of label values that clients choose. Values in `known` and further values, up to
+    `limit` in total, keep their name. All other values become "other"."""
 
     def __init__(self, limit: int, known: Iterable[str] = ()) -> None:
         self._limit = limit
@@ -50,7 +50,8 @@ class BoundedLabels:
 
 @dataclass(frozen=True, slots=True)
 class ServiceGauges:
-    """Current values of one service. They are read at each scrape and must not block."""
+    """Functions that return the current values of one service. They are called at each scrape and must not
+    block."""
 
     waiting: Callable[[], float]
     queue: Callable[[], Queue] = dict
@@ -59,11 +60,11 @@ class ServiceGauges:
     prepared_bytes: Callable[[], int] = lambda: 0
     models: Callable[[], Sequence[ServedModel]] = tuple
     executors: Callable[[], tuple[int, int]] = lambda: (1, 1)
-    """Number of executors that are ready, and of all executors."""
+    """Number of executors that are ready, and total number of executors."""
 
 
 class ServiceMetrics:
-    """Gauges and counters of one service, in a separate registry. Thread-safe."""
+    """Gauges, counters and histograms of one service, in a separate registry. Thread-safe."""
 
     def __init__(
         self,
@@ -136,7 +137,7 @@ class ServiceMetrics:
             ("reason",),
             registry=registry,
         )
-        # A rate needs a first value, so known series start at 0.
+        # Create these series with the value 0, because Prometheus' rate() needs a first value.
         for stage in STAGES:
             self.stages.labels(stage)
         for qos in self.classes:
@@ -152,7 +153,7 @@ class ServiceMetrics:
         self.refusals.labels(reason, qos).inc()
 
     def passed(self, items: int, tokens: int, seconds: float) -> None:
-        """Count one batch."""
+        """Count one batch of a tower."""
         self.batch_items.observe(items)
         self.batch_tokens.observe(tokens)
         self.tower_passes.inc(items)

@@ -2,15 +2,15 @@
 
     POST /v1/encode (server span, if HTTP)
     ├ cornplug.preprocess        decode, resize
-    └ cornplug.encode            one medium, from receipt to answer
+    └ cornplug.encode            one medium, from receipt to reply
         ├ cornplug.prepare       check the tower's inputs
         ├ cornplug.queue         wait for a batch
         ├ cornplug.tower         the batch: child of the first request, linked to all its requests
         │                        (cornplug.project if all features are cached)
         └ cornplug.publish       save in the store, reply
 
-Callers pass their trace in W3C headers or in `EncodeRequest.trace`. Without an SDK the API's no-op tracer is
-used. It records nothing, so no code has to check whether tracing is on.
+Callers pass their trace context in W3C headers or in `EncodeRequest.trace`. Without an SDK, the no-op tracer
+of the OpenTelemetry API is used. It records nothing, so no code has to check whether tracing is enabled.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class RequestTracing:
-    """Factory of spans, with one tracer. Thread-safe."""
+    """Factory of spans, which uses one tracer. Thread-safe."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -57,7 +57,8 @@ class RequestTracing:
 
     @contextmanager
     def child(self, parent: Span, name: str, also: Sequence[Span] = ()) -> Iterator[Span]:
-        """Run the block in a child span of `parent`, linked to `also` in both directions."""
+        """Yield a child span of `parent` for the duration of the context. It is linked to the spans in `also`
+        in both directions."""
         links = [Link(span.get_span_context()) for span in (parent, *also)] if also else None
         context = trace.set_span_in_context(parent)
         with self._tracer.start_as_current_span(name, context=context, links=links) as span:
@@ -66,7 +67,7 @@ class RequestTracing:
             yield span
 
     def past(self, parent: Span, name: str, *, began_ns: int, ended_ns: int) -> None:
-        """Record a finished span. Times are from `time.time_ns`."""
+        """Record a child span of `parent` that has already ended. Times are from `time.time_ns`."""
         context = trace.set_span_in_context(parent)
         self._tracer.start_span(name, context=context, start_time=began_ns).end(ended_ns)
 
@@ -78,7 +79,7 @@ OFF: Final = RequestTracing(NoOpTracer())
 
 
 class _Exported(RequestTracing):
-    """Tracing with spans sent to the collector that the standard OTEL_* variables configure."""
+    """Tracing that sends spans to the collector that the standard OTEL_* variables configure."""
 
     def __init__(self, exporter: str) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -93,17 +94,17 @@ class _Exported(RequestTracing):
         super().__init__(self._provider.get_tracer("cornplug", __version__))
 
     def close(self) -> None:
-        # The SDK waits 30 s for a collector that is down.
+        # Use a thread, because the SDK waits 30 s for a collector that is down.
         ending = threading.Thread(target=self._provider.shutdown, name="cornplug-trace-end", daemon=True)
         ending.start()
         ending.join(_FLUSH_S)
 
 
 def open_tracing(environ: Mapping[str, str] = os.environ) -> RequestTracing:
-    """Return tracing as configured by the OTEL_* variables: OFF without them, OFF with a warning without an
-    SDK.
+    """Return the tracing that the OTEL_* variables configure.
 
-    Under `opentelemetry-instrument`, its tracer provider is used.
+    Returns OFF if they are not set. Logs a warning and returns OFF if the SDK is not installed. Under
+    `opentelemetry-instrument`, the tracer provider of that command is used.
     """
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return OFF
@@ -129,7 +130,7 @@ def open_tracing(environ: Mapping[str, str] = os.environ) -> RequestTracing:
 
 
 class TraceRequests:
-    """ASGI middleware that wraps each encode request in a server span, which joins the caller's trace."""
+    """ASGI middleware that records a server span for each encode request, in the caller's trace."""
 
     def __init__(self, app: ASGIApp, tracing: RequestTracing) -> None:
         self._app = app
@@ -140,7 +141,7 @@ class TraceRequests:
             await self._app(scope, receive, send)
             return
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        # Not the path, which may contain a model's name: span names must have low cardinality.
+        # Do not use the path, because it may contain a model's name, and span names need low cardinality.
         route = "/v1/encode" if scope["path"] == "/v1/encode" else "/encode"
         span = self._tracing.request(trace_of(carrier), SpanKind.SERVER, f"{scope['method']} {route}")
 

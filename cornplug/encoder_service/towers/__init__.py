@@ -1,4 +1,5 @@
-"""Lookup of a family's `TowerArchitecture`: `ModelFamily.tower_class`, imported on first use."""
+"""Towers of all families. A family's `TowerArchitecture` (`ModelFamily.tower_class`) is imported on first
+use."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def architecture(family: ModelFamily, modalities: Sequence[Modality] = ()) -> TowerArchitecture:
-    """Return the architecture of this family's tower for these modalities, by default the first one."""
+    """Return the architecture of the family's tower for these modalities, by default for the first
+    modality."""
     module, _, name = family.tower_class.partition(":")
     found = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     if family.generic:
@@ -25,9 +27,10 @@ def architecture(family: ModelFamily, modalities: Sequence[Modality] = ()) -> To
 
 
 def feature_extractor(checkpoint: Checkpoint) -> LogMelFeatures:
-    """Return the feature extractor that computes this checkpoint's tower inputs from samples.
+    """Return the feature extractor that computes the inputs of this checkpoint's tower from audio samples.
 
-    Raises CheckpointError("bad_config") for a family without audio, or an unsupported feature extractor.
+    Raises CheckpointError("bad_config") if the family does not support audio, or the checkpoint's feature
+    extractor is not supported.
     """
     found = getattr(architecture(checkpoint.family), "feature_extractor", None)
     if found is None:

@@ -1,13 +1,13 @@
-"""Interface of every tower: validated inputs -> features -> embeddings.
+"""Common interface of all towers: validated inputs -> features -> embeddings.
 
     wire tensors ──prepare──> TowerItem ──encode──> features ──project──> embedding
                               (CPU)                 (rows, width)         (rows, hidden)
                                   └─ shared by models ─┘       └─ per model ─┘
 
-A family names its `TowerArchitecture` in `ModelFamily.tower_class`; several may share one.
+`ModelFamily.tower_class` names the `TowerArchitecture` of a family. Several families may share one.
 
-Modules are built on the meta device, and `fill_weights` reads only the tensors that they have. Neither an LLM
-nor unused layers take memory.
+Modules are created on the meta device, and `fill_weights` reads only the tensors that they contain. The LLM
+and unused layers therefore take no memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cornplug.identity import array_digest
 
 _NAMED = 5
 TowerInput: TypeAlias = WireTensor | torch.Tensor
-"""Input of a tower: bytes from another process, or a tensor that this process created."""
+"""Input of a tower: a tensor as bytes from another process, or a tensor that this process created."""
 
 
 def fill_weights(
@@ -41,11 +41,12 @@ def fill_weights(
     device: torch.device,
     unused: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Load every parameter of `module` from the location that `Checkpoint.locate` found.
+    """Load every parameter of `module` from the locations that `Checkpoint.locate` returned.
 
     Args:
-        located: normalised name -> (file, name in the file).
-        unused: names in the checkpoint that this module does not need (layers past the cut).
+        located: File and name in the file of each tensor, by normalised name.
+        unused: Returns whether a tensor in the checkpoint is not needed by this module (layers after the
+        cut).
 
     Raises CheckpointError: "bad_tensors" with the names of tensors that are missing, unknown, quantised or of
     another shape, or "unreadable" for a damaged file.
@@ -103,58 +104,61 @@ def _some(names: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerItem:
-    """One validated medium in the tower's dtype, on the CPU."""
+    """Validated inputs of one medium, in the tower's dtype, on the CPU."""
 
     tensors: tuple[torch.Tensor, ...]
     tokens: int
-    """Number of rows that attention processes, the unit of a batch's budget."""
+    """Number of rows that attention processes for this medium. The size of a batch is limited in tokens."""
     geometry: tuple[int, ...] = ()
     """Properties of the medium that the projector needs besides its features (tiles, image size)."""
     names_digest: bytes | None = None
-    """Digest of the tensors' names, if these differ between media of one tower."""
+    """Digest of the tensors' names, or None if all media of a tower have the same names."""
 
     @property
     def digests(self) -> tuple[bytes, ...]:
-        """`names_digest`, and `identity.array_digest` of each of `tensors`, for `identity.feature_key`.
+        """Digests that identify this item, for `identity.feature_key`: `names_digest`, if set, and
+        `identity.array_digest` of each tensor.
 
-        Every access computes them, which reads every byte. They are used only if features are shared.
+        Each access computes the digests, which reads all bytes of the tensors. They are needed only if
+        features are shared.
         """
         names = () if self.names_digest is None else (self.names_digest,)
         return (*names, *map(_digest_of, self.tensors))
 
 
 class Tower(Protocol):
-    """Weights up to the cut. Called by one thread only, except `prepare`.
+    """Part of the model up to the cut between tower and projector. Only one thread calls it, except
+    `prepare`.
 
-    Each replica process loads it from the checkpoint (`replicas.worker_main`).
+    Each replica process loads the tower from the checkpoint (`replicas.worker_main`).
     """
 
     def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
         """Validate one medium's inputs. Thread-safe.
 
-        The item may share the memory of the given tensors. Raises EncoderRefused("bad_input") that names a
-        field that is missing, unknown, not finite, or of the wrong dtype or shape.
+        The item may share the memory of tensors in `inputs`. Raises EncoderRefused("bad_input") with the name
+        of a field that is missing, unknown, not finite, or of the wrong dtype or shape.
         """
 
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        """Return each item's features, (rows, width), equal to those of the item alone."""
+        """Return each item's features, of shape (rows, width). They do not depend on the other items."""
 
 
 class Projector(Protocol):
-    """Weights after the cut."""
+    """Part of the model after the cut, which computes embeddings from features."""
 
     @property
     def hidden_size(self) -> int:
         """Width of an embedding row."""
 
     def project(self, features: Sequence[torch.Tensor], items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        """Return the embeddings, shape (rows, hidden_size) each, contiguous. `items` are the media of
-        `features`."""
+        """Return the embeddings, each contiguous and of shape (rows, hidden_size). `items` has the media that
+        `features` were computed from."""
 
 
 class TowerArchitecture(Protocol):
-    """Loader of the two parts of one family. Both methods raise CheckpointError, which names the missing or
-    surplus tensors."""
+    """Loader of a family's towers and projectors. Both methods raise CheckpointError with the names of
+    missing or unknown tensors."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Tower: ...

@@ -1,17 +1,17 @@
-"""transformers' own model of a checkpoint without its decoder, which is never allocated.
+"""Loader of transformers' own model for a checkpoint, without the decoder, which is never allocated.
 
     config.json ──transformers' class, on the meta device──> decoder, head, other modalities' tower replaced
                                                                  └─ filled with the tower's tensors only
-The state dict holds only the tensors that the tower's fingerprint counts. A tower that needs another one is
-refused, so that none changes a row without changing the key.
+Only the tensors that the tower's fingerprint covers are loaded. A tower that needs other tensors is refused,
+because a change of those tensors would change embeddings but not their keys.
 
 `DecoderRecorder` replaces the decoder. It ends the forward pass and returns the decoder's input:
 
     whole model's forward ──> token embeddings ──medium's rows put in──> decoder
                                    (a mark)                                 └─ raises DecoderReached(rows)
-The rows of a medium are therefore read where the decoder would read them, regardless of what the family's
-code does with them before. Token embeddings are a mark that no tower computes, so positions without it are
-the medium's.
+A medium's rows are therefore read at the decoder's input, after everything that the family's code does with
+them. All token embeddings have a value that no tower computes, so the positions with other values belong to
+the medium.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from cornplug.checkpoints.families.generic import NESTED, is_of_other
 from cornplug.errors import CheckpointError
 
 LEVELS: Final = "deepstack_visual_embeds"
-"""Argument of decoders that add outputs of several layers of the tower to their own first layers' outputs."""
+"""Name of a decoder's argument with outputs of several tower layers, which the decoder adds to the outputs of
+its own first layers."""
 _PLACES: Final = frozenset({"attention_mask", "position_ids"})
-"""Arguments that contain the positions of rows, not their content."""
+"""Names of a decoder's arguments that describe positions of rows, not their content."""
 REFUSALS: Final = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, OSError,
     RuntimeError, StrictDataclassError, TypeError, ValueError,
@@ -47,18 +48,18 @@ _NESTED_PREFIX: Final = f"{NESTED.removesuffix('_config')}."
 
 
 class DecoderReached(Exception):
-    """Raised where the decoder would begin, to end a model's forward pass."""
+    """Raised in place of running the decoder, to end a model's forward pass."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         super().__init__("the decoder was reached")
         self.rows = rows
-        """Rows of the medium in the prompt's order, (rows, width), with the deepstack levels concatenated in
-        the width.
+        """Rows of the medium, in the order of the prompt, of shape (rows, width). Deepstack levels are
+        concatenated along the width.
         """
 
 
 class TokenMark(nn.Module):
-    """Token embeddings that consist of the least finite value of their dtype."""
+    """Module that replaces token embeddings. All its values are the smallest finite value of the dtype."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -67,11 +68,11 @@ class TokenMark(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Weight like that of an embedding with any number of tokens. It takes no memory."""
+        """Weight of an embedding for up to 2**24 tokens. It is an expanded tensor that takes no memory."""
         return self._made(1).expand(1 << 24, self._width)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the mark for each token, shape (*ids.shape, width)."""
+        """Return the embedding of each token, of shape (*ids.shape, width)."""
         return self._made(*ids.shape, self._width, device=ids.device)
 
     def _made(self, *shape: int, device: torch.device | None = None) -> torch.Tensor:
@@ -79,10 +80,10 @@ class TokenMark(nn.Module):
 
 
 class DecoderRecorder(nn.Module):
-    """Replacement of a decoder, which raises `DecoderReached` when it is called.
+    """Module that replaces a decoder, and raises `DecoderReached` when it is called.
 
-    Raises CheckpointError("unknown_family") if the decoder needs more of a medium than rows in the prompt and
-    deepstack levels at the same positions.
+    Raises CheckpointError("unknown_family") if the decoder needs more data about a medium than rows in the
+    prompt and deepstack levels at the same positions.
     """
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
@@ -90,7 +91,7 @@ class DecoderRecorder(nn.Module):
         self.embed_tokens = TokenMark(width, dtype)
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the module of the mark."""
+        """Return the module that replaces the token embeddings."""
         return self.embed_tokens
 
     def get_decoder(self) -> nn.Module:
@@ -98,7 +99,8 @@ class DecoderRecorder(nn.Module):
         return self
 
     def get_per_layer_inputs(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing. A decoder uses this method to look up inputs for its tokens."""
+        """Do nothing. Some models call this method of their decoder to look up additional inputs of
+        tokens."""
 
     def forward(self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any) -> None:
         if inputs_embeds is None or inputs_embeds.shape[0] != 1:
@@ -107,7 +109,7 @@ class DecoderRecorder(nn.Module):
         more = [name for name, value in kwargs.items() if name not in _PLACES and any(_numbers(value))]
         if more:
             raise CheckpointError(
-                f"the decoder also needs {', '.join(more)} of a medium, not only its rows",
+                f"the decoder also needs {', '.join(more)} for a medium, not only rows",
                 reason="unknown_family",
             )
         marked = (inputs_embeds[0] == torch.finfo(inputs_embeds.dtype).min).all(-1)
@@ -126,14 +128,17 @@ class DecoderRecorder(nn.Module):
 
 
 class RemovedPart(nn.Module):
-    """Replacement of a part that this tower does not need. Calling it raises CheckpointError."""
+    """Module that replaces a part of the model that this tower does not need. Calling it raises
+    CheckpointError."""
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
-        raise CheckpointError("this tower needs a part of another modality", reason="unknown_family")
+        raise CheckpointError(
+            "this tower needs a part of the model for another modality", reason="unknown_family"
+        )
 
 
 def _numbers(value: Any) -> Iterator[bool]:
-    """Yield whether each tensor in a value is floating-point."""
+    """Yield, for each tensor in a nested value, whether it is floating-point."""
     if isinstance(value, torch.Tensor):
         yield value.is_floating_point()
     elif isinstance(value, Mapping):
@@ -143,9 +148,9 @@ def _numbers(value: Any) -> Iterator[bool]:
 
 
 def model_class(checkpoint: Checkpoint) -> tuple[type[transformers.PreTrainedModel], Any]:
-    """Return transformers' class for media and text of this checkpoint's model_type, and its config.
+    """Return transformers' multimodal class for this checkpoint's model_type, and the checkpoint's config.
 
-    Raises CheckpointError("unknown_family") if transformers has no such class, or
+    Raises CheckpointError("unknown_family") if transformers has no multimodal class for it, or
     CheckpointError("bad_config").
     """
     kind, path = checkpoint.family.name, checkpoint.path
@@ -175,10 +180,11 @@ def model_class(checkpoint: Checkpoint) -> tuple[type[transformers.PreTrainedMod
 def load(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, modality: Modality = "image"
 ) -> transformers.PreTrainedModel:
-    """Return the model with the tower of a modality, in eval mode. On the device "meta" it has no weights.
+    """Load the model with the tower of a modality, in eval mode. On the device "meta" it has no weights.
 
-    Raises CheckpointError as `model_class`, "unknown_family" if decoder and tower cannot be separated,
-    "bad_tensors" naming tensors that are missing, quantised or of another shape, or "unreadable".
+    Raises CheckpointError as `model_class` does, or "unknown_family" if decoder and tower cannot be
+    separated, "bad_tensors" with the names of tensors that are missing, quantised or of another shape, or
+    "unreadable".
     """
     found, config = model_class(checkpoint)
     hollow = _without_decoder(
@@ -186,7 +192,7 @@ def load(
     )
     transformers.logging.disable_progress_bar()  # the service logs each step itself
     config.quantization_config = None
-    del config.quantization_config  # for the decoder only: a quantised tower is rejected by its tensors
+    del config.quantization_config  # concerns only the decoder; `_tensors` rejects a quantised tower
     try:
         if device.type == "meta":
             with device:
@@ -196,10 +202,10 @@ def load(
             config=config,
             state_dict=_tensors(checkpoint, modality),
             dtype=dtype,
-            # Never the implementation in config.json, which may be a kernel from the hub.
+            # Do not use the implementation named in config.json, which may be a kernel from the hub.
             attn_implementation="sdpa" if found._supports_sdpa else "eager",
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below
+            ignore_mismatched_sizes=True,  # they are reported below
         )
     except REFUSALS as e:
         raise CheckpointError(
@@ -209,8 +215,8 @@ def load(
     if missing or info["mismatched_keys"]:
         wrong = [*missing, *(str(row) for row in sorted(info["mismatched_keys"]))]
         raise CheckpointError(
-            f"{checkpoint.path}: {found.__name__} needs {', '.join(map(str, wrong[:_NAMED]))}: absent, of "
-            "another shape, the decoder's, or another modality's",
+            f"{checkpoint.path}: {found.__name__} needs {', '.join(map(str, wrong[:_NAMED]))}, which are "
+            "missing, of another shape, or part of the decoder or of another modality",
             reason="bad_tensors",
         )
     return model.to(device).requires_grad_(False)
@@ -219,8 +225,8 @@ def load(
 def _without_decoder(
     found: type[transformers.PreTrainedModel], modality: Modality, recorder: Callable[[], DecoderRecorder]
 ) -> type[transformers.PreTrainedModel]:
-    """Return a subclass that removes decoder, head, and other modalities' towers directly after
-    construction."""
+    """Return a subclass whose constructor replaces the decoder, the head, and the towers of other
+    modalities."""
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         super(hollow, self).__init__(config, *args, **kwargs)
@@ -243,7 +249,7 @@ def _without_decoder(
         self.all_tied_weights_keys = {
             k: v for k, v in self.all_tied_weights_keys.items() if k in left and v in left
         }
-        # Tensors that the class may omit are initialised randomly, and no key would report it.
+        # Report all missing tensors. Otherwise the tensors in this set would be initialised randomly.
         self._keys_to_ignore_on_load_missing = set()
 
     hollow: type[transformers.PreTrainedModel] = type(
@@ -253,14 +259,14 @@ def _without_decoder(
 
 
 def _tensors(checkpoint: Checkpoint, modality: Modality) -> Mapping[str, torch.Tensor]:
-    """Return the tower's tensors by their names in the model that `NESTED` describes, or in the whole
-    model."""
+    """Return the tower's tensors by their names in transformers' model. If the checkpoint's config contains
+    `NESTED`, this is the nested model, and the prefix of the names is removed."""
     out: dict[str, torch.Tensor] = {}
     for file, name in checkpoint.locate("tower", modality).values():
         try:
             with safe_open(file, framework="pt") as stored:
-                # Copy to aligned memory, because on a CPU the last bits depend on the tensor's offset in the
-                # file.
+                # Copy to aligned memory, because on a CPU the last bits of results depend on the tensor's
+                # offset in the file.
                 tensor = stored.get_tensor(name).clone()
         except (OSError, SafetensorError) as e:
             raise CheckpointError(f"cannot read {file}: {e}", reason="unreadable") from e
@@ -273,7 +279,8 @@ def _tensors(checkpoint: Checkpoint, modality: Modality) -> Mapping[str, torch.T
 
 
 def hidden_size(checkpoint: Checkpoint, config: Any) -> int:
-    """Return the width of the decoder's rows. Raises CheckpointError("bad_config") if its config has none."""
+    """Return the width of the decoder's rows. Raises CheckpointError("bad_config") if the config does not
+    contain it."""
     try:
         return int(config.get_text_config(decoder=True).hidden_size)
     except REFUSALS as e:

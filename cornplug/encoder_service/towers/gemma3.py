@@ -1,4 +1,4 @@
-"""Gemma 3: SigLIP and a parameter-free average (the tower), then a norm and one matrix (the projector)."""
+"""Gemma 3. The tower is SigLIP with average pooling, and the projector is a norm and one matrix."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Gemma3:
 
 
 class Gemma3Projector:
-    """(rows, width) -> (rows, hidden_size)."""
+    """Projector: (rows, width) -> (rows, hidden_size)."""
 
     def __init__(self, projection: _Projection) -> None:
         self._projection = projection
@@ -53,7 +53,7 @@ class Gemma3Projector:
 
 
 class _PooledLayers(vit.VitLayers):
-    """(tiles, 3, side, side) -> (tiles, pooled rows, width)."""
+    """SigLIP's layers and average pooling: (tiles, 3, side, side) -> (tiles, pooled rows, width)."""
 
     def __init__(self, config: Gemma3Config) -> None:
         vision = config.vision_config

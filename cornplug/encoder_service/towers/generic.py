@@ -1,13 +1,14 @@
-"""Tower of every family without a module here: transformers' own model, with one medium at a time.
+"""Tower for families without their own module. It runs transformers' own model on one medium at a time.
 
     inputs ─┬─get_image_features, get_video_features──> pooler_output ─┬─> (rows, hidden_size)
             └─whole forward, with a prompt ──> DecoderRecorder ────────┘
 
-The first method is for families whose decoder, in transformers' code, uses these outputs unchanged. The
-second serves all others and all audio, with further steps between tower and decoder (masks, padding).
+The first method is used if the decoder, in transformers' code, uses these outputs unchanged. The second
+method is used for all other families and for audio, because they have further steps between tower and decoder
+(masks, padding).
 
-Tower and projector are one model, so the projector passes rows through. Media are not batched, because a
-batch may change an unknown tower's rows.
+The tower already computes the embedding, so the projector returns rows unchanged. Media are not batched,
+because batching may change the rows that an unknown tower computes.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from cornplug.errors import CheckpointError
 from cornplug.identity import digest
 
 PROMPT: Final = "input_ids"
-"""Name of the prompt input."""
+"""Name of the input that contains the prompt."""
 _MODALITIES: Final[tuple[Modality, ...]] = ("image", "video", "audio")
 _NAMES_VERSION: Final = "cornplug-tower-inputs-v1"
 _NUMBERS_A_TOKEN: Final = 3 * 14 * 14
-"""Values in a typical patch, to estimate the number of patches."""
+"""Number of values in a typical patch, to estimate the number of patches."""
 _ACCEPTED: Final = (*input_checks.FLOATS, *input_checks.INTEGERS, input_checks.BOOLEAN)
 
 
 class GenericArchitecture:
-    """Loader of any model_type that transformers has a class for."""
+    """Loader for any model_type for which transformers has a multimodal class."""
 
     def __init__(self, modalities: tuple[Modality, ...]) -> None:
         self._modalities = modalities
@@ -56,17 +57,17 @@ class GenericArchitecture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeMethod:
-    """One method to compute rows."""
+    """Method of a transformers model that computes the rows of a medium."""
 
     names: tuple[str, ...]
-    """Names of its inputs."""
+    """Names of the method's inputs."""
     needed: frozenset[str]
-    """Names of its required inputs."""
+    """Names of the method's required inputs."""
     rows: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 
     @property
     def takes_prompt(self) -> bool:
-        """Whether a prompt is among its inputs."""
+        """Whether the method requires a prompt that contains the medium."""
         return PROMPT in self.needed
 
 
@@ -76,10 +77,11 @@ class GenericTower:
     def __init__(
         self, model: Any, modalities: Sequence[Modality], *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Raises CheckpointError("unknown_family") if the model does not accept the first of `modalities`."""
+        """Create a tower. Raises CheckpointError("unknown_family") if the model does not accept the first of
+        `modalities`."""
         found: dict[Modality, EncodeMethod] = {}
-        # All modalities of the class, not only `modalities`, because another model with these weights may
-        # accept more.
+        # Support all modalities of the class, not only `modalities`, because another model with the same
+        # weights shares this tower, and may accept more modalities.
         for modality in _MODALITIES:
             try:
                 found[modality] = _encode_method(model, modality)
@@ -120,7 +122,7 @@ class GenericTower:
 
 
 class NoProjector:
-    """Projector for rows that are already embeddings."""
+    """Projector that returns the tower's rows unchanged, because they already are the embedding."""
 
     def __init__(self, hidden_size: int) -> None:
         self._hidden_size = hidden_size
@@ -134,14 +136,15 @@ class NoProjector:
 
 
 def _fit(method: EncodeMethod, inputs: Mapping[str, Any]) -> tuple[bool, int]:
-    """Return whether the inputs are sufficient for a method, and how many of them it uses."""
+    """Return whether the inputs are sufficient for a method, and how many inputs it would use."""
     return method.needed <= inputs.keys(), len(inputs.keys() & set(method.names))
 
 
 def _encode_method(model: Any, modality: Modality) -> EncodeMethod:
-    """Return `get_*_features` if the decoder uses its rows without changes, or else the whole forward pass.
+    """Return the model's `get_*_features` if the decoder uses its rows unchanged, or else the whole forward
+    pass.
 
-    Raises CheckpointError("unknown_family") if the model has no such features.
+    Raises CheckpointError("unknown_family") if the model has no `get_*_features` for the modality.
     """
     name = f"get_{modality}_features"
     owner, inputs = _named_inputs(model, name)
@@ -173,7 +176,11 @@ def _without_default(inputs: Mapping[str, inspect.Parameter]) -> frozenset[str]:
 
 
 def _named_inputs(model: Any, name: str) -> tuple[Any, dict[str, inspect.Parameter]]:
-    """Return the model or its inner model, whichever names the inputs of a method, and these inputs."""
+    """Return the model or its inner model, whichever has a method `name` with named parameters, and these
+    parameters.
+
+    Raises CheckpointError("unknown_family") if neither has.
+    """
     for owner in (model, model.base_model):
         method = getattr(owner, name, None)
         found = inspect.signature(method).parameters if method is not None else {}
@@ -184,7 +191,7 @@ def _named_inputs(model: Any, name: str) -> tuple[Any, dict[str, inspect.Paramet
 
 
 def rows_of(output: Any, name: str) -> torch.Tensor:
-    """Return the rows of one medium, (rows, width), from the output of the method `name`.
+    """Return the rows of one medium, of shape (rows, width), from the output of the method `name`.
 
     Raises CheckpointError("unknown_family") if the output has no rows.
     """
@@ -196,7 +203,7 @@ def rows_of(output: Any, name: str) -> torch.Tensor:
 
 
 def _deepstack_levels(found: type[Any], config: Any) -> int:
-    """Return the number of levels concatenated to a row of an image or video, as in the Qwen3-VL module."""
+    """Return the number of deepstack levels that are concatenated to each row, as in the Qwen3-VL module."""
     module = inspect.getmodule(found)
     if module is None or f"{LEVELS}=" not in inspect.getsource(module):
         return 0
@@ -204,10 +211,11 @@ def _deepstack_levels(found: type[Any], config: Any) -> int:
 
 
 def outputs_taken(model: Any, modality: Modality) -> set[str]:
-    """Return the outputs of `get_*_features` that a model's decoder uses, according to transformers' code.
+    """Return the names of the outputs of `get_*_features` that a model's decoder uses.
 
-    `forward` names each output that callers may pass in precomputed. The result is empty otherwise, as for
-    audio. Other outputs than "pooler_output" are rows of several layers, or not projected yet.
+    They are found in the source code of transformers' `forward`, which names each output that callers may
+    pass in precomputed. The result is empty if `forward` does not accept precomputed outputs, as for audio.
+    Outputs other than "pooler_output" are rows of several layers, or rows before the projector.
     """
     pattern = re.compile(rf'mm_encoder_outputs(?:\["{modality}"\]|\.get\("{modality}"\))\.(\w+)')
     taken: set[str] = set()

@@ -27,22 +27,24 @@ BOOLEAN: Final = "bool"
 
 
 def float_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype of a model. Raises ConfigError for any other than the known floating dtypes."""
+    """Return torch's dtype for a floating-point dtype name. Raises ConfigError for any other name."""
     if name not in FLOATS:
         raise ConfigError("--dtype", f"unknown dtype {name!r}", f"Set one of {', '.join(FLOATS)}.")
     return DTYPES[name]
 
 
 def bad_input(field: str, problem: str) -> EncoderRefused:
-    """Return the error for an input. Its message starts with the field."""
+    """Return the error for an invalid input. The message starts with the field's name."""
     return EncoderRefused(f"{field}: {problem}", reason="bad_input")
 
 
 def check_names(
     inputs: Mapping[str, TowerInput], wanted: Iterable[str], optional: Container[str] = ()
 ) -> None:
-    """Raise EncoderRefused("bad_input") unless exactly the wanted fields are present. `optional` may be
-    absent."""
+    """Check that exactly the wanted fields are present, except that fields in `optional` may be absent.
+
+    Raises EncoderRefused("bad_input").
+    """
     wanted = tuple(wanted)
     for name in wanted:
         if name not in inputs and name not in optional:
@@ -53,9 +55,9 @@ def check_names(
 
 
 def checked(field: str, value: TowerInput, accepted: tuple[str, ...]) -> torch.Tensor:
-    """Return the input as a tensor: a copy of a wire tensor's bytes, or this process's own tensor.
+    """Validate an input and return it as a tensor. The bytes of a `WireTensor` are copied.
 
-    Raises EncoderRefused("bad_input") for both kinds, as `from_wire` does.
+    Raises EncoderRefused("bad_input") as `from_wire` does.
     """
     if isinstance(value, WireTensor):
         return from_wire(field, value, accepted)
@@ -66,10 +68,10 @@ def checked(field: str, value: TowerInput, accepted: tuple[str, ...]) -> torch.T
 
 
 def from_wire(field: str, tensor: WireTensor, accepted: tuple[str, ...]) -> torch.Tensor:
-    """Return a torch tensor that owns its memory.
+    """Validate a wire tensor and return it as a torch tensor that owns its memory.
 
-    Raises EncoderRefused("bad_input") for another dtype, missing or non-positive dimensions, bytes that do
-    not fill the shape, NaN or infinity.
+    Raises EncoderRefused("bad_input") if the dtype is not accepted, dimensions are missing or not positive,
+    the bytes do not fill the shape, or a value is NaN or infinite.
     """
     _check_dtype(field, tensor.dtype, accepted)
     dtype = DTYPES[tensor.dtype]
@@ -80,9 +82,9 @@ def from_wire(field: str, tensor: WireTensor, accepted: tuple[str, ...]) -> torc
             field, f"{len(tensor.data)} bytes, but shape {tensor.shape} of {tensor.dtype} has {expected}"
         )
     if dtype == torch.bool:
-        # Bytes other than 0 and 1 would be invalid bools in torch.
+        # Convert the bytes, because bytes other than 0 and 1 would be invalid bools in torch.
         return torch.frombuffer(bytearray(tensor.data), dtype=torch.uint8).reshape(tensor.shape) != 0
-    # Copied, because torch must not write to, or outlive, the frame that contains these bytes.
+    # Copy the bytes, because the tensor may be written to and may outlive the frame that contains them.
     out = torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
     _check_finite(field, out)
     return out
@@ -101,22 +103,23 @@ def _check_shape(field: str, shape: tuple[int, ...]) -> None:
 def _check_finite(field: str, tensor: torch.Tensor) -> None:
     if not tensor.is_floating_point():
         return
-    # One pass without a temporary tensor. With a NaN, both results are NaN.
+    # aminmax needs one pass and no temporary tensor. If there is a NaN, both results are NaN.
     least, greatest = torch.aminmax(tensor)
     if not (math.isfinite(least) and math.isfinite(greatest)):
         raise bad_input(field, "has NaN or infinite values")
 
 
 def concat_on_device(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the rows of all parts, concatenated on the device.
+    """Return all parts concatenated on the device.
 
-    `InProcessExecutor` has already copied parts to CUDA through pinned memory, so they are not staged here.
+    For CUDA, `InProcessExecutor` has already copied the parts through pinned memory, so `to` does not copy.
     """
     return torch.cat([part.to(device) for part in parts])
 
 
 def from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor over these bytes, without a copy. Raises ValueError if they do not fill the shape."""
+    """Return a tensor that uses these bytes without a copy. Raises ValueError if they do not fill the
+    shape."""
     if len(data) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{len(data)} bytes do not fill {shape} of {dtype}")
     return torch.frombuffer(data, dtype=dtype).reshape(shape)

@@ -1,4 +1,5 @@
-"""InternVL: a ViT with 2x2 neighbours concatenated (the tower), then norm, linear, linear (the projector)."""
+"""InternVL. The tower is a ViT whose output concatenates 2x2 neighbours. The projector is a norm and two
+linear layers."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class InternVl:
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TileTower:
         config = InternVLConfig.from_dict(checkpoint.config)
         config.vision_config._attn_implementation = "sdpa"
-        # Used only in training with a mask. Its token is not loaded.
+        # The mask token is used only in training, so it is not loaded.
         config.vision_config.use_mask_token = False
         with torch.device("meta"):
             layers = _Layers(config)
@@ -41,7 +42,7 @@ class InternVl:
 
 
 class InternVlProjector:
-    """(rows, 4 * width) -> (rows, hidden_size)."""
+    """Projector: (rows, 4 * width) -> (rows, hidden_size)."""
 
     def __init__(
         self, linears: _NormAndLinears, *, activation: Callable[[torch.Tensor], torch.Tensor]
@@ -61,7 +62,8 @@ class InternVlProjector:
 
 
 class _Layers(nn.Module):
-    """(tiles, 3, side, side) -> (tiles, rows / 4, 4 * width). Attribute names are the checkpoint's."""
+    """Tower: (tiles, 3, side, side) -> (tiles, rows / 4, 4 * width). Attribute names are the checkpoint's
+    tensor names."""
 
     def __init__(self, config: InternVLConfig) -> None:
         super().__init__()
@@ -92,7 +94,7 @@ class _Layers(nn.Module):
         return self._folded(hidden[:, 1:])
 
     def _folded(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows with neighbours concatenated in the width, ordered as in transformers'
+        """Return the rows with neighbours concatenated along the width, in the order of transformers'
         `pixel_shuffle`."""
         fold = self._fold
         down, across = self.embeddings.patch_embeddings.patch_shape

@@ -1,7 +1,8 @@
-"""The LLaVA families: hidden states of CLIP or SigLIP, then linear, activation, linear.
+"""LLaVA families. The tower returns hidden states of CLIP or SigLIP. The projector is linear, activation,
+linear.
 
-LLaVA-NeXT and -OneVision assemble an image's projected tiles, remove the rows of its padding and end each
-line with a learned newline. All of this follows the projector.
+After projection, LLaVA-NeXT and LLaVA-OneVision assemble an image's tiles, remove the rows of the image's
+padding, and end each line with a learned newline.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class LlavaTiles:
 
 
 class LlavaProjector:
-    """(rows, width) -> (rows, hidden_size)."""
+    """Projector: (rows, width) -> (rows, hidden_size)."""
 
     def __init__(self, linears: _Linears, *, activation: Activation) -> None:
         self._linears = linears
@@ -83,16 +84,22 @@ class LlavaProjector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPacking:
-    """Conversion of an image's projected tiles to the LLM's rows: first the whole image, then line by
-    line."""
+    """Conversion of an image's projected tiles to rows for the LLM: first the rows of the downscaled whole
+    image, then the tiles line by line."""
 
     patches_a_side: int
     most_tiles: int | None
-    """Maximum number of tiles. An image with more patches than these tiles hold is downscaled."""
+    """Maximum number of tiles. An image with more patches than these tiles contain is downscaled. None means
+    no limit."""
 
     def __call__(self, rows: torch.Tensor, geometry: tuple[int, ...], newline: torch.Tensor) -> torch.Tensor:
-        """Return the rows of `rows` (tiles * side², hidden), `PinpointTiling`'s `geometry` and `newline`
-        (hidden,)."""
+        """Return the rows of an image.
+
+        Args:
+            rows: Projected rows of all tiles, of shape (tiles * side², hidden).
+            geometry: Geometry that `PinpointTiling` returned for the image.
+            newline: Row that ends each line, of shape (hidden,).
+        """
         tiles, down, across, height, width = geometry
         side = self.patches_a_side
         whole, parts = rows.split([side * side, (tiles - 1) * side * side])
@@ -116,7 +123,7 @@ class RowPacking:
 
 
 class TileProjector:
-    """(tiles * side², width) -> (rows of the image, hidden_size)."""
+    """Projector for images of several tiles: (tiles * side², width) -> (rows of the image, hidden_size)."""
 
     def __init__(self, linears: _LinearsAndNewline, packing: RowPacking, *, activation: Activation) -> None:
         self._rows = LlavaProjector(linears, activation=activation)

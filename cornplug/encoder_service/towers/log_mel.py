@@ -1,4 +1,5 @@
-"""Inputs of a Whisper tower from samples, computed as the engines call transformers' feature extractor."""
+"""Feature extraction for Whisper towers. Calls transformers' feature extractor in the same way as the
+engines."""
 
 from __future__ import annotations
 
@@ -17,18 +18,20 @@ Samples = npt.NDArray[np.float32]
 
 
 class LogMelFeatures(Protocol):
-    """Thread-safe feature extractor for audio."""
+    """Feature extractor for audio. Thread-safe."""
 
     @property
     def rate(self) -> int:
-        """Sampling rate of the samples for `extract`, in Hz."""
+        """Sampling rate in Hz that `extract` expects."""
 
     def extract(self, samples: Samples) -> Mapping[str, torch.Tensor]:
-        """Return the tower's inputs for mono samples. Raises MediaError("unprocessable")."""
+        """Return the tower's inputs for mono samples. Raises MediaError("unprocessable") if the audio is too
+        short or is rejected."""
 
 
 class PaddedLogMel:
-    """Features of Qwen2-Audio: padded with silence or truncated to 30 s (vLLM passes truncation=True)."""
+    """Feature extractor of Qwen2-Audio. It pads audio with silence, or truncates it, to 30 s (vLLM passes
+    truncation=True)."""
 
     def __init__(self, preprocessor: Mapping[str, Any]) -> None:
         self._extractor = whisper_extractor(preprocessor)
@@ -56,10 +59,11 @@ class PaddedLogMel:
 
 
 class ChunkedLogMel:
-    """Features of Ultravox: as long as the audio, in chunks of the tower's context.
+    """Feature extractor of Ultravox. The features are as long as the audio, in chunks of the tower's context.
 
-    Follows `UltravoxProcessor` of the hub (2025-02 and later), whose code is never run here. Audio is padded
-    to at least two whole hops, and chunks after the first with zeros.
+    It gives the same results as `UltravoxProcessor` on the hub (2025-02 and later), without running that
+    code. Audio is padded to at least two whole hops. If there are several chunks, the last chunk is padded
+    with zeros.
     """
 
     def __init__(self, preprocessor: Mapping[str, Any]) -> None:
@@ -92,13 +96,14 @@ class ChunkedLogMel:
 
 
 _MIN_FRAMES: Final = 3
-"""Fewer frames give no row after a convolution stride of two and a pooling."""
+"""Minimum number of frames. With fewer frames, no row is left after a convolution of stride two and a
+pooling."""
 
 
 def whisper_extractor(preprocessor: Mapping[str, Any]) -> Any:
-    """Return transformers' feature extractor for a checkpoint's JSON, as named in its identity.
+    """Return transformers' feature extractor with the settings in a checkpoint's preprocessor JSON.
 
-    Raises CheckpointError("bad_config") for another class.
+    Raises CheckpointError("bad_config") if the JSON names another class or is invalid.
     """
     kind = preprocessor.get("feature_extractor_type", "WhisperFeatureExtractor")
     if kind != "WhisperFeatureExtractor":

@@ -1,7 +1,8 @@
-"""Qwen2.5-VL: blocks with attention inside windows or inside whole frames, then Qwen2-VL's kind of merger.
+"""Qwen2.5-VL. The tower has blocks with attention inside windows or inside whole frames. The projector is a
+merger like that of Qwen2-VL.
 
-Rows are sorted by window once before the first block, and restored after the last. Blocks are transformers'
-own, except for attention (`varlen_attention`) and norms, which torch computes in one kernel.
+Rows are sorted by window before the first block, and sorted back after the last block. Blocks are
+transformers' own, except for attention (`varlen_attention`) and norms, which torch computes in one kernel.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Qwen25VlTower:
         order, lengths = self._windows(grids)
         windows = SegmentOffsets(lengths, self._device)
         whole = SegmentOffsets(frames(grids), self._device)
-        # From here on the patches of a window are contiguous. Each frame keeps its position.
+        # From here on the patches of a window are contiguous. The order of frames does not change.
         hidden = embed_patches(pixels, self._blocks.patch_embed.proj)[order.to(self._device)]
         cos_sin = self._rotary(hidden, get_vision_position_ids(grids, self._inputs.merge)[order])
         for number, block in enumerate(self._blocks.blocks):
@@ -96,16 +97,16 @@ class Qwen25VlTower:
         return list(hidden[back].split([item.tokens for item in items]))
 
     def _windows(self, grids: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """Return the order of all items' patches by window, and the number of patches of each window.
+        """Return the order that sorts all items' patches by window, and the number of patches of each window.
 
-        Within a frame, whole windows come first and then windows cut at an edge, so that windows of one size
-        are adjacent.
+        Within a frame, whole windows come before windows that are cut at an edge, so that windows of equal
+        size are adjacent.
         """
         merge = self._inputs.merge
         groups, ends = get_vision_window_index(
             grids, spatial_merge_size=merge, window_size=self._window_size, patch_size=self._patch_size
         )
-        # transformers counts groups of merge² patches, which stay together.
+        # transformers numbers groups of merge² patches. The patches of a group stay together.
         order = (groups[:, None] * merge**2 + torch.arange(merge**2)).reshape(-1)
         lengths = ends.diff()
         frame = torch.searchsorted(torch.tensor(frames(grids)).cumsum(0), ends[1:])
@@ -116,7 +117,7 @@ class Qwen25VlTower:
 
 
 class _Qwen25Blocks(nn.Module):
-    """Attribute names are the checkpoint's tensor names."""
+    """Blocks of the tower. Attribute names are the checkpoint's tensor names."""
 
     def __init__(self, config: Qwen2_5_VLVisionConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Qwen2-VL: native-resolution blocks (the tower), then the 2x2 merger (the projector).
+"""Qwen2-VL. The tower has blocks for media of any resolution, and the projector is the 2x2 merger.
 
 Images and videos of any size are concatenated in a batch without padding. Blocks are transformers' own,
 except for attention (`varlen_attention`).
@@ -89,7 +89,7 @@ class Qwen2VlTower:
 
 
 class Qwen2VlMerger:
-    """(patches, width) -> (patches / merge², hidden_size). Also used by Qwen2.5-VL."""
+    """Projector: (patches, width) -> (patches / merge², hidden_size). Also used by Qwen2.5-VL."""
 
     def __init__(self, merger: nn.Module, *, hidden_size: int, merge: int) -> None:
         self._merger = merger
@@ -109,7 +109,7 @@ class Qwen2VlMerger:
 
 
 class _Qwen2Blocks(nn.Module):
-    """Attribute names are the checkpoint's tensor names."""
+    """Blocks of the tower. Attribute names are the checkpoint's tensor names."""
 
     def __init__(self, config: Qwen2VLVisionConfig) -> None:
         super().__init__()

@@ -1,10 +1,11 @@
-"""Qwen3-VL: learned positions, blocks, and mergers for the last layer and some earlier layers (deepstack).
+"""Qwen3-VL. The tower has learned positions and blocks. The projector has mergers for the last layer and for
+some earlier layers (deepstack).
 
     features   (patches, width * (1 + levels)):  last layer | level 1 | level 2 | ...
     embedding  (rows, hidden * (1 + levels)):    merged, in the same order
 
-Embedding rows have vLLM's layout (Qwen3_VisionTransformer.forward, 0.32): the LLM adds the levels to its
-first layers. Blocks are transformers' own, except for attention (`varlen_attention`).
+Embedding rows have the layout of vLLM 0.32 (Qwen3_VisionTransformer.forward). The LLM adds the levels to the
+outputs of its first layers. Blocks are transformers' own, except for attention (`varlen_attention`).
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Qwen3VlTower:
 
 
 class Qwen3VlMergers:
-    """(patches, width * (1 + levels)) -> (patches / merge², hidden * (1 + levels))."""
+    """Projector: (patches, width * (1 + levels)) -> (patches / merge², hidden * (1 + levels))."""
 
     def __init__(self, mergers: _Mergers, config: Qwen3VLVisionConfig) -> None:
         self._mergers = mergers
@@ -116,7 +117,7 @@ class Qwen3VlMergers:
 
 
 class _Qwen3Blocks(nn.Module):
-    """Attribute names are the checkpoint's tensor names."""
+    """Blocks of the tower. Attribute names are the checkpoint's tensor names."""
 
     def __init__(self, config: Qwen3VLVisionConfig) -> None:
         super().__init__()
@@ -127,7 +128,8 @@ class _Qwen3Blocks(nn.Module):
             block.attn = PackedAttention(config.hidden_size, config.num_heads)
 
     def positions(self, grids: torch.Tensor, merge: int) -> torch.Tensor:
-        """Return the learned square table interpolated to each grid, (patches, width) in float32."""
+        """Return the learned square position table, interpolated to each grid: (patches, width) in
+        float32."""
         table = self.pos_embed.weight
         rows, shares = get_vision_interpolation_indices_and_weights(
             grids,
@@ -137,7 +139,8 @@ class _Qwen3Blocks(nn.Module):
             spatial_merge_size=merge,
         )
         rows, shares = rows.to(table.device), shares.to(table.device)
-        # Add neighbours one at a time, because (patches, 4, width) would be the largest tensor of the batch.
+        # Add the neighbours one at a time, because a tensor of (patches, 4, width) would be the largest of
+        # the batch.
         out = table[rows[:, 0]] * shares[:, :1]
         for neighbour in range(1, rows.shape[1]):
             out += table[rows[:, neighbour]] * shares[:, neighbour, None]
@@ -155,13 +158,13 @@ class _Mergers(nn.Module):
 
 
 def _merger_name(name: str) -> str:
-    """Return a merger's name in `_Mergers`. After the published prefixes, only the levels' mergers begin with
-    a number."""
+    """Return the name that a merger's tensor has in `_Mergers`. Without the published prefixes, only the
+    names of the levels' mergers begin with a number."""
     return f"deepstack.{name}" if name[0].isdigit() else f"last.{name}"
 
 
 def _vision_config(checkpoint: Checkpoint) -> Qwen3VLVisionConfig:
-    # The vision config is the same for the mixture of experts, whose config has another class.
+    # Mixture-of-experts checkpoints have another config class, but the same vision config.
     config = Qwen3VLConfig(
         vision_config={**(checkpoint.config.get("vision_config") or {}), "model_type": "qwen3_vl"}
     )

@@ -1,7 +1,7 @@
-"""Inputs of Qwen's towers: an image or a video as rows of patches, with its grid of (frames, height, width).
+"""Inputs of Qwen's towers: an image or a video as rows of patches, and its grid of (frames, height, width).
 
-Patches are ordered by frame. Within a frame, the 2x2 patches that form one row of the LLM are adjacent. A
-frame here is `temporal_patch_size` frames of the video. An image is one frame.
+Patches are ordered by frame. Within a frame, the 2x2 patches that are merged into one row for the LLM are
+adjacent. In a grid, a frame consists of `temporal_patch_size` frames of the video. An image is one frame.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _VIDEO: Final = ("pixel_values_videos", "video_grid_thw")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchInputs:
-    """Validation of one medium's patches. Thread-safe."""
+    """Validation of the patches of media. Thread-safe."""
 
     values: int
     """Number of values per patch: channels * temporal patch * height * width."""
     merge: int
-    """Patches per side that are merged into one row."""
+    """Number of patches per side of the square that is merged into one row."""
     dtype: torch.dtype
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype) -> PatchInputs:
-        """Return the validation for a tower with this vision config of transformers."""
+        """Create the validation for a tower with this transformers vision config."""
         values = config.in_channels * config.temporal_patch_size * config.patch_size**2
         return cls(values=values, merge=config.spatial_merge_size, dtype=dtype)
 
     def item(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
-        """Return the item of `pixel_values` (patches, values) and `image_grid_thw` (3,), or of a video's
-        equivalent fields.
+        """Validate one medium's inputs and return its item.
 
-        Raises EncoderRefused("bad_input").
+        The inputs are `pixel_values` (patches, values) and `image_grid_thw` (3,), or the equivalent fields of
+        a video. Raises EncoderRefused("bad_input").
         """
         names = _VIDEO if any(name in inputs for name in _VIDEO) else _IMAGE
         input_checks.check_names(inputs, names)
@@ -75,14 +75,15 @@ def pack_items(items: Sequence[TowerItem], device: torch.device) -> tuple[torch.
 
 
 def frames(grids: torch.Tensor) -> list[int]:
-    """Return the patches of each frame. Attention does not cross frames."""
+    """Return the number of patches of each frame. Attention does not cross frames."""
     return [height * width for t, height, width in grids.tolist() for _ in range(t)]
 
 
 def embed_patches(pixels: torch.Tensor, proj: nn.Conv3d) -> torch.Tensor:
-    """Return (patches, width): `proj` as one matmul, because its kernel covers exactly one patch.
+    """Apply the patch embedding `proj` as one matmul, and return (patches, width).
 
-    A convolution over thousands of single patches takes longer than a whole block.
+    The kernel of `proj` covers exactly one patch. A convolution over thousands of single patches would take
+    longer than a whole block.
     """
     return linear(pixels, proj.weight.flatten(1), proj.bias)
 
@@ -95,9 +96,11 @@ class RotaryTable(nn.Module):
         self._rotary = rotary
 
     def forward(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cosines and sines for (patches, 2) rows and columns: (patches, head_dim / 2), in float32
-        on `like`'s device."""
+        """Return the cosines and sines, each of shape (patches, head_dim / 2), in float32 on `like`'s device.
+
+        `positions` has the row and column of each patch, of shape (patches, 2).
+        """
         cos, sin = self._rotary(like, positions.to(like.device))
-        # transformers repeats them for the second half.
+        # transformers repeats the values for the second half.
         half = cos.shape[-1] // 2
         return cos[:, :half], sin[:, :half]

@@ -1,4 +1,4 @@
-"""Towers over square tiles. An image is one or several tiles, and the tiles of a batch are concatenated.
+"""Tower for images that consist of one or several square tiles. The tiles of a batch are concatenated.
 
 pixel_values (tiles, 3, side, side) ──layers──> (tiles, rows, width) ──> (tiles * rows, width) per item
 """
@@ -19,11 +19,11 @@ _LONGEST_SIDE: Final = 1 << 24
 
 
 class TileLayers(Protocol):
-    """A module: (tiles, channels, height, width) -> (tiles, rows, width)."""
+    """Layers of a tower: (tiles, channels, height, width) -> (tiles, rows, width)."""
 
     @property
     def tile_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of a tile."""
+        """(channels, height, width) of a tile."""
 
     @property
     def positions(self) -> int:
@@ -33,14 +33,15 @@ class TileLayers(Protocol):
 
 
 class TilingRule(Protocol):
-    """Number of an image's tiles, and the geometry for its projector."""
+    """Rule that determines an image's number of tiles, and the geometry that the projector needs."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the tower's inputs."""
+        """Names of the tower's inputs under this rule."""
 
     def geometry(self, inputs: Mapping[str, TowerInput], tiles: int) -> tuple[int, ...]:
-        """Return (number of tiles to compute out of `tiles`, *values for the projector).
+        """Return the number of tiles to compute, out of `tiles`, followed by the values that the projector
+        needs.
 
         Raises EncoderRefused("bad_input").
         """
@@ -48,7 +49,7 @@ class TilingRule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AnyTiles:
-    """All tiles of the input, up to `most`."""
+    """Rule that uses all tiles of the input, and rejects an input with more than `most` tiles."""
 
     most: int | None = None
     names: tuple[str, ...] = ("pixel_values",)
@@ -63,13 +64,14 @@ class AnyTiles:
 
 @dataclass(frozen=True, slots=True)
 class PinpointTiling:
-    """The whole image, then tiles of the best of several resolutions: (tiles, down, across, height, width).
+    """Rule for inputs with one tile for the whole image, then the tiles of the best of several resolutions.
 
-    The input may end with empty tiles, because processors pad to the longest image of a batch.
+    The geometry is (tiles, down, across, height, width). The input may end with empty tiles, because
+    processors pad all images of a batch to the largest number of tiles.
     """
 
     resolutions: tuple[tuple[int, int], ...]
-    """(height, width), both multiples of `side`."""
+    """Supported resolutions as (height, width), both multiples of `side`."""
     side: int
     names: tuple[str, ...] = ("pixel_values", "image_sizes")
 
@@ -128,5 +130,5 @@ class TileTower:
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
         pixels = input_checks.concat_on_device([item.tensors[0] for item in items], self._device)
         tiles = self._layers(pixels).split([len(item.tensors[0]) for item in items])
-        # A copy, so that a stored item does not keep its whole batch in memory.
+        # Copy each item, so that a cached item does not keep the tensor of its whole batch in memory.
         return [item.flatten(0, 1).clone() for item in tiles]

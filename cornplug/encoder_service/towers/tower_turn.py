@@ -1,11 +1,11 @@
-"""Scheduling of tower passes on one device. One pass runs at a time, and can pause or end between two layers.
+"""Scheduler of tower passes on one device. One pass runs at a time, and can pause or end between two layers.
 
-Without this, a pass over one huge image, which may take minutes, would block all others.
+Otherwise a pass for one huge image, which may take minutes, would block all other passes.
 
     pass of a worse class   layer layer ┆ ─ paused ─ ┆ layer layer          abandoned by all its callers: ends
     pass of a better class              ┆layer…layer ┆
 
-A paused pass continues before the next urgent pass if it has had less than its class's share of the time.
+A paused pass continues before the next urgent pass if it has run for less than its class's share of the time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _thread: Final = threading.local()
 
 
 class PassAbandoned(Exception):
-    """Raised to end a pass whose callers have all left."""
+    """Raised to end a pass because no caller waits for it any more."""
 
 
 def between_layers(*_: Any) -> None:
-    """Let this thread's pass pause or end. Forward pre-hook of a tower's layers.
+    """Allow this thread's pass to pause or end. Registered as a forward pre-hook of a tower's layers.
 
     Raises PassAbandoned.
     """
@@ -34,7 +34,7 @@ def between_layers(*_: Any) -> None:
 
 
 class TowerPass:
-    """One pass that is running or paused."""
+    """Running or paused pass of a tower."""
 
     def __init__(self, turn: TowerTurn, *, urgent: bool, share: float, abandoned: Callable[[], bool]) -> None:
         self._turn = turn
@@ -43,11 +43,11 @@ class TowerPass:
         self._began_s = turn.clock()
         self.urgent: Final = urgent
         self.paused_s = 0.0
-        """Seconds for which the pass was paused for others, or waited for a layer of the pass that it
-        overtook."""
+        """Seconds for which the pass was paused while urgent passes ran. For an urgent pass, the seconds for
+        which it waited until the current pass ended its layer."""
 
     def between_layers(self) -> None:
-        """Pause for an urgent pass. Raises PassAbandoned."""
+        """Pause while urgent passes run. Raises PassAbandoned if no caller waits for this pass any more."""
         if self._abandoned():
             raise PassAbandoned("no request waits for this pass")
         if not self.urgent:
@@ -55,13 +55,14 @@ class TowerPass:
 
     @property
     def is_owed(self) -> bool:
-        """Whether it has had less than its share of the time since it began."""
+        """Whether the pass has run for less than its share of the time since it began."""
         whole_s = self._turn.clock() - self._began_s
         return whole_s - self.paused_s < self._share * whole_s
 
 
 class TowerTurn:
-    """Turns of one device. Thread-safe. At most one urgent pass at a time may request a turn."""
+    """Scheduler of the passes on one device. Thread-safe. At most one urgent pass at a time may wait or
+    run."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock: Final = clock
@@ -69,16 +70,19 @@ class TowerTurn:
         self._busy = False
         self._paused = False
         self._granted = False
-        """Whether the paused pass has yielded and no urgent pass has begun since."""
+        """Whether a pass has paused for an urgent pass that has not begun yet."""
         self._urgent = 0
-        """Number of urgent passes that wait."""
+        """Number of urgent passes that wait for the device."""
 
     @contextmanager
     def taken(self, *, urgent: bool, share: float, abandoned: Callable[[], bool]) -> Iterator[TowerPass]:
-        """Run one pass on this thread as a context manager, after waiting for its turn.
+        """Wait for the device, and occupy it for a pass on this thread for the duration of the context.
 
-        An `urgent` pass overtakes waiting passes, and the running pass between two layers. `share` is its
-        share of the time while urgent passes run. `abandoned` returns whether no caller waits any more.
+        Args:
+            urgent: Whether this pass overtakes waiting passes, and pauses the running pass between two
+                layers.
+            share: Fraction of the time that this pass gets while urgent passes run.
+            abandoned: Returns whether no caller waits for this pass any more.
         """
         asked_s = self.clock()
         with self._changed:
@@ -99,7 +103,7 @@ class TowerTurn:
                 self._changed.notify_all()
 
     def give_way(self, current: TowerPass) -> None:
-        """Let urgent passes compute on their threads, and return when this pass continues."""
+        """Let waiting urgent passes run on their threads, and return when this pass may continue."""
         with self._changed:
             while self._urgent and not current.is_owed:
                 began_s = self.clock()

@@ -1,10 +1,11 @@
-"""Ultravox: Whisper's encoder on chunks of up to 30 s, and the projector that stacks their rows.
+"""Ultravox. The tower is Whisper's encoder on chunks of up to 30 s, and the projector stacks the chunks'
+rows.
 
     (chunks, bins, frames) ──encoder──> (chunks x rows, width) ──stack 8, SwiGLU──> (tokens, hidden)
 
-As in vLLM 0.32 (vllm/model_executor/models/ultravox.py), audio of one chunk has only the rows of its own
-frames, and the last stack is padded with zeros. In longer audio every chunk is padded to the tower's context.
-The padding attends to itself, and the last stack includes its first rows.
+As in vLLM 0.32 (vllm/model_executor/models/ultravox.py), audio that fits in one chunk has only the rows of
+its own frames, and the last stack is padded with zeros. In longer audio, every chunk is padded to the tower's
+context. The rows of the padding attend only to each other, and a chunk's last stack may include some of them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _RMS_EPS: Final = 1e-6
 
 
 class Ultravox:
-    """Loader of an Ultravox checkpoint, with the tower from its base checkpoint if it has one."""
+    """Loader of an Ultravox checkpoint. If the checkpoint has a base checkpoint, the tower is loaded from
+    it."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> UltravoxTower:
@@ -38,7 +40,7 @@ class Ultravox:
     @staticmethod
     def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> StackingProjector:
         spec = checkpoint.family.projector_spec(checkpoint.config)
-        # The LLM's width may be in yet another checkpoint, but the tensors also have it.
+        # The config with the LLM's width may be in another checkpoint, so use the shape of a tensor.
         out = checkpoint.shapes("projector").get("linear_2.weight", (0,))[0]
         with torch.device("meta"):
             module = _Projector(spec, out)
@@ -75,7 +77,7 @@ class UltravoxTower:
             )
         if len(lens) != chunks or not 1 <= int(lens.min()) <= int(lens.max()) <= frames:
             raise input_checks.bad_input("audio_lens", f"must have {chunks} lengths of 1 to {frames} frames")
-        if chunks == 1:  # an engine pads it to the length of its other audio
+        if chunks == 1:  # an engine pads a chunk to the length of the request's other audio
             frames = int(lens[0])
         mels = mels[:, :, :frames].to(self._dtype).contiguous()
         lens = lens.to(torch.int64)
@@ -100,7 +102,7 @@ class UltravoxTower:
 
 
 class StackingProjector:
-    """(chunks x rows, width) -> (tokens, hidden_size)."""
+    """Projector: (chunks x rows, width) -> (tokens, hidden_size)."""
 
     def __init__(self, module: _Projector, stack: int) -> None:
         self._module = module
@@ -118,7 +120,7 @@ class StackingProjector:
         return list(out.split([len(stack) for stack in stacks]))
 
     def _stacked(self, features: torch.Tensor, item: TowerItem) -> torch.Tensor:
-        """Return (tokens, width x stack) of one medium: the stacks that contain its own rows."""
+        """Return the stacks of one medium that contain rows of its audio: (tokens, width x stack)."""
         rows, *valid = item.geometry
         chunks = functional.pad(features.unflatten(0, (-1, rows)), (0, 0, 0, -rows % self._stack))
         stacks = chunks.unflatten(1, (-1, self._stack)).flatten(2)
@@ -126,7 +128,7 @@ class StackingProjector:
 
 
 class _Projector(nn.Module):
-    """Attribute names are the checkpoint's tensor names."""
+    """Layers of the projector. Attribute names are the checkpoint's tensor names."""
 
     def __init__(self, spec: Mapping[str, Any], out: int) -> None:
         super().__init__()
@@ -161,5 +163,5 @@ class _Projector(nn.Module):
 
 
 def _rows(frames: int) -> int:
-    """Return the rows after the convolution of stride two."""
+    """Return the number of rows after the convolution of stride two."""
     return (frames - 1) // 2 + 1

@@ -4,8 +4,8 @@
     on CUDA, half precision                 one call of a variable-length kernel
     otherwise                               one call per run of equal lengths: [aaaaaa], [bb][bb][bb], [cccc]
 
-A tower with windows has hundreds of segments of few lengths, so it places segments of equal length next to
-each other.
+A tower with windows has hundreds of segments with only a few different lengths, so it places segments of
+equal length next to each other.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ class SegmentOffsets:
 
     @cached_property
     def offsets(self) -> torch.Tensor:
-        """(segments + 1,) int32 on the device: the first row of each segment, and the end."""
+        """First row of each segment, and the end of the last segment: (segments + 1,) int32 on the device."""
         return torch.tensor([0, *accumulate(self._lengths)], dtype=torch.int32).to(self._device)
 
     @cached_property
     def runs(self) -> tuple[tuple[int, slice], ...]:
-        """(length, rows) of each run of adjacent segments of equal length."""
+        """Runs of adjacent segments of equal length, each as (length of a segment, slice of the run's
+        rows)."""
         out = []
         first = 0
         for length, neighbours in groupby(self._lengths):
@@ -63,8 +64,8 @@ class SegmentOffsets:
 
 @torch.compiler.disable  # otherwise each batch's segments would need a new compilation
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: SegmentOffsets) -> torch.Tensor:
-    """Return full attention inside each segment. All tensors are (rows, heads, head_dim); scale head_dim **
-    -0.5."""
+    """Return full attention inside each segment. All tensors have shape (rows, heads, head_dim). The scale is
+    head_dim ** -0.5."""
     if q.is_cuda and suits_kernel(q.dtype, q.shape[-1], torch.cuda.get_device_capability(q.device)):
         kernel = kernel_attention()
         if kernel is not None:
@@ -75,7 +76,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segme
 def batched_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: SegmentOffsets
 ) -> torch.Tensor:
-    """Return `attention`, computed with one batched SDPA per run."""
+    """Return the same as `attention`, computed with one batched SDPA call for each run."""
     made = []
     for length, rows in segments.runs:
         # (rows of the run, heads, dim) -> (segments, heads, length, dim), without a copy
@@ -85,8 +86,11 @@ def batched_attention(
 
 
 def _interruptible(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return SDPA. On a CPU, long segments are computed in parts so that another pass may run in between: one
-    layer takes minutes for an image of 12 megapixels."""
+    """Return the SDPA of q, k and v.
+
+    On a CPU, long segments are computed in parts, so that another pass may run in between. One layer takes
+    minutes for an image of 12 megapixels.
+    """
     rows = q.shape[-2]
     if q.is_cuda or rows <= _LONG_ROWS:
         return scaled_dot_product_attention(q, k, v)
@@ -100,13 +104,14 @@ def _interruptible(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
 
 def suits_kernel(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> bool:
     """Return whether FlashAttention-2's variable-length kernels, in torch and in flash_attn, support this
-    case."""
+    dtype, head dimension and CUDA capability."""
     return dtype in _HALVES and head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM and capability >= _AMPERE
 
 
 @cache
 def kernel_attention() -> Kernel | None:
-    """Return `attention` with torch's own kernel (2.10 and newer), or else flash_attn's, or None."""
+    """Return a version of `attention` with torch's own kernel (2.10 and newer), or else with flash_attn's
+    kernel. Returns None if neither is installed."""
     varlen = _function("torch.nn.attention.varlen", "varlen_attn")
     if varlen is None:
         varlen = _function("flash_attn", "flash_attn_varlen_func")
@@ -129,9 +134,11 @@ def _function(module: str, name: str) -> Any:
 
 
 class PackedAttention(nn.Module):
-    """Replacement of `attn` in transformers' vision blocks, with the same weights but without its loop.
+    """Module that replaces `attn` in transformers' vision blocks. It has the same weights, but no loop over
+    segments.
 
-    A block passes `SegmentOffsets` as `cu_seqlens`, and cosines and sines of (rows, head_dim / 2) in float32.
+    A block passes `SegmentOffsets` as `cu_seqlens`, and cosines and sines of shape (rows, head_dim / 2) in
+    float32.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -154,9 +161,9 @@ class PackedAttention(nn.Module):
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return the rotary embedding of (rows, 2, heads, head_dim), which pairs the two halves. Computed in
-    float32."""
-    # transformers first converts whole tensors, which would take a bfloat16 tower as long as attention.
+    """Return `x` (rows, 2, heads, head_dim) with rotary embedding applied, which pairs the two halves of
+    head_dim. Computed in float32."""
+    # transformers first converts whole tensors. In a bfloat16 tower, this would take as long as attention.
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos[:, None, None], sin[:, None, None]
     out = torch.empty_like(x)

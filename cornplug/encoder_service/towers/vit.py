@@ -1,4 +1,4 @@
-"""CLIP's and SigLIP's layers up to the required depth. They are transformers' own, with SDPA for
+"""Layers of CLIP and SigLIP up to the required depth. They are transformers' own layers, with SDPA as
 attention."""
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ VitConfig: TypeAlias = CLIPVisionConfig | SiglipVisionConfig
 
 
 class VitLayers(nn.Module):
-    """(tiles, 3, side, side) -> (tiles, rows, width). Attribute names are the checkpoint's tensor names.
+    """Layers of a tower: (tiles, 3, side, side) -> (tiles, rows, width). Attribute names are the checkpoint's
+    tensor names.
 
-    Tapped layers are concatenated in the width. `taps` are the hidden states as numbers of layers, 0 for the
-    input of the first. `first_row` 1 drops CLIP's class row.
+    The output concatenates the hidden states after the layers in `taps` along the width. Layers are numbered
+    from 1, and tap 0 is the input of the first layer. `first_row` 1 drops CLIP's class row.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ def fill(layers: VitLayers, checkpoint: Checkpoint, dtype: torch.dtype, device: 
     does.
     """
     fill_weights(layers, checkpoint.locate("tower"), dtype=dtype, device=device)
-    # It is not a weight, so it is still on the meta device.
+    # `position_ids` is not a weight, so it is still on the meta device.
     layers.embeddings.position_ids = torch.arange(layers.positions, device=device)[None]
 
 

@@ -1,7 +1,7 @@
-"""Whisper's encoder on audio of any length, and Qwen2-Audio, which halves its rows.
+"""Whisper's encoder for audio of any length, and the tower of Qwen2-Audio, which averages pairs of its rows.
 
-Audio is concatenated in a batch, and each medium has only its own rows. Silence that a processor adds to fill
-30 seconds is not computed if the reference masks it out.
+The rows of all media in a batch are concatenated without padding. Silence that a processor adds to fill 30
+seconds is not computed if the reference masks it out.
 
     mel (bins, frames) ──two convolutions──> rows = frames / 2, with positions ──layers──> rows
 """
@@ -26,7 +26,8 @@ from cornplug.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhisperShape:
-    """Fields of a family's tower spec (`families.qwen2_audio.whisper_spec`) that shape the encoder."""
+    """Fields of a family's tower spec (`families.qwen2_audio.whisper_spec`) that determine the encoder's
+    shape."""
 
     num_mel_bins: int
     encoder_layers: int
@@ -54,7 +55,7 @@ class WhisperShape:
 
 
 class WhisperEncoder(nn.Module):
-    """Attribute names are the checkpoint's tensor names."""
+    """Whisper's encoder. Attribute names are the checkpoint's tensor names."""
 
     def __init__(self, shape: WhisperShape) -> None:
         super().__init__()
@@ -73,13 +74,14 @@ class WhisperEncoder(nn.Module):
         return encoder
 
     def rows(self, mel: torch.Tensor, count: int) -> torch.Tensor:
-        """Return the layers' input for one mel (bins, frames): (count, width)."""
+        """Return the first `count` rows of the layers' input for one mel spectrogram (bins, frames)."""
         hidden = functional.gelu(self.conv1(mel[None]))
         hidden = functional.gelu(self.conv2(hidden))[0, :, :count]
         return hidden.T + self.embed_positions.weight[:count]
 
     def run(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """Run the layers without the final norm. Attention stays within each of `lengths` rows."""
+        """Run the layers without the final norm. `lengths` has the number of rows of each segment, and
+        attention does not cross segments."""
         segments = varlen_attention.SegmentOffsets(lengths, hidden.device)
         for layer in self.layers:
             hidden = layer(hidden, segments)
@@ -100,7 +102,7 @@ class _Layer(nn.Module):
     def forward(self, hidden: torch.Tensor, segments: varlen_attention.SegmentOffsets) -> torch.Tensor:
         hidden = hidden + self.self_attn(self.self_attn_layer_norm(hidden), segments)
         hidden = hidden + self.fc2(self._activation(self.fc1(self.final_layer_norm(hidden))))
-        if hidden.dtype == torch.float16:  # as in transformers, because float16 overflows here
+        if hidden.dtype == torch.float16:  # as in transformers, because float16 may overflow
             most = torch.finfo(torch.float16).max - 1000
             hidden = hidden.clamp(-most, most)
         return hidden
@@ -170,7 +172,7 @@ class Qwen2AudioTower:
         rows = (frames - 1) // 2 + 1
         if rows < 2:
             raise input_checks.bad_input("feature_attention_mask", f"{frames} frames are too few for a row")
-        # The last row's convolutions read one frame after its own two.
+        # The convolutions of the last row read its own two frames and the next frame.
         mel = mel.reshape(want)[:, : 2 * rows + 1].to(self._dtype).contiguous()
         length = torch.tensor([rows])
         return TowerItem(
@@ -190,7 +192,7 @@ class Qwen2AudioTower:
 
 
 class LinearProjector:
-    """(rows, width) -> (rows, hidden_size)."""
+    """Projector: (rows, width) -> (rows, hidden_size)."""
 
     def __init__(self, module: nn.ModuleDict) -> None:
         self._linear = module["linear"]

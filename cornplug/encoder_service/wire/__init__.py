@@ -1,1 +1,1 @@
-"""Messages on the service's unix socket. Clients and engines import it."""
+"""Formats that the service shares with its clients and engines: messages, seals, handles, files."""

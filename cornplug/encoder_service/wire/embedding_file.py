@@ -1,4 +1,4 @@
-"""An embedding as a safetensors file, written and read without torch.
+"""Format of an embedding as a safetensors file, written and read without torch.
 
 The tensor is named "embedding". The other fields of a reply are JSON, under "cornplug" in the file's
 metadata.
@@ -18,12 +18,12 @@ MEDIA_TYPE: Final = "application/vnd.safetensors"
 _TENSOR: Final = "embedding"
 _FIELDS: Final = "cornplug"
 _DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""Name of each dtype of an embedding in the file, by torch's name."""
+"""Name of each dtype in safetensors, by torch's name."""
 _ALIGNMENT_BYTES: Final = 8
 
 
 def pack(fields: Mapping[str, Any], tensor: WireTensor) -> bytes:
-    """Return the file. The tensor's bytes are copied once."""
+    """Return the bytes of a file with the tensor and the other fields. The tensor's bytes are copied once."""
     header = msgspec.json.encode(
         {
             "__metadata__": {_FIELDS: msgspec.json.encode(fields).decode()},
@@ -39,9 +39,9 @@ def pack(fields: Mapping[str, Any], tensor: WireTensor) -> bytes:
 
 
 def unpack(file: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return the fields and the tensor's bytes.
+    """Return the fields and the tensor's bytes of a file that `pack` returned.
 
-    Raises LookupError, TypeError or ValueError (msgspec's errors included) for anything else.
+    Raises LookupError, TypeError or ValueError (which includes msgspec's errors) if the file is invalid.
     """
     size = int.from_bytes(file[:8], "little")
     header = msgspec.json.decode(file[8 : 8 + size])

@@ -1,10 +1,11 @@
-"""Embedding handle: the signed text that an app sends to an engine instead of an image.
+"""Embedding handle: a signed text that an app sends to an engine instead of an image.
 
-    service ──signs──> handle ──in the answer──> app ──in its request──> engine with the same secret
+    service ──signs──> handle ──in the reply──> app ──in its request──> engine with the same secret
 
-It names the model, the medium and the key of the embedding in the store. It is signed with the store's
-secret. Every holder of the secret accepts it, and an app can read it but not change it. The engine computes
-the embedding key itself, from the claims and the request's `cache_salt`.
+A handle contains the identity of the model, the digest of the medium, and the key of the embedding in the
+store. It is signed with the store's secret, so an app can read it but not change it, and every process that
+has the secret accepts it. The engine computes the embedding key itself, from the claims and the request's
+`cache_salt`.
 """
 
 from __future__ import annotations
@@ -27,30 +28,31 @@ _MAX_CHARS: Final = 4096
 
 
 class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """Claims of a handle: one embedding, and the model and medium that it was computed from."""
+    """Claims of a handle about one embedding, and the model and medium that it was computed from."""
 
     family: str
     modality: Modality
     identity: bytes
-    """`identity.model_identity` of the model, under its dtype and preprocessing."""
+    """`identity.model_identity` of the model, which includes its dtype and preprocessing."""
     media: bytes
     """Media digest."""
     key: bytes
     """Embedding key, which includes the `cache_salt` that the app sent to the service."""
     dtype: str
     grid: tuple[int, ...]
-    """(frames, height, width) in patches if the model's placeholders depend on them, or else ()."""
+    """(frames, height, width) in patches if the model's placeholders depend on the grid, or else ()."""
     expires: float
-    """Unix time in seconds."""
+    """Unix time in seconds at which the handle expires."""
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Return the claims without verification. Raises CodecError("handle_malformed")."""
+        """Return the claims in a handle's text without verifying the signature. Raises
+        CodecError("handle_malformed")."""
         return cls._parsed(text)[0]
 
     @classmethod
     def checked(cls, text: str, secret: bytes, *, now: float) -> Self:
-        """Return the claims, verified with the secret. `now` is Unix time in seconds.
+        """Verify a handle's text with the secret, and return the claims. `now` is Unix time in seconds.
 
         Raises CodecError: "handle_malformed", "handle_signature" (another secret) or "handle_expired".
         """

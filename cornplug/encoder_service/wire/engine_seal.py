@@ -1,12 +1,14 @@
-"""Sealed requests of engines over HTTP: only holders of `store.secret_file` can send, reply and read.
+"""Sealing of engines' requests over HTTP. Only processes that have `store.secret_file` can send requests and
+replies, and read them.
 
     engine  ── Authorization: Cornplug-Engine base64(time, salt, proof); body sealed under the salt ─> service
-            <── salt of the answer, answer sealed under both salts ──────────────────────────────────
+            <── salt of the reply, reply sealed under both salts ────────────────────────────────────
 
-The proof, a signature over time and salt, is checked before the service reads a byte of the body. Bodies are
-sealed with AES-256-GCM. Each has its own key, HKDF-SHA256(secret, salts, direction), so a constant nonce is
-safe. A reply can be opened only for its request, and no message is valid in the other direction. A body
-begins with the protocol's version. Needs the package "cryptography", imported at the first use. Torch-free.
+The proof is a signature over time and salt. The service checks it before reading any of the body. Bodies are
+sealed with AES-256-GCM. Each body has its own key, HKDF-SHA256(secret, salts, direction), so a constant nonce
+is safe. A reply can be opened only with the seal of its request, and a request is not valid as a reply or
+vice versa. A body begins with the protocol's version. Needs the package "cryptography", which is imported at
+the first use, but not torch.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ PATH: Final = "/v1/engine"
 MEDIA_TYPE: Final = "application/octet-stream"
 SCHEME: Final = "Cornplug-Engine "
 MAX_AGE_S: Final = 60.0
-"""Validity of a proof by the service's clock, in both directions."""
+"""Maximum difference in seconds between the time of a proof and the service's clock, in either direction."""
 MAX_SEEN: Final = 1 << 16
-"""Maximum number of salts remembered. A replay of a forgotten request costs a tower pass."""
+"""Maximum number of salts that are remembered. A replay of a request whose salt is forgotten costs a tower
+pass."""
 _PROOF_DOMAIN: Final = "cornplug-engine-proof-v1"
 _ASK: Final = b"cornplug engine request 1"
 _ANSWER: Final = b"cornplug engine answer 1"
@@ -43,45 +46,49 @@ _NONCE: Final = bytes(12)
 
 
 class SealBroken(Exception):
-    """Raised if the bytes are not sealed with this secret, or not for this request."""
+    """Raised if bytes are not sealed with this secret, or are sealed for another request."""
 
 
 class EngineSeal:
-    """Seal of one request, for either side."""
+    """Seal of one request and its replies. The engine and the service each have an object for the request."""
 
     def __init__(self, secret: bytes, head: bytes) -> None:
-        """Create a seal. `head` is the part of the request's header that the proof covers: time and salt."""
+        """Create a seal. `head` is the time and salt in the request's header, which the proof covers."""
         self._secret = secret
         self._head = head
 
     @classmethod
     def new(cls, secret: bytes) -> Self:
-        """Create the seal of a new request, for one body."""
+        """Create the seal of a new request. Use it for one body only."""
         return cls(secret, _HEAD.pack(time.time(), secrets.token_bytes(_SALT_BYTES)))
 
     @property
     def authorization(self) -> str:
-        """Authorization header of the request."""
+        """Value of the request's Authorization header."""
         proof = sign(self._secret, _PROOF_DOMAIN, self._head)
         return SCHEME + base64.b64encode(self._head + proof).decode()
 
     def seal_request(self, message: bytes) -> bytes:
-        """Return the request's body."""
+        """Return the request's body, which contains the sealed message."""
         return self._seal(_ASK, self._head, message)
 
     def open_request(self, body: bytes) -> bytes | None:
-        """Return the message, or None if the engine uses another protocol version. Raises SealBroken."""
+        """Return the message in a request's body, or None if the engine uses another protocol version. Raises
+        SealBroken."""
         version, message = self._open(_ASK, self._head, body)
         return message if version == PROTOCOL_VERSION else None
 
     def seal_answer(self, message: bytes) -> bytes:
-        """Return a reply's body. Its salt is new, because a replayed request has several replies."""
+        """Return a reply's body, which contains the sealed message. Each call uses a new salt, because a
+        replayed request has several replies."""
         salt = secrets.token_bytes(_SALT_BYTES)
         return salt + self._seal(_ANSWER, self._head + salt, message)
 
     def open_answer(self, body: bytes) -> bytes:
-        """Return the message. Raises SealBroken, or EncoderUnavailable("encoder_version") for another
-        protocol version.
+        """Return the message in a reply's body.
+
+        Raises SealBroken, or EncoderUnavailable("encoder_version") if the service uses another protocol
+        version.
         """
         salt = body[:_SALT_BYTES]
         version, message = self._open(_ANSWER, self._head + salt, memoryview(body)[_SALT_BYTES:])
@@ -113,7 +120,7 @@ class EngineSeal:
 
 
 class SealChecker:
-    """Check of the header by the service, before the body is read. Thread-safe."""
+    """Checker of Authorization headers, which the service uses before it reads a body. Thread-safe."""
 
     def __init__(self, secret: bytes, *, clock: Callable[[], float] = time.time) -> None:
         """Create a checker. `clock` returns Unix time in seconds."""
@@ -123,8 +130,10 @@ class SealChecker:
         self._seen: OrderedDict[bytes, None] = OrderedDict()
 
     def check(self, authorization: str) -> EngineSeal:
-        """Return the request's seal. Raises EncoderRefused("unauthorized") if the header has no proof, a
-        proof with another secret, an expired proof, or a proof that was already used.
+        """Check a request's Authorization header and return the request's seal.
+
+        Raises EncoderRefused("unauthorized") if the header has no proof, or if the proof was made with
+        another secret, has expired, or was already used.
         """
         try:
             token = base64.b64decode(authorization.removeprefix(SCHEME), validate=True)
@@ -132,7 +141,7 @@ class SealChecker:
             token = b""
         head, proof = token[: _HEAD.size], token[_HEAD.size :]
         if not authorization.startswith(SCHEME) or not is_signed(proof, self._secret, _PROOF_DOMAIN, head):
-            raise _unauthorized("the engine does not have this store.secret_file; use one file for both")
+            raise _unauthorized("the engine does not have this store.secret_file; use the same file for both")
         if len(head) != _HEAD.size:
             raise _unauthorized("the header has no proof of an engine")
         at_s, salt = _HEAD.unpack(head)

@@ -1,13 +1,14 @@
-"""Handshake on the engines' socket: each side proves that it has the shared secret.
+"""Handshake on the engines' unix socket, in which each side proves that it has the shared secret.
 
     engine  ── Hello: version, nonce ───────────>  service
             <── Challenge: version, nonce, proof ──
             ── Proof ───────────────────────────>
 
 A proof is an HMAC over the side's name and both nonces, which are new for each connection. Recorded messages
-therefore cannot be replayed, and a side's proof cannot be sent back to it. Inputs and salts follow only after
-both proofs have been checked. The kernel reports the user of the other process (`foreign_user`), so that
-another user cannot relay proofs between the two. Torch-free.
+therefore cannot be replayed, and a side's proof cannot be sent back to it. Inputs and salts are sent only
+after both proofs have been checked. Each side also checks the user of the other process, which the kernel
+reports (`foreign_user`), so that another user cannot relay proofs between engine and service. Does not need
+torch.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from cornplug.errors import EncoderUnavailable
 from cornplug.local_socket import foreign_user
 
 MAX_BYTES: Final = 1024
-"""Maximum size of a frame that is read before the peer has proved that it has the secret."""
+"""Maximum bytes of a frame that is read before the peer has proved that it has the secret."""
 HANDSHAKE_TIMEOUT_S: Final = 5.0
-"""Maximum duration of a handshake."""
+"""Maximum duration of a handshake in seconds."""
 _NONCE_BYTES: Final = 32
 _DOMAIN: Final = b"cornplug/encoder-socket/1/"
 
 
 class EngineHello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message of an engine."""
+    """First message, which the engine sends."""
 
     version: int
     nonce: bytes
 
 
 class ServiceChallenge(msgspec.Struct, frozen=True, tag="challenge"):
-    """Reply of the service: its proof, and the nonce for the engine's proof."""
+    """Second message, in which the service sends its proof, and a nonce for the engine's proof."""
 
     version: int
     nonce: bytes
@@ -49,7 +50,8 @@ class ServiceChallenge(msgspec.Struct, frozen=True, tag="challenge"):
 
 
 class EngineProof(msgspec.Struct, frozen=True, tag="proof"):
-    """Proof of the engine. Requests may follow immediately."""
+    """Third message, in which the engine sends its proof. The engine may send requests immediately after
+    it."""
 
     proof: bytes
 
@@ -72,14 +74,15 @@ class EngineHandshake:
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
 
     def hello(self) -> bytes:
-        """Return the bytes of the first frame."""
+        """Return the first frame to send, an `EngineHello`."""
         return _encode(EngineHello(version=PROTOCOL_VERSION, nonce=self._nonce))
 
     def proof(self, frame: bytes) -> bytes:
-        """Check the service's proof in its challenge `frame`, and return the frame with this engine's proof.
+        """Check the service's proof in the `ServiceChallenge` in `frame`, and return the frame with this
+        engine's proof.
 
-        Raises msgspec's errors for another message, and EncoderUnavailable ("encoder_version", or
-        "encoder_untrusted" without a valid proof).
+        Raises msgspec's errors if the frame contains another message, and EncoderUnavailable
+        ("encoder_version", or "encoder_untrusted" if the proof is invalid).
         """
         challenge = _challenge(frame)
         if challenge.version != PROTOCOL_VERSION:
@@ -100,8 +103,10 @@ class ServiceHandshake:
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
 
     def challenge(self, frame: bytes) -> bytes:
-        """Return the reply to a hello. Raises UntrustedPeer for an invalid nonce, and msgspec's errors for
-        another message.
+        """Return the reply to the `EngineHello` in `frame`.
+
+        Raises UntrustedPeer if the nonce is invalid, and msgspec's errors if the frame contains another
+        message.
         """
         hello = _hello(frame)
         if len(hello.nonce) != _NONCE_BYTES:
@@ -111,7 +116,9 @@ class ServiceHandshake:
         return _encode(ServiceChallenge(version=PROTOCOL_VERSION, nonce=self._nonce, proof=proof))
 
     def check(self, frame: bytes) -> None:
-        """Check the engine's proof. Raises UntrustedPeer if it is invalid, and msgspec's errors for another
+        """Check the engine's proof in `frame`.
+
+        Raises UntrustedPeer if the proof is invalid, and msgspec's errors if the frame contains another
         message.
         """
         if not hmac.compare_digest(
@@ -131,14 +138,14 @@ def check_user(sock: socket.socket) -> None:
 
 
 def _mac(secret: bytes, side: bytes, engines: bytes, services: bytes) -> bytes:
-    # Both nonces have the same length, and a side's name ends with a zero byte, so two different inputs never
-    # have the same bytes.
+    # Both nonces have the same length, and a side's name ends with a zero byte, so different arguments never
+    # result in the same bytes.
     return hmac.digest(secret, _DOMAIN + side + b"\0" + engines + services, hashlib.sha256)
 
 
 def _check(proof: bytes, secret: bytes, side: bytes, engines: bytes, services: bytes) -> None:
     if len(services) != _NONCE_BYTES or not hmac.compare_digest(proof, _mac(secret, side, engines, services)):
         raise EncoderUnavailable(
-            "the listener uses another store.secret_file; use the same file for both",
+            "the service uses another store.secret_file; use the same file for engine and service",
             reason="encoder_untrusted",
         )

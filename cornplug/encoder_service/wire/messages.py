@@ -1,10 +1,11 @@
-"""Messages on the encoder's unix socket: length-prefixed msgpack, never pickle.
+"""Messages on the encoder's unix socket, and in the sealed bodies of `POST /v1/engine`. They are msgpack,
+never pickle.
 
-Frame: u32 little-endian length, then one msgpack-encoded message. A client may have many requests in flight
-on one connection. Replies contain the request's id and arrive in any order. The socket is for engines of the
-same user on the same host that have the shared secret, which both sides prove first (`handshake`). The
-service trusts that their embedding keys belong to the inputs in the message. Other clients use HTTP, where
-the service computes every digest itself.
+A frame on the socket is a u32 little-endian length and one msgpack-encoded message. A client may have many
+requests in flight on one connection. Replies contain the request's id and arrive in any order. The socket is
+for engines of the same user on the same host. First, both sides prove that they have the shared secret
+(`handshake`). The service trusts that the embedding key in a request belongs to its inputs. Other clients use
+HTTP, where the service computes every digest itself.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _TRACE_MAX: Final = 512
 _Shape = Annotated[tuple[int, ...], msgspec.Meta(max_length=16)]
 _TraceHeaders = Annotated[dict[str, str], msgspec.Meta(max_length=8)]
 
-# In requests every list and map is bounded, because a sender may fill it with hundreds of millions of values.
-# An unknown field is refused, not skipped. A new field needs a new PROTOCOL_VERSION.
+# In requests, the size of every list and map is bounded, because a sender could otherwise fill it with
+# hundreds of millions of values. Unknown fields are refused, so a new field requires a new PROTOCOL_VERSION.
 
 
 class WireTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """C-contiguous little-endian tensor. `dtype` is torch's name without "torch."."""
+    """C-contiguous little-endian tensor. `dtype` is the dtype's name in torch, without "torch."."""
 
     dtype: str
     shape: _Shape
@@ -44,7 +45,7 @@ class DescribeRequest(msgspec.Struct, frozen=True, tag="describe", forbid_unknow
 
 
 class ServedModality(msgspec.Struct, frozen=True):
-    """One modality of a model. Each has its own processor and therefore its own model identity."""
+    """One modality of a model. Each modality has its own processor and therefore its own model identity."""
 
     name: str
     """ "image", "video" or "audio"."""
@@ -70,7 +71,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     modalities: tuple[ServedModality, ...] = ()
     """All modalities of the model, in the order of its family."""
     epoch: int = 0
-    """Number of reloads of its weights since the service started."""
+    """Number of times that the model's weights were reloaded since the service started."""
 
     def identity_for(self, modality: str) -> bytes | None:
         """Return the model identity for a modality, or None if the model does not support it."""
@@ -85,7 +86,7 @@ class DescribeReply(msgspec.Struct, frozen=True, tag="described"):
 
 
 class EncodeRequest(msgspec.Struct, frozen=True, tag="encode", forbid_unknown_fields=True):
-    """Request to encode one medium from the outputs of the engine's own processor."""
+    """Request to encode one medium, which the engine has already preprocessed with its own processor."""
 
     id: int
     identity: bytes
@@ -93,12 +94,12 @@ class EncodeRequest(msgspec.Struct, frozen=True, tag="encode", forbid_unknown_fi
     """Embedding key under which the result is saved."""
     cache_salt: str | None
     inputs: _Inputs
-    """Processor outputs of one item by their Hugging Face names: `pixel_values`, `image_grid_thw`."""
+    """Outputs of the processor, by their Hugging Face names, such as `pixel_values` and `image_grid_thw`."""
     app: str
     deadline_s: float
-    """Seconds from receipt after which the client no longer waits for the reply."""
+    """Seconds from receipt after which the engine no longer waits for the reply."""
     trace: _TraceHeaders | None = None
-    """W3C `traceparent` and `tracestate` of the client's request, if any."""
+    """Headers `traceparent` and `tracestate` (W3C) of the client's request to the engine, or None."""
 
 
 class EncodeReply(msgspec.Struct, frozen=True, tag="encoded"):
@@ -107,16 +108,17 @@ class EncodeReply(msgspec.Struct, frozen=True, tag="encoded"):
     id: int
     key: bytes
     origin: Literal["computed", "coalesced", "cached"]
-    """"computed" for this request, "coalesced" with another request in flight, or "cached" features."""
+    """How the service got the embedding: "computed" for this request, "coalesced" with another request in
+    flight, or "cached" (the embedding or its features)."""
     stored: bool
-    """Whether the store has it under `key`. If false, `tensor` contains it."""
+    """Whether the store has the embedding under `key`. If false, `tensor` contains it."""
     tensor: WireTensor | None
     service_time_s: float
     """Seconds from receipt to reply."""
 
 
 class EncodeRefusal(msgspec.Struct, frozen=True, tag="refused"):
-    """Refusal to encode. `reason` is a metric label (see EncoderRefused)."""
+    """Reply that refuses an `EncodeRequest`. `reason` is used as a metric label (see EncoderRefused)."""
 
     id: int
     reason: Literal["unknown_model", "bad_input", "overloaded", "over_share", "too_late", "internal"]
@@ -125,39 +127,42 @@ class EncodeRefusal(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class MediumRequest(msgspec.Struct, frozen=True, tag="medium", forbid_unknown_fields=True):
-    """Request of an engine without a tower to encode one medium, over HTTP. The service fetches and decodes
-    it."""
+    """Request from an engine without a tower to encode one medium. Sent over HTTP only. The service fetches
+    and decodes the medium."""
 
     identity: bytes
-    """Model identity of the engine's tower, for which the rows are requested."""
+    """Model identity of the engine's model for this modality."""
     modality: Modality
     data: bytes
-    """The medium's file, empty if `url` is set."""
+    """Bytes of the medium's file, empty if `url` is set."""
     url: str
-    """An http(s) URL, fetched by the service's own rules, or "" if `data` contains the file."""
+    """URL of the medium (http or https), or "" if `data` contains the file. The service fetches it only if
+    its own rules allow the URL."""
     cache_salt: str | None
     app: str
     deadline_s: float
-    """Seconds from receipt after which the client no longer waits for the reply."""
+    """Seconds from receipt after which the engine no longer waits for the reply."""
     decoding: str = "vllm-0.32"
-    """Name of the rule by which the image is decoded (`decodings`): the rule of the engine's release. The
-    default is the rule of peers that do not have the field.
+    """Name of the rule by which an image is decoded (`decodings`), which depends on the engine's release. The
+    default applies to engines that do not send this field.
     """
 
 
 class MediumReply(msgspec.Struct, frozen=True, tag="medium_encoded"):
-    """Reply with the rows of a medium, shape (rows, hidden_size), and the signed claims about them."""
+    """Reply to a `MediumRequest` with an embedding of shape (rows, hidden_size), and signed claims about
+    it."""
 
     handle: str
-    """Text of an `embedding_handle.EmbeddingHandle`: identity, media digest, key and patch grid."""
+    """Text of an `embedding_handle.EmbeddingHandle` with identity, media digest, key and patch grid."""
     tensor: WireTensor
     decoding: str = "vllm-0.32"
-    """Name of the rule by which the image was decoded. The default is the rule of services that do not have
-    the field."""
+    """Name of the rule by which an image was decoded. The default applies to services that do not send this
+    field."""
 
 
 class MediumRefusal(msgspec.Struct, frozen=True, tag="medium_refused"):
-    """Refusal to encode a medium. `reason` is any of `status_codes`, or a reason of the medium."""
+    """Reply that refuses a `MediumRequest`. `reason` is listed in `status_codes`, or is the reason of a
+    MediaError."""
 
     reason: str
     message: str
@@ -169,13 +174,14 @@ Reply = DescribeReply | EncodeReply | EncodeRefusal
 
 HttpRequest = Request | MediumRequest
 HttpReply = Reply | MediumReply | MediumRefusal
-"""Messages of `POST /v1/engine`."""
+"""Reply to an `HttpRequest`, which `POST /v1/engine` returns."""
 
 
 def trace_of(headers: Mapping[str, str] | None) -> dict[str, str] | None:
-    """Return the trace headers of a request (names in lower case), or None without `traceparent`.
+    """Return the trace headers in a request's headers (names in lower case), or None without `traceparent`.
 
-    W3C Trace Context: a `tracestate` of up to 512 characters must be passed on. A longer one may be dropped.
+    By W3C Trace Context, a `tracestate` of up to 512 characters must be passed on, and a longer `tracestate`
+    may be dropped.
     """
     found = {name: (headers or {}).get(name, "") for name in ("traceparent", "tracestate")}
     kept = {name: value for name, value in found.items() if 0 < len(value) <= _TRACE_MAX}

@@ -1,11 +1,13 @@
-"""Signed statement of the encoder about an embedding that it sends to an unauthenticated socket (SGLang's).
+"""Signed statement about an embedding that the encoder service sends to SGLang, whose socket is not
+authenticated.
 
-It contains the model identity, the media digests, and the grids, which determine the positions of an image's
-tokens and so its KV. The signature, with the store's secret, covers the embedding's bytes: a receiver that
-has the secret may compute embedding keys from the statement and share KV under them. An embedding without a
-valid statement is used as stock SGLang uses it, and neither it nor its KV is shared.
+A statement contains the model identity and the media digests. The signature, made with the store's secret,
+also covers the embedding's bytes and the grids, which determine the positions of an image's tokens and
+therefore the KV. A receiver that has the secret may compute embedding keys from a valid statement, and share
+KV under these keys. An embedding without a valid statement is used as SGLang without cornplug uses it.
+Neither the embedding nor KV that depends on it is shared.
 
-`sign` and `is_signed` create and check signatures with the store's secret for every signed format.
+`sign` and `is_signed` create and check the signatures of all signed formats of the service.
 """
 
 from __future__ import annotations
@@ -26,23 +28,23 @@ _PROOF: Final = "cornplug_proof"
 _DOMAIN: Final = "cornplug-statement-v2"
 _SALT_DOMAIN: Final = "cornplug-sglang-salt-v1"
 Grid = Sequence[Sequence[int]]
-"""(frames, height, width) in patches, one row per image; 64-bit counts."""
+"""(frames, height, width) in patches, one row for each image. Values must fit into 64 bits."""
 
 
 def sign(secret: bytes, domain: str, *parts: bytes) -> bytes:
-    """Return 32 bytes that only a holder of the secret can compute from these parts. `domain` identifies the
-    format."""
+    """Return a signature of these parts (32 bytes), which cannot be computed without the secret. `domain`
+    identifies the format."""
     return keyed(secret, domain, *parts)
 
 
 def is_signed(proof: bytes, secret: bytes, domain: str, *parts: bytes) -> bool:
-    """Return whether `proof` is the signature of these parts. Compares in constant time."""
+    """Return whether `proof` is the signature of these parts. The comparison takes constant time."""
     return hmac.compare_digest(proof, sign(secret, domain, *parts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignedClaim:
-    """Signed statement that this model computed these rows from these media, in this order."""
+    """Signed statement that a model computed an embedding from these media, in this order."""
 
     identity: bytes
     """`identity.model_identity` of the encoder's model."""
@@ -62,19 +64,19 @@ class SignedClaim:
         grid: Grid,
         payload: bytes | memoryview,
     ) -> Self:
-        """Create a statement about `payload`, the bytes of a (rows, hidden_size) tensor."""
+        """Create a signed statement about `payload`, which has the bytes of a (rows, hidden_size) tensor."""
         proof = sign(secret, _DOMAIN, *_parts(identity, media, dtype, shape, grid, payload))
         return cls(identity=identity, media=tuple(media), proof=proof)
 
     def holds(
         self, secret: bytes, *, dtype: str, shape: tuple[int, int], grid: Grid, payload: bytes | memoryview
     ) -> bool:
-        """Return whether a holder of the secret signed this statement about these bytes."""
+        """Return whether this statement was signed with the secret for this tensor and these grids."""
         parts = _parts(self.identity, self.media, dtype, shape, grid, payload)
         return is_signed(self.proof, secret, _DOMAIN, *parts)
 
     def fields(self) -> Mapping[str, str]:
-        """Return the statement as text, for a message with named fields."""
+        """Return the statement as named text fields, to add to a message."""
         return {
             _IDENTITY: self.identity.hex(),
             _MEDIA: ",".join(digest.hex() for digest in self.media),
@@ -83,9 +85,10 @@ class SignedClaim:
 
     @classmethod
     def read(cls, fields: Mapping[str, object]) -> Self | None:
-        """Return the statement in a message's fields, or None if the fields are absent.
+        """Return the statement in a message's fields, or None if the message has no statement. Does not
+        verify the signature.
 
-        Raises CodecError("statement") for malformed fields.
+        Raises CodecError("statement") if the fields are malformed.
         """
         texts = [fields.get(name) for name in (_IDENTITY, _MEDIA, _PROOF)]
         if all(text is None for text in texts):
@@ -101,7 +104,7 @@ class SignedClaim:
 
 
 def salt_proof(secret: bytes, salt: str) -> str:
-    """Return a proof in hex that an engine with the secret sent this salt."""
+    """Return a proof, in hex, with which an engine shows that it has the secret and sent this salt."""
     return sign(secret, _SALT_DOMAIN, salt.encode()).hex()
 
 

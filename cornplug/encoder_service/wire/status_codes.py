@@ -1,4 +1,4 @@
-"""HTTP statuses of refusal reasons."""
+"""HTTP status of each refusal reason."""
 
 from __future__ import annotations
 
@@ -40,18 +40,19 @@ _STATUS: Final[Mapping[str, int]] = {
 
 _OF_THE_MEDIUM: Final = frozenset({413, 415, 422, 424})
 OF_THE_FETCH: Final = frozenset({"remote_failed", "remote_timeout", "fetches_full"})
-"""Reasons for which another service, with another network route to the URL's host, may succeed."""
+"""Reasons after which another service, with another network route to the URL's host, may succeed."""
 
 A_FAULT: Final = "internal error of the service; see its log"
-"""Message for an internal error. An exception's text may contain paths, addresses and data of other
-clients."""
+"""Message for an internal error. It does not contain the exception's text, which may contain paths, addresses
+and data of other clients."""
 
 
 def status_of(reason: str) -> int:
-    """Return the HTTP status of a reason: 422 for all other reasons that concern the medium."""
+    """Return the HTTP status of a refusal reason. Reasons without their own status concern the medium, and
+    get status 422."""
     return _STATUS.get(reason, 422)
 
 
 def is_of_medium(reason: str) -> bool:
-    """Return whether the medium is at fault, so that neither another service nor a retry would help."""
+    """Return whether a refusal is caused by the medium, so that neither another service nor a retry helps."""
     return status_of(reason) in _OF_THE_MEDIUM

@@ -13,11 +13,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's bytes, C-contiguous. They are a copy if it is on another device or not contiguous."""
+    """Return a tensor's bytes, C-contiguous. The bytes are copied if the tensor is not on the CPU or not
+    contiguous."""
     host = tensor.detach().cpu().contiguous()
     return memoryview(host.view(-1).view(torch.uint8).numpy())
 
 
 def to_wire(tensor: torch.Tensor) -> WireTensor:
-    """Return a tensor as a message field."""
+    """Return a tensor as a message field, with a copy of its bytes."""
     return WireTensor(dtype_name(tensor.dtype), tuple(tensor.shape), raw_bytes(tensor).tobytes())

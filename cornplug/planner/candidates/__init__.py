@@ -1,1 +1,1 @@
-"""Candidates of a plan: services, paths of requests, replica configurations, and their capacities."""
+"""Candidates for a plan: services, paths of requests, and replica configurations with their capacities."""

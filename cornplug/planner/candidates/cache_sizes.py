@@ -1,7 +1,8 @@
-"""Cache sizes to choose from, and the hit rate of each request class for each size.
+"""Cache sizes from which a plan chooses, and the hit rate of each request class for each size.
 
-Embeddings are cached per encoder and the KV of prefixes per language model, both in the nodes' DRAM. Hit
-rates are given, or computed for a catalogue with a Zipf distribution (Che's approximation).
+There is a cache of embeddings per encoder, and a cache of prefixes' KV per language model, both in the nodes'
+DRAM. Hit rates are part of the input, or are computed for a catalogue with a Zipf distribution (Che's
+approximation).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class CacheSizeOption:
 
 @dataclass(frozen=True)
 class CacheScenario:
-    """Cache levels that a variant relies on, and the resulting hit rates of one request class."""
+    """Cache levels that a variant requires, and the resulting hit rates of one request class."""
 
     levels: tuple[CacheSizeOption, ...] = ()
     hits: HitShares = field(default_factory=lambda: HitShares({}, 0.0))
@@ -61,9 +62,9 @@ def cache_levels(
     llms: Mapping[str, Component],
     encoders: Mapping[str, Component],
 ) -> tuple[CacheSizeOption, ...]:
-    """Return every size of each cache whose size affects a class.
+    """Return all sizes of each cache whose size affects the hit rate of a class.
 
-    `llms` is by name, and `encoders` is as in `services.canonical_encoders`.
+    `llms` contains the language models by name, and `encoders` is as in `services.canonical_encoders`.
     """
     found: list[CacheSizeOption] = []
     for encoder in {c.name: c for c in encoders.values()}:
@@ -117,14 +118,16 @@ def _hits(
 
 
 def embedding_bytes(media: RequestMedia, llm: Component) -> float:
-    """Return the bytes of one item's embedding for this language model in 16 bits, or 0 if its shape is
-    unknown."""
+    """Return the size in bytes of one item's embedding for this language model, with 16 bits per value.
+
+    Returns 0 if the model's shape is not known.
+    """
     hidden = llm.shape.hidden if isinstance(llm.shape, LLMShape) else 0
     return length_distributions.mean(media.tokens) * hidden * ELEMENT_BYTES
 
 
 def kv_bytes_per_token(llm: Component) -> int:
-    """Return the model's KV bytes per token, or 0 without a shape."""
+    """Return the size in bytes of the model's KV per token, or 0 if its shape is not known."""
     return component_shapes.kv_bytes_per_token(llm.shape) if isinstance(llm.shape, LLMShape) else 0
 
 
@@ -152,7 +155,7 @@ def _prefix_hits(of: RequestClass, gib: float, users: Mapping[str, RequestClass]
     if prefix.hit_rate is not None:
         return prefix.hit_rate
     one = prefix.tokens * kv_bytes_per_token(llm)
-    # An engine's own prefix cache keeps at least the prefix used last.
+    # An engine's own prefix cache keeps at least the most recently used prefix.
     cached = 1 + (_part(of, users) * gib * GIB / one if one else 0.0)
     return hit_rates.che(prefix.distinct, prefix.zipf, min(cached, prefix.distinct))
 

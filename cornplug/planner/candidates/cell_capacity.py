@@ -1,4 +1,5 @@
-"""Capacity of each service's replicas on each footprint: from profiles to the pool's cells."""
+"""Creates the pool's cells: computes the capacity of each service's replicas, on each footprint, from
+profiles."""
 
 from __future__ import annotations
 
@@ -43,14 +44,15 @@ from cornplug.planner.simulator.step_times import CellHardware
 
 URGENCY: Final[tuple[Workload, ...]] = ("online", "semi-online", "offline")
 PRIOR: Final = 0.02
-"""Share of a cell's price added against an engine that the workload does not favour, smaller than any
-measured difference."""
+"""Disadvantage of an engine that the workload does not favour, as a share of a cell's price. It is smaller
+than any measured difference between engines."""
 NEEDLESSLY_TIGHT: Final = 0.001
-"""Share of a cell's price added per tier that the cell is tighter than the loosest tier."""
+"""Disadvantage of a cell for each tier by which it is tighter than the loosest tier, as a share of its
+price."""
 ROUGHLY: Final = 8
-"""Step through a class's samples when the number of its replicas is estimated."""
+"""Step between the samples of a class that are used to estimate the number of its replicas."""
 MOST_TOGETHER: Final = 32
-"""Maximum number of replicas behind one router. A capacity hardly grows with more."""
+"""Maximum number of replicas behind one router. With more replicas, the capacity per replica hardly grows."""
 
 Users = Mapping[str, RequestClass]
 
@@ -61,22 +63,23 @@ class CellBuilder:
     nodes: tuple[NodeClass, ...]
     gpus: Mapping[str, GpuSpec]
     bases: Mapping[str, CacheScenario]
-    """Smallest caches of each request class. Capacities are computed with their hit rates."""
+    """Request class -> scenario with the smallest caches. Capacities are computed with its hit rates."""
     samples: Samples
     corrections: Mapping[Place, TimesCorrection] = field(default_factory=dict)
-    """Corrections of profiles' times from engine metrics."""
+    """Corrections of the profiles' times, from engine metrics."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Number of cells excluded for each reason."""
+    """Reason -> number of cells that were excluded for this reason."""
     config: dict[str, list[TimedConfig]] = field(default_factory=dict)
-    """Replica configurations that can run each service, whether or not they are fast enough."""
+    """Service -> replica configurations that can run the service, whether or not they are fast enough."""
     _reference: dict[str, CellHardware] = field(default_factory=dict)
 
     def cells(
         self, service: Service, users: Users, tiers: Chain, loosest: Mapping[str, LatencyTier]
     ) -> Iterator[CellSpec]:
-        """Yield the cells of a service that have capacity and are not made unnecessary by faster hardware.
+        """Yield the cells of a service that have capacity and that no faster configuration replaces.
 
-        `loosest` is the loosest tier of each user. A user cannot use a cell with a looser tier.
+        `users` are the request classes that visit the service. `loosest` is the loosest tier of each class,
+        which cannot use cells with a looser tier.
         """
         workloads = tuple(w for w in URGENCY if any(u.app.workload == w for u in users.values()))
         timed: list[TimedConfig] = []
@@ -95,7 +98,7 @@ class CellBuilder:
             yield from self._timed(config, users, tiers, loosest)
 
     def confirm(self, spec: CellSpec, users: Users, replicas: int) -> CellSpec:
-        """Return the cell with the capacities that the simulator finds for `replicas` replicas together."""
+        """Return the cell with capacities that the simulator determines for `replicas` replicas."""
         assert spec.hardware is not None
         config = TimedConfig(spec.service, spec.footprint, spec.hardware)
         found = {
@@ -105,7 +108,7 @@ class CellBuilder:
         return spec.with_capacity(found, simulated_replicas=replicas)
 
     def work(self, service: Service, of: RequestClass, scenario: CacheScenario) -> float:
-        """Return a service's visits per request, in units of requests with the smallest caches."""
+        """Return a service's work per request, relative to the work with the smallest caches."""
         base = self.bases[of.name]
         if service.tasks == "E":
             return service_demand.encoding_left(service, of, scenario, base, self.samples.encoders)
@@ -129,7 +132,7 @@ class CellBuilder:
         return [TimedConfig(service, footprint, hardware)]
 
     def _enough_kv(self, users: Users) -> int:
-        """Return the KV tokens beyond which more are not useful to a replica: those of its largest batch."""
+        """Return the number of KV tokens in a replica's largest batch. More KV tokens are of no use."""
         longest = max(
             d.prompt_tokens + d.output_tokens
             for of in users.values()
@@ -165,9 +168,9 @@ class CellBuilder:
         settings = (
             engine_settings(service, footprint, shape, hardware) if isinstance(shape, LLMShape) else None
         )
-        # Measurements show which engine is better. Only an estimate needs a prior.
+        # Measurements show which engine is better. Only estimates need a preference for an engine.
         preference = self._prior(footprint, users) if service.llm and not hardware.measured else 0.0
-        # If two tiers cost the same, the looser tier is sufficient.
+        # If two tiers cost the same, prefer the looser tier, which is sufficient.
         preference += NEEDLESSLY_TIGHT * (MOST - tier.rank)
         start_s = self._start_s(service, footprint, users)
         cell = make_cell(service, footprint, tier, rates, preference, timed=True, start_s=start_s)
@@ -184,7 +187,7 @@ class CellBuilder:
         *,
         confirm: bool,
     ) -> float:
-        """Return the rate per replica of one class alone, with `replicas` replicas."""
+        """Return the maximum rate per replica if `replicas` replicas serve only this class."""
         samples = self.samples.at(config.service, of, self.bases[of.name])
         bound = stage_bound(of.slo, tier.seconds, tier.tpot_s, idle_replica.means(samples))
         place = config.station(self.rules.router, replicas)
@@ -193,8 +196,10 @@ class CellBuilder:
         return found / replicas * self._pairing(config)
 
     def _pairing(self, config: TimedConfig) -> float:
-        """Return the used share of a prefill or decode replica's capacity, because their ratio never matches
-        the current mix."""
+        """Return the share of a prefill or decode replica's capacity that can be used.
+
+        The ratio of prefill to decode replicas never matches the current mix of requests exactly.
+        """
         tasks = config.service.tasks.strip("EG")
         if config.hardware.measured or tasks not in ("P", "D"):
             return 1.0
@@ -202,7 +207,7 @@ class CellBuilder:
         return rules.disaggregation_efficiency_p if tasks == "P" else rules.disaggregation_efficiency_d
 
     def _replicas_needed(self, config: TimedConfig, users: Users) -> int:
-        """Return the replicas that would serve all users of a service without bounds."""
+        """Return the number of replicas that could serve all classes of a service if there were no bounds."""
         busy = sum(
             of.rate
             * service_demand.seconds(
@@ -217,7 +222,7 @@ class CellBuilder:
         )
 
     def _context_tokens(self, users: Users) -> int:
-        """Return the mean prompt length of a service's users, weighted by rate."""
+        """Return the mean prompt length of a service's classes, weighted by rate."""
         total = sum(of.rate for of in users.values())
         mean = sum(
             of.rate / total * fmean(d.prompt_tokens for d in self.samples.of(of, self.bases[of.name]))
@@ -226,7 +231,7 @@ class CellBuilder:
         return max(round(mean), 1)
 
     def _throughputs(self, service: Service, footprint: ReplicaConfig) -> dict[str, ThroughputProfile]:
-        """Return the throughput profiles that apply, by component."""
+        """Return the throughput profiles for this service and footprint, by component."""
         found = {c.name: throughput_profiles.given(service, c, footprint) for c in service.components}
         return {name: profile for name, profile in found.items() if profile is not None}
 
@@ -253,10 +258,10 @@ class CellBuilder:
         yield CellSpec(cell, service, footprint, tier, f"throughput: {source}")
 
     def _start_s(self, service: Service, footprint: ReplicaConfig, users: Users) -> float:
-        """Return the seconds to start another replica: engine startup and loading of weights (0 bytes for
-        unknown shapes).
+        """Return the seconds to start another replica, for engine startup and loading of weights.
 
-        Returns 0 if no user grows, because the time would only distinguish similar cells.
+        Weights of components without a known shape are ignored. Returns 0 if no class grows, because the time
+        would only distinguish similar cells.
         """
         if not any(of.online and of.request.growth_per_minute for of in users.values()):
             return 0.0

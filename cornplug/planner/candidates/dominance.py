@@ -1,9 +1,8 @@
-"""Removal of cells and variants that no plan needs, because other cells or variants do the same work with no
-more resources.
+"""Removes cells and variants that no plan needs, because others do the same work without more resources.
 
-Pruning is exact for cost, stock and packing. In any plan, a dominated replica can be replaced by the smaller
-cell's replicas on the same GPUs, because footprints divide each other. If two variants need the same work,
-the variant with the looser bounds can replace the other.
+Pruning is exact for cost, stock and packing. In any plan, replicas of the dominating cell can replace a
+replica of the dominated cell on the same GPUs, because footprints divide each other. If two variants need the
+same work, the variant with the looser bounds can replace the other.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from cornplug.planner.candidates.cells import CellSpec
 from cornplug.planner.optimizer.optimization_problem import PathVariant
 
 TIGHTNESS: Final = 0.005
-"""Relative difference of preferences between tiers. It is only a tie-break among cells that are all
-needed."""
+"""Maximum difference of preferences that is ignored. The preference for a tier is only a tie-break between
+cells that are needed, and must not keep a dominated cell."""
 
 
 def prune(specs: Iterable[CellSpec]) -> list[CellSpec]:
-    """Return the cells that no other cell dominates, in their order."""
+    """Return the cells that no other cell dominates."""
     groups: defaultdict[tuple[str, str], list[CellSpec]] = defaultdict(list)
     for spec in specs:
         groups[spec.cell.service, spec.cell.nodes].append(spec)
@@ -48,7 +47,9 @@ def _dominates(one: CellSpec, other: CellSpec) -> bool:
 
 
 def loosest(variants: Iterable[PathVariant]) -> tuple[PathVariant, ...]:
-    """Return the variants, without those that are tighter than another and otherwise equal."""
+    """Return the variants without variants that have tighter bounds than another variant and are otherwise
+    equal.
+    """
     groups: defaultdict[tuple[object, ...], list[PathVariant]] = defaultdict(list)
     for v in variants:
         services = tuple((n.service, n.work) for n in v.needs)

@@ -1,4 +1,5 @@
-"""Decisions about an engine that become flags, and the geometry of the KV that it transfers."""
+"""Determines an engine's planned settings, which become flags, and the geometry of the KV that it
+transfers."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def _prefill_tokens_s(service: Service, footprint: ReplicaConfig, hardware: Cell
 
 
 def kv_geometry(shape: LLMShape, samples: Sequence[SampledRequest]) -> KVGeometry:
-    """Return the KV geometry for the longest prompt of `samples`."""
+    """Return the model's KV geometry, with the length of the longest prompt in `samples`."""
     latent = shape.mla_rank is not None
     return KVGeometry(
         layers=shape.layers,

@@ -1,4 +1,4 @@
-"""Latencies of requests that run alone on the replica that an SLO's slowdowns refer to."""
+"""Computes the latencies of requests that run alone on the idle replica to which an SLO's slowdowns refer."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from cornplug.planner.simulator.simulator import Station
 
 @dataclass(frozen=True)
 class IdleReplicas:
-    """Idle replicas of the classes whose SLO bounds a slowdown: whole engines with the class's towers."""
+    """Idle replicas for classes whose SLO bounds a slowdown. Each is an engine with the towers of the
+    class."""
 
     components: Mapping[str, Component]
     encoders: Mapping[str, Component]
-    """Encoders as in `services.canonical_encoders`."""
+    """Encoders, as in `services.canonical_encoders`."""
     gpus: Mapping[str, GpuSpec]
     rules: PlanRules
 
     def with_times(self, of: RequestClass, sampled: list[SampledRequest]) -> list[SampledRequest]:
-        """Return the requests with their idle latencies, if the class's SLO needs them.
+        """Return the requests with their latencies on the idle replica, if the class's SLO bounds a slowdown.
 
-        Raises ConfigError if no profile has the replica's times, or if the model does not fit on it.
+        Raises ConfigError if no profile has the replica's times, or if the model does not fit on the replica.
         """
         idle = of.slo.idle
         if idle is None or not of.slo.relative:
@@ -60,14 +61,17 @@ class IdleReplicas:
 
 
 def idle_times(station: Station, request: SampledRequest) -> IdleTimes:
-    """Return the latencies of one request that runs alone, with the same cache hits."""
+    """Return the latencies of one request that runs alone, with the cache hits of `request`."""
     ttft_s = isolated_prefill_s(station, request) + off_device_s(station, request)
     decode_s = isolated_decode_s(station, request)
     return IdleTimes(ttft_s, decode_s / max(request.output_tokens - 1, 1), ttft_s + decode_s)
 
 
 def means(sampled: Sequence[SampledRequest]) -> IdleTimes | None:
-    """Return the class's means, or None without slowdown bounds. TPOT is of outputs with several tokens."""
+    """Return the mean idle latencies of a class, or None if its SLO bounds no slowdown.
+
+    The mean TPOT is over requests whose output has several tokens.
+    """
     known = [d.idle for d in sampled if d.idle is not None]
     if not known:
         return None

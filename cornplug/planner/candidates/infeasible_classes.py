@@ -1,4 +1,4 @@
-"""Reasons why no cell can serve a request class: the bound on a service, and the best achievable time."""
+"""Determines why no cell can serve a request class: the bound on a service, and the best achievable time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cornplug.planner.simulator.simulator import Station
 
 
 def unserved(pool: OptimizationProblem) -> list[str]:
-    """Return the demands without a variant that has a cell for each of its needs."""
+    """Return the demands for which no variant has a cell at each of its services."""
     capacities: dict[str, list[tuple[float, Mapping[str, float]]]] = {}
     for c in pool.cells:
         capacities.setdefault(c.service, []).append((c.tier, c.capacity))
@@ -46,10 +46,10 @@ def note(
     dropped: Mapping[str, int],
     samples: Mapping[str, Sequence[SampledRequest]],
 ) -> str:
-    """Return a description of the failing stage on the path that is closest to feasible.
+    """Return a description of the stage that fails on the path that is closest to feasible.
 
-    `timed_configs` lists the configurations that can run each service, and `samples` the class's requests
-    there.
+    `timed_configs` contains the configurations that can run each service, and `samples` the class's requests
+    at each service.
     """
     nearest = min(
         (_worst_stage(of, request_path, timed_configs, samples) for request_path in request_paths),
@@ -67,7 +67,7 @@ def note(
 
 @dataclass(frozen=True)
 class Fit:
-    """Ratio between the best replica's latency for an isolated request and a bound."""
+    """Comparison of a stage's bound with the latency of isolated requests on the best replica."""
 
     stage_budget: StageBudget
     best: TimedConfig | None
@@ -78,8 +78,10 @@ class Fit:
 
     @property
     def excess(self) -> float:
-        """Factor by which the replica is too slow, the worse of both times. Infinite if nothing runs the
-        service."""
+        """Factor by which the replica is too slow, the larger of both times' factors.
+
+        Infinite if no replica can run the service.
+        """
         return max(_times(self.first_s, self.bound.seconds), _times(self.tpot_s, self.bound.tpot_s))
 
     @property
@@ -144,8 +146,10 @@ def _without_room(service: str, dropped: Mapping[str, int]) -> str:
 
 
 def _without_kv(service: str, best: TimedConfig, samples: Mapping[str, Sequence[SampledRequest]]) -> str:
-    """Return the reason if latency is feasible, so KV memory is the limit: each request must fit into the
-    KV cache."""
+    """Return the reason for a service whose latency is feasible, so that KV memory is the limit.
+
+    Each request must fit into the KV cache.
+    """
     longest = max(d.prompt_tokens + d.output_tokens for d in samples[service])
     return (
         f"{service} meets its bounds for an isolated request, but KV memory is too small: requests have up "
@@ -161,7 +165,7 @@ def _times(value: float, allowed: float | None) -> float:
 def _isolated_latency(
     station: Station, samples: Sequence[SampledRequest], bound: LatencyBound
 ) -> tuple[float, float]:
-    """Return the times of isolated requests at the bound's percentile: to the first token, and per token."""
+    """Return (time to first token, time per token) of isolated requests at the bound's percentile."""
     overhead = station.steps.request_overhead_s if station.steps and "P" in station.tasks else 0.0
     first = [isolated_prefill_s(station, d) + overhead for d in samples]
     if station.generate:

@@ -1,8 +1,8 @@
-"""Tiers of a service: a few latency bounds for its cells to choose from.
+"""Tiers of a service: a few latency bounds, each of which some cells of the service meet.
 
-Each variant requires a bound on its stage's percentile and on the time per token. The many bounds are merged
-into a short chain, rounded to the tighter bound, so that every cell of a tier can do the work of all looser
-tiers.
+Each variant requires a bound on a percentile of a stage's time and on the time per token. These bounds are
+merged into a short chain of tiers, rounded to the tighter bound, so that every cell of a tier can do the work
+of all looser tiers.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from math import inf, isinf
 from typing import Final
 
 MOST: Final = 4
-"""Maximum number of tiers per service. More tiers save little and multiply the cells."""
+"""Maximum number of tiers per service. More tiers would save little, but multiply the number of cells."""
 UNBOUNDED: Final = 1e6
 TIER_SPACING: Final = 1e-5
-"""Relative difference between tiers with equal seconds, large enough to keep names with six digits
-different."""
+"""Relative difference between tiers with equal seconds. It is large enough for different names with six
+digits."""
 
 
 @dataclass(frozen=True, order=True)
 class LatencyTier:
     seconds: float
-    """Upper bound on the stage's percentile. inf means no bound."""
+    """Upper bound on a percentile of the stage's time. inf means no bound."""
     tpot_s: float
     rank: int
+    """Position in the service's chain. 0 is the tightest tier."""
     value: float
-    """Order of the tiers in the pool: seconds, or seconds per token if only these are bounded."""
+    """Value that orders the tiers in the pool: seconds, or seconds per token if only these are bounded."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,16 @@ class Chain:
     tiers: tuple[LatencyTier, ...]
 
     def at_most(self, seconds: float, tpot_s: float) -> LatencyTier:
-        """Return the loosest tier that keeps both bounds, which always exists in the chain of all pairs."""
+        """Return the loosest tier within both bounds. It exists if the chain was made from this pair."""
         return max(t for t in self.tiers if t.seconds <= seconds and t.tpot_s <= tpot_s)
 
 
 def how_many(services: int, node_classes: int) -> int:
     """Return the number of tiers per service for a problem of this size.
 
-    Cells of adjacent tiers are almost the same to a solver: with 26 services on six node classes it found a
-    plan of $161/h in 20 s with two tiers, and of $816/h with four.
+    Cells of adjacent tiers are almost equal for a solver, which makes the search slow. With 26 services on
+    six node classes, the solver found a plan of $161/h in 20 s with two tiers, and a plan of $816/h with
+    four.
     """
     size = services * node_classes
     return MOST if size <= 12 else 3 if size <= 40 else 2
@@ -52,7 +54,8 @@ def how_many(services: int, node_classes: int) -> int:
 def chain(wanted: Iterable[tuple[float, float]], most: int = MOST) -> Chain:
     """Return at most `most` tiers for these (seconds, seconds per token) pairs.
 
-    A tier's time per token is the minimum over itself and all looser tiers, because it may take their work.
+    A tier's time per token is the minimum over itself and all looser tiers, because its cells may do their
+    work.
     """
     groups = [[pair] for pair in sorted(set(wanted))]
     while len(groups) > most:
@@ -68,7 +71,7 @@ def chain(wanted: Iterable[tuple[float, float]], most: int = MOST) -> Chain:
 
 
 def _distance(tighter: tuple[float, float], looser: tuple[float, float]) -> float:
-    """Return the cost of merging two pairs: the factor by which the looser pair becomes tighter."""
+    """Return the disadvantage of merging two pairs: the factor by which the looser pair becomes tighter."""
     return _times(tighter[0], looser[0]) * _times(tighter[1], looser[1])
 
 

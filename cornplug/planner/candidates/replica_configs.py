@@ -1,7 +1,7 @@
 """Replica configurations that can run a service: engine, nodes, TP, PP, DP, share, quantisation, chunk.
 
-`cells.py` considers speed and memory. Impossible configurations are left out and counted by reason for the
-report.
+Speed and memory are checked later (`cell_capacity.py`). Configurations that are not possible are omitted, and
+counted by reason for the report.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from cornplug.planner.parallelism import Parallelism
 from cornplug.planner.perf_model.engine_spec import EngineSpec
 
 CHUNK_TOKENS: Final[dict[Workload, int]] = {"online": 4096, "semi-online": 8192, "offline": 16384}
-"""Prompt tokens per iteration. Small chunks keep TPOT low, and large chunks increase throughput."""
+"""Number of prompt tokens per iteration, by workload. Small chunks keep TPOT low, and large chunks increase
+throughput."""
 MAX_BATCH: Final[dict[Workload, int]] = {"online": 256, "semi-online": 256, "offline": 1024}
 TP_WITHOUT_NVLINK: Final = 2
 
@@ -43,7 +44,7 @@ class ReplicaConfig:
     share: float
     quantisation: Quantisation
     workload: Workload
-    """Workload that its chunk and batch are set for."""
+    """Workload for which the chunk size and the batch size are chosen."""
     expert_parallel: bool = False
 
     @property
@@ -52,16 +53,16 @@ class ReplicaConfig:
 
     @property
     def chunk_tokens(self) -> int:
-        """Prompt tokens per iteration and attention-DP group."""
+        """Number of prompt tokens per iteration and attention-DP group."""
         return CHUNK_TOKENS[self.workload]
 
     @property
     def max_batch(self) -> int:
-        """Decoding requests per attention-DP group."""
+        """Maximum number of decoding requests per attention-DP group."""
         return MAX_BATCH[self.workload]
 
     def engine_spec(self, context_tokens: int | None = None) -> EngineSpec:
-        """Return what the performance model needs, for prompts of `context_tokens`."""
+        """Return the configuration for the performance model, for prompts of `context_tokens` tokens."""
         return EngineSpec(
             self.gpu, self.engine, self.parallelism, self.share, self.quantisation, self.chunk_tokens,
             self.max_batch, context_tokens,
@@ -69,7 +70,7 @@ class ReplicaConfig:
 
     @property
     def name(self) -> str:
-        """Name of the configuration without the service. A replica keeps it when its role changes."""
+        """Name of the configuration without the service. A replica keeps this name when its role changes."""
         at = self.parallelism
         parallel = f"tp{at.tp}" + (f"pp{at.pp}" if at.pp > 1 else "")
         parallel += f"pcp{at.pcp}" if at.pcp > 1 else ""
@@ -81,8 +82,10 @@ class ReplicaConfig:
 
 
 def engines(service: Service) -> tuple[str, ...]:
-    """Return the LLM's engines, cornplug's encoder service for a separate encoder, or "external" for a
-    generator."""
+    """Return the names of the engines that can run a service.
+
+    A separate encoder runs in cornplug's encoder service, and a separate generator in an "external" server.
+    """
     if service.llm:
         return tuple(service.llm.engines)
     return ("cornplug",) if service.tasks == "E" else ("external",)
@@ -96,8 +99,10 @@ def footprints(
     workloads: tuple[Workload, ...],
     dropped: Counter[str],
 ) -> Iterator[ReplicaConfig]:
-    """Yield the configurations that can run `service` for these workloads, and count the others in
-    `dropped`."""
+    """Yield the configurations that can run `service` for these workloads.
+
+    Configurations that are not possible are counted in `dropped`, by reason.
+    """
     main = service.components[0]
     settings = workloads if service.llm else workloads[:1]
     degrees = product(_tensor_parallel(service), main.pp, main.dp, main.dcp, main.pcp)
@@ -152,7 +157,8 @@ def _reason_against(f: ReplicaConfig, rules: PlanRules) -> str | None:
 
 
 def _reason_against_groups(f: ReplicaConfig, service: Service) -> str | None:
-    """Return a reason against expert, attention data or context parallelism."""
+    """Return the reason why a configuration's expert, attention data or context parallelism is not
+    possible."""
     at = f.parallelism
     shape = service.components[0].shape
     if at.dp > 1 and at.pp > 1:
@@ -170,7 +176,10 @@ def _reason_against_groups(f: ReplicaConfig, service: Service) -> str | None:
 
 
 def _reason_against_dcp(f: ReplicaConfig, service: Service) -> str | None:
-    """Return a reason from vLLM's `ModelConfig.verify_with_parallel_config`, or that it is not planned."""
+    """Return the reason why decode context parallelism is not possible or not planned, or None.
+
+    Checks the conditions of vLLM's `ModelConfig.verify_with_parallel_config`.
+    """
     at = f.parallelism
     main = service.components[0]
     if f.engine != "vllm" or "G" in service.tasks or not {"P", "D"} <= set(service.tasks):
@@ -191,7 +200,10 @@ def _reason_against_dcp(f: ReplicaConfig, service: Service) -> str | None:
 
 
 def _reason_against_pcp(f: ReplicaConfig, service: Service) -> str | None:
-    """Return a reason from vLLM's `PCPManager.validate_config`, or that it is not planned."""
+    """Return the reason why prefill context parallelism is not possible or not planned, or None.
+
+    Checks the conditions of vLLM's `PCPManager.validate_config`.
+    """
     at = f.parallelism
     main = service.components[0]
     if f.engine != "vllm" or service.tasks != "PD":

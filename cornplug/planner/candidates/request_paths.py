@@ -1,7 +1,9 @@
-"""Request paths of a class: services, the division of its SLO among the stages, and cache sizes.
+"""Request paths of a class: combinations of services, a division of the SLO among the stages, and cache
+sizes.
 
-The sum of the stages' percentiles almost always bounds the percentile of the sum. A path therefore meets the
-SLO if its stages meet their bounds and the transfers between them fit in.
+The sum of the stages' percentiles is almost always an upper bound on the percentile of the sum. A path
+therefore meets the SLO if its stages meet their bounds and there is time for the transfers between the
+stages.
 """
 
 from __future__ import annotations
@@ -22,17 +24,17 @@ from cornplug.planner.inputs.schema import Component
 from cornplug.planner.inputs.slo import IdleTimes
 
 ENCODER_PARTS: Final = (0.3, 0.5, 0.7)
-"""Shares of the time to first token for the encoders."""
+"""Shares of the time to first token that encoders may use."""
 FIRST_PARTS: Final = (0.15, 0.4)
-"""Shares of a bounded end-to-end latency for the first token."""
+"""Shares of a bounded end-to-end latency that the time to first token may use."""
 GENERATOR_PARTS: Final = (0.25, 0.5, 0.75)
 EMBEDDING_EDGE_S: Final = 0.010
-"""Seconds to fetch an embedding from another process: lookup, notification and copy."""
+"""Time in seconds to fetch an embedding from another process: lookup, notification and copy."""
 
 
 @dataclass(frozen=True)
 class StageBudget:
-    """Bounds on a stage at the first percentile of the class's SLO that has bounds."""
+    """Bounds on the times of one stage, at the first percentile for which the class's SLO has bounds."""
 
     service: Service
     seconds: float
@@ -46,7 +48,7 @@ class RequestPath:
     stage_budgets: tuple[StageBudget, ...]
     scenario: CacheScenario
     network: float
-    """Bytes transferred between nodes per request."""
+    """Number of bytes that are transferred between nodes per request."""
     name: str
 
 
@@ -91,7 +93,7 @@ def _stage_budget(
     if service.tasks == "D":
         return StageBudget(service, inf, division.tpot_s)
     first_s = division.first_s * (1 - part) - edge_s if encoders else division.first_s
-    if "G" in service.tasks:  # the response arrives after generation, so only the end is bounded
+    if "G" in service.tasks:  # The response arrives after generation, so its end is bounded.
         first_s = min(first_s, division.generate_s)
     return StageBudget(service, first_s, division.tpot_s if "D" in service.tasks else inf)
 
@@ -115,7 +117,7 @@ def _divisions(
         return
     if whole.relative and idle is not None:
         if first < inf and tpot < inf:
-            # Usually sufficient for the whole response. The simulation of the plan verifies it
+            # These bounds are usually sufficient for the end-to-end latency. The simulation verifies this.
             yield SloDivision(first, tpot, inf)
         yield from _slack_divisions(whole.value, idle, first, tpot)
         return
@@ -132,7 +134,10 @@ def _divisions(
 
 
 def _slack_divisions(slowdown: float, idle: IdleTimes, first: float, tpot: float) -> Iterator[SloDivision]:
-    """Divide a mean request's latency: the idle replica's, plus shares of the remaining time."""
+    """Yield divisions of a mean request's end-to-end latency.
+
+    Each stage gets its latency on the idle replica, plus a share of the remaining time.
+    """
     slack, decode_s = (slowdown - 1) * idle.e2e_s, idle.e2e_s - idle.ttft_s
     for part in FIRST_PARTS:
         token_s = idle.tpot_s * (1 + (1 - part) * slack / decode_s) if decode_s > 0 else inf
@@ -142,7 +147,10 @@ def _slack_divisions(slowdown: float, idle: IdleTimes, first: float, tpot: float
 def _moved_bytes(
     of: RequestClass, llm: Component, path: PathTemplate, samples: Samples, scenario: CacheScenario
 ) -> tuple[float, float]:
-    """Return the bytes of embeddings and of KV for a request at the SLO's percentile."""
+    """Return (bytes of embeddings, bytes of KV) that are transferred between stages for one request.
+
+    The KV is for a prompt length at the SLO's percentile.
+    """
     tasks = {s.tasks for s in path.stages}
     embeddings = kv = 0.0
     if "E" in tasks:

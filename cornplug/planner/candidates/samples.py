@@ -1,4 +1,4 @@
-"""Requests sampled once per class, and the statistics that the plan needs."""
+"""Samples of each class's requests, and statistics of the samples."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ QUANTILE: Final[Mapping[Percentile, float | None]] = {
 
 @dataclass
 class Samples:
-    """Samples of every class, the same for every cache size.
+    """Samples of the requests of every class, which are the same for every cache size.
 
     All classes are sampled with the same seed, so that a plan does not depend on their names or order.
     """
 
     encoders: Mapping[str, Component]
-    """Encoders as in `services.canonical_encoders`."""
+    """Encoders, as in `services.canonical_encoders`."""
     seed: int
     idle: IdleReplicas | None = None
-    """Required if an SLO bounds a slowdown."""
+    """Idle replicas, required if an SLO bounds a slowdown."""
     _cached: dict[tuple[str, tuple[str, ...], frozenset[str]], RequestSamples] = field(default_factory=dict)
 
     def of(
         self, request_class: RequestClass, scenario: CacheScenario, encoders: tuple[str, ...] | None = None
     ) -> RequestSamples:
-        """Return samples. With `encoders`, only these encoders' items have patches."""
+        """Return a class's samples. With `encoders`, only media items of these encoders have patches."""
         key = (request_class.name, encoders or ("*",), scenario.names)
         if key not in self._cached:
             self._cached[key] = RequestSamples(self._sample(request_class, scenario, encoders))
         return self._cached[key]
 
     def at(self, service: Service, request_class: RequestClass, scenario: CacheScenario) -> RequestSamples:
-        """Return the samples with patches of the service's own towers only."""
+        """Return a class's samples in which only media items for the service's own towers have patches."""
         return self.of(request_class, scenario, tuple(t.name for t in service.towers) or ("",))
 
     def _sample(

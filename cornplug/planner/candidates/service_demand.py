@@ -1,7 +1,7 @@
-"""Work of a service per request, and its reduction by a larger cache.
+"""Computes the work of a service per request, and by how much a larger cache reduces this work.
 
-Capacities apply to the smallest caches of the input. With a larger cache, a request counts only for the share
-of its encoding and prefill that remains.
+Capacities are computed for the smallest caches of the input. With a larger cache, a request counts only with
+the share of its encoding and prefill that is still necessary.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from cornplug.planner.inputs.schema import Component
 from cornplug.planner.simulator.step_times import CellHardware
 
 DECODE_BATCH: Final = 32
-"""Requests assumed in a decode iteration when weighing its work."""
+"""Assumed number of requests in a decode iteration, among which its time is divided."""
 
 
 def items_to_encode(
     of: RequestClass, scenario: CacheScenario, encoders: Mapping[str, Component]
 ) -> dict[str, float]:
-    """Return the mean number of items per request, by encoder, whose embeddings are not cached."""
+    """Return the mean number of media items per request whose embeddings are not cached, by encoder."""
     found: dict[str, float] = {}
     for media in of.request.media:
         missed = length_distributions.mean(media.items) * (
@@ -41,7 +41,10 @@ def encoding_left(
     base: CacheScenario,
     encoders: Mapping[str, Component],
 ) -> float:
-    """Return the items to encode at a service of towers, relative to those with the smallest caches, or 0."""
+    """Return the number of items that an encoder service must encode, relative to the smallest caches.
+
+    Returns 0 if the class has no items for the service's towers.
+    """
     with_it, without = items_to_encode(of, scenario, encoders), items_to_encode(of, base, encoders)
     names = [t.name for t in service.towers]
     before = sum(without.get(n, 0.0) for n in names)
@@ -49,7 +52,10 @@ def encoding_left(
 
 
 def seconds(hardware: CellHardware, tasks: str, samples: Sequence[SampledRequest]) -> float:
-    """Return the mean seconds of a replica per request, with decode iterations shared among requests."""
+    """Return the mean time in seconds that a replica needs per request.
+
+    The time of a decode iteration is divided among its requests.
+    """
     total = 0.0
     for d in samples:
         if "E" in tasks and hardware.encode and d.patches:

@@ -1,4 +1,4 @@
-"""Times of a service's replica on a footprint, combined from its components' profiles."""
+"""Combines the profiles of a service's components into the times of its replicas."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def service_times(
 ) -> CellHardware | None:
     """Return the times and memory of one replica, or None if a profile is missing or the model does not fit.
 
-    A share of a GPU is slowed by its neighbours (`rules.interference`). If an engine has several towers, the
-    largest and slowest represents all.
+    A replica on a share of a GPU is slower because of other replicas on the GPU (`rules.interference`). If an
+    engine has several towers, the times of the largest tower are used for all.
     """
     main = service.components[0]
     found = profile_lookup.hardware(

@@ -1,8 +1,8 @@
 """Services that the applications need, and the paths of each request class through them.
 
-A service is a set of components and the tasks that one of its replicas does: E (encode), P (prefill), D
-(decode) and G (generate). Applications share a service if its components are the same. Encoders whose towers
-have the same fingerprint are the same.
+A service is a set of components with the tasks that each replica does: E (encode), P (prefill), D (decode)
+and G (generate). Applications share a service if it has the same components. Encoders whose towers have the
+same fingerprint count as the same component.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Service:
 
     @property
     def components(self) -> tuple[Component, ...]:
-        """Components of the service. The first is the model on the command line."""
+        """Components of the service. The first component is the model on the command line."""
         first = (self.llm,) if self.llm else ()
         return first + self.towers + ((self.generator,) if self.generator else ())
 
@@ -38,7 +38,8 @@ class Service:
         return hash(self.name)
 
     def can_replace(self, other: Service) -> bool:
-        """Return whether it does all tasks of `other`, possibly with more towers or a generator."""
+        """Return whether this service can do all tasks of `other`. It may have more towers, or a
+        generator."""
         return (
             self.llm == other.llm
             and {t.name for t in self.towers} >= {t.name for t in other.towers}
@@ -49,14 +50,14 @@ class Service:
 
 @dataclass(frozen=True)
 class PathTemplate:
-    """The services of a request class, in the order of its visits."""
+    """Services that a request visits, in order."""
 
     structure: str
     stages: tuple[Service, ...]
 
 
 def canonical_encoders(components: Iterable[Component]) -> dict[str, Component]:
-    """Map each encoder to the first encoder with the same fingerprint, which represents them all."""
+    """Map each encoder to the first encoder with the same fingerprint."""
     first: dict[str, Component] = {}
     encoders = [c for c in components if c.kind == "encoder"]
     return {c.name: first.setdefault(c.fingerprint or f"name:{c.name}", c) for c in encoders}
@@ -65,10 +66,10 @@ def canonical_encoders(components: Iterable[Component]) -> dict[str, Component]:
 def paths(
     classes: Mapping[str, RequestClass], components: Sequence[Component]
 ) -> dict[str, tuple[PathTemplate, ...]]:
-    """Return the paths of each request class: its own, and those through engines that other classes' media
-    need.
+    """Return the paths of each request class.
 
-    These include engines with the towers of all classes, which replace one service per medium.
+    In addition to the class's own paths, these are paths through engines with towers for other classes'
+    media. Such an engine may have the towers of all classes, so that one service is sufficient for all media.
     """
     encoders, by_name = canonical_encoders(components), {c.name: c for c in components}
     own = {name: tuple(_own_paths(c, by_name, encoders)) for name, c in classes.items()}
@@ -104,7 +105,10 @@ def _own_paths(
 
 
 def _generator_separate(base: str, generator: Component | None, listed: Iterable[str]) -> tuple[bool, ...]:
-    """Return whether the generator can be separate. It is always separate from a divided LLM."""
+    """Return the choices whether the generator is a separate service.
+
+    It is always separate if prefill and decode are separate.
+    """
     if generator is None:
         return (False,)
     if "P+D" in base:
@@ -143,7 +147,8 @@ def _stages(
 
 
 def _unions(known: Sequence[Service]) -> list[Service]:
-    """Return, for each model and tasks with towers, an engine with the towers of all such engines."""
+    """Return additional services whose engines load all towers: one for each combination of language model
+    and tasks, with the towers of all services `known` with this combination."""
     towers: dict[tuple[str, str], dict[str, Component]] = {}
     for s in known:
         if s.llm and s.towers and s.generator is None:
@@ -160,7 +165,7 @@ def _unions(known: Sequence[Service]) -> list[Service]:
 
 
 def _with_replacements(path: PathTemplate, known: tuple[Service, ...]) -> list[PathTemplate]:
-    """Return the path and its variants through engines with more towers, which text requests may also use."""
+    """Return the path, and paths through engines with more towers instead of the path's own engine."""
     found = [path]
     if any(s.tasks == "E" for s in path.stages):
         return found

@@ -1,4 +1,4 @@
-"""Bounds of one stage at every percentile of a class's SLO."""
+"""Computes the bounds on one stage at every percentile of a class's SLO."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from cornplug.planner.inputs.slo import IdleTimes, Quantity, Slo
 from cornplug.planner.perf_model.latency_bound import LatencyBound
 
 Kind = tuple[str, bool]
-"""A percentile, and whether the bound is a slowdown."""
+"""(percentile, whether the bound is a slowdown)."""
 
 
 def stage_bound(slo: Slo, seconds: float, tpot_s: float, idle: IdleTimes | None = None) -> LatencyBound:
-    """Return the bounds of a class in a tier of `seconds` and `tpot_s` (inf means no bound).
+    """Return the bounds of a class on a stage in a tier of `seconds` and `tpot_s` (inf means no bound).
 
-    A tier is made from the first bound of each kind (`Slo.every`). Bounds at other percentiles are
-    proportional: with 1 s at P50 and 3 s at P99, a stage with 0.4 s at P50 has 1.2 s at P99. The simulation
-    of the whole plan shows deviations. `idle` has the class's means if slowdowns are bounded.
+    A tier is derived from the first bound of each quantity (`Slo.every`). Bounds at other percentiles are
+    proportional. For example, if the SLO has 1 s at P50 and 3 s at P99, a stage with 0.4 s at P50 has 1.2 s
+    at P99. The simulation of the complete plan shows deviations. `idle` contains the class's mean latencies
+    on the idle replica if slowdowns are bounded.
     """
     first = dict(_parts(slo, "ttft", seconds, idle))
     tokens = dict(_parts(slo, "tpot", tpot_s, idle))
@@ -32,12 +33,15 @@ def stage_bound(slo: Slo, seconds: float, tpot_s: float, idle: IdleTimes | None 
 def _parts(
     slo: Slo, quantity: Quantity, value: float, idle: IdleTimes | None
 ) -> Iterator[tuple[Kind, float]]:
-    """Yield the shares of `value`. If the quantity has no bound, the end-to-end bounds determine them."""
+    """Yield the bound on a stage at each percentile, from its bound `value` at the first percentile.
+
+    If the SLO has no bound on the quantity, the bounds are proportional to the end-to-end bounds.
+    """
     if isinf(value):
         return
     told: Quantity = quantity if slo.every(quantity) else "e2e"
     whole = slo.first_s(told, idle)
-    if whole is None:  # a tier of another class, which this class's requests also meet
+    if whole is None:  # The tier is from another class, but this class's requests must also meet it.
         yield (slo.percentile, False), value
         return
     for bound in slo.every(told):

@@ -1,7 +1,7 @@
-"""Capacity if only throughputs are known, in requests per second without times.
+"""Computes capacities if only throughputs in requests per second are known, but no times.
 
-An encoder's throughput counts items (images); a language model's and a generator's count requests. A replica
-of several components runs them one after another, so its rate is the harmonic sum: 1 / (sum of 1 / rate).
+An encoder's throughput is in items (images) per second. The throughput of a language model or a generator is
+in requests per second. A replica runs its components one after another, so its rate is 1 / (sum of 1 / rate).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from cornplug.planner.perf_model import profile_lookup as measured
 
 
 def given(service: Service, component: Component, footprint: ReplicaConfig) -> ThroughputProfile | None:
-    """Return the component's throughput profile, or None if its first matching profile is of another kind."""
+    """Return the component's throughput profile, or None if the first matching profile is not a
+    throughput."""
     for profile in component.profiles:
         if _fits(profile, service, component, footprint):
             return profile if isinstance(profile, ThroughputProfile) else None
@@ -38,10 +39,14 @@ def rate(
     items: Mapping[str, float],
     rules: PlanRules,
 ) -> float:
-    """Return a class's requests per second on one replica, or 0 if unknown or outside its SLO.
+    """Return a class's requests per second on one replica, or 0 if it is not known or misses the SLO.
 
-    `profiles` has throughputs by component, `items` the mean items to encode by encoder. A share of a GPU has
-    that share of the rate, less the cost of neighbours (`rules.interference`).
+    The rate is proportional to the replica's share of a GPU, and reduced because of other replicas on the GPU
+    (`rules.interference`).
+
+    Args:
+        profiles: throughputs by component.
+        items: mean number of items to encode per request, by encoder.
     """
     whole = profiles.get(service.llm.name) if service.llm else None
     parts = {service.name: whole} if whole and whole.role == service.tasks else dict(profiles)
@@ -65,8 +70,10 @@ def _requests_per_s(profile: ThroughputProfile, of: RequestClass) -> float:
 
 
 def _visits(name: str, service: Service, of: RequestClass, items: Mapping[str, float]) -> float:
-    """Return the uses of the component per request: one per item for an encoder, one for a generator if
-    used."""
+    """Return the number of times that a request uses a component.
+
+    This is the number of items for an encoder, and 0 for a generator that the class does not use.
+    """
     if any(t.name == name for t in service.towers):
         return items.get(name, 0.0)
     if service.generator and service.generator.name == name:
@@ -75,7 +82,7 @@ def _visits(name: str, service: Service, of: RequestClass, items: Mapping[str, f
 
 
 def _efficiency(service: Service, profiles: Mapping[str, ThroughputProfile], rules: PlanRules) -> float:
-    """Return a prefill-decode pair's efficiency, or 1 if measured in that role."""
+    """Return the efficiency of a separate prefill or decode replica, or 1 if it was measured in this role."""
     tasks = service.tasks.strip("EG")
     if tasks not in ("P", "D") or any(p.role == tasks for p in profiles.values()):
         return 1.0
@@ -92,5 +99,6 @@ def _fits(profile: Profile, service: Service, component: Component, f: ReplicaCo
 
 
 def _quantisation(component: Component, f: ReplicaConfig) -> str:
-    """Return the precision, which towers and generators in an LLM's engine keep."""
+    """Return the quantisation of a component. Towers and generators in an LLM's engine may not be
+    quantised."""
     return f.quantisation if f.quantisation in component.any_quantisations else "none"

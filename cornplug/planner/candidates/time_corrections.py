@@ -1,4 +1,4 @@
-"""Corrections of profiles from engine metrics: a factor on prefill, and a factor on decode."""
+"""Corrections of profiles from engine metrics: one factor for prefill times, and one for decode times."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cornplug.planner.plan import ReplicaGroup, TimesCorrection
 from cornplug.planner.simulator.step_times import CellHardware
 
 Place = tuple[str, str, str, int, int, int, int, int, float, str]
-"""Service, engine, GPU, TP, PP, DP, DCP, PCP, share and quantisation, which together determine the
-profile."""
+"""(service, engine, GPU, TP, PP, DP, DCP, PCP, share, quantisation) of a replica. Replicas for which these
+values are equal use the same profile."""
 
 
 def place_of(of: TimesCorrection | ReplicaGroup) -> Place:
@@ -25,7 +25,7 @@ def place(service: Service, config: ReplicaConfig) -> Place:
 
 
 def at_place(at: Place) -> TimesCorrection:
-    """Return a correction without effect."""
+    """Return a correction that does not change the profile's times."""
     service, engine, gpu, tp, pp, dp, dcp, pcp, share, quantisation = at
     return TimesCorrection(
         service=service,
@@ -46,15 +46,18 @@ def by_place(corrections: Iterable[TimesCorrection]) -> dict[Place, TimesCorrect
 
 
 def merged(earlier: Iterable[TimesCorrection], later: Iterable[TimesCorrection]) -> list[TimesCorrection]:
-    """Return one correction per place. Later corrections replace earlier corrections, because both are
-    relative to the profile.
+    """Return one correction per `Place`.
+
+    Later corrections replace earlier corrections, because both are relative to the profile.
     """
     return list({**by_place(earlier), **by_place(later)}.values())
 
 
 def corrected(hardware: CellHardware, correction: TimesCorrection | None) -> CellHardware:
-    """Return the corrected times. The prefill factor also applies to a tower in the engine. Memory does not
-    change."""
+    """Return the times of a replica with a correction. The memory does not change.
+
+    The prefill factor also applies to a tower in the engine.
+    """
     if correction is None:
         return hardware
     steps = hardware.steps

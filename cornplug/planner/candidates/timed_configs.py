@@ -1,4 +1,4 @@
-"""A service on a footprint with its times, and the removal of configurations that no plan needs."""
+"""Replica configurations of a service with their times. Removes configurations that no plan needs."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class TimedConfig:
             kv_tokens=hardware.kv_tokens if hardware.steps else 1 << 60,
             max_batch=self.footprint.max_batch,
             chunk_tokens=self.footprint.chunk_tokens,
-            # An encoder service distributes its replicas' work itself.
+            # An encoder service distributes the work among its replicas itself.
             router="least_work" if self.service.tasks == "E" else router,
         )
 
 
 def without_needless_estimates(found: Iterable[TimedConfig]) -> list[TimedConfig]:
-    """Return the configurations without estimates, if the same place has a measurement or the favoured
-    engine.
+    """Return the configurations without unnecessary estimates.
 
-    An estimate does not depend on the engine, so it must not choose between engines.
+    An estimate is unnecessary if the same GPUs and settings have a measurement, or an estimate with the
+    favoured engine. An estimate does not depend on the engine, so it must not decide between engines.
     """
     places: defaultdict[tuple[object, ...], list[TimedConfig]] = defaultdict(list)
     for one in found:
@@ -63,9 +63,10 @@ def without_needless_estimates(found: Iterable[TimedConfig]) -> list[TimedConfig
 
 
 def undominated(found: Iterable[TimedConfig], enough_kv_tokens: int) -> list[TimedConfig]:
-    """Return the configurations that no other on the same GPUs with the same settings beats in every time.
+    """Remove each configuration for which another configuration is never slower and has at least as much KV.
 
-    More KV than `enough_kv_tokens` is not an advantage.
+    Only configurations with the same number of GPUs, DP and workload are compared. More KV than
+    `enough_kv_tokens` is not an advantage.
     """
     rivals: defaultdict[tuple[object, ...], list[TimedConfig]] = defaultdict(list)
     for one in found:
@@ -81,7 +82,10 @@ def undominated(found: Iterable[TimedConfig], enough_kv_tokens: int) -> list[Tim
 
 
 def _outdoes(one: TimedConfig, other: TimedConfig, enough: int, *, first: bool) -> bool:
-    """Return whether `one` is never slower and has no less KV. The first of two equals wins."""
+    """Return whether `one` is never slower and has no less KV than `other`.
+
+    If both are equal, returns `first`, which is whether `one` comes first.
+    """
     a, b = one.hardware, other.hardware
     if one.favoured < other.favoured or a.measured != b.measured:
         return False
@@ -102,7 +106,7 @@ def _outdoes(one: TimedConfig, other: TimedConfig, enough: int, *, first: bool) 
 
 
 def _quicker(one: PiecewiseCurve | None, other: PiecewiseCurve | None) -> bool:
-    """Compare at every point of the piecewise linear curves."""
+    """Return whether the first curve is nowhere above the second, or whether neither exists."""
     if one is None or other is None:
         return one is other
     return all(one(x) <= other(x) * (1 + 1e-12) for x in {*one.x, *other.x})

@@ -1,1 +1,1 @@
-"""Inputs of a plan: the TOML file, and the tables and checkpoints that it names."""
+"""Inputs of a plan: the TOML file, and the tables and checkpoints to which it refers."""

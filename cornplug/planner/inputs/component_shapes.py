@@ -1,4 +1,5 @@
-"""Sizes of components, from the plan's file or a checkpoint, and their memory on a device."""
+"""Sizes of components, from the plan's file or a checkpoint, and the memory that components need on a
+device."""
 
 from __future__ import annotations
 
@@ -16,17 +17,17 @@ from cornplug.planner.inputs import llm_shape, tower_shape
 from cornplug.planner.inputs.schema import Component, GeneratorShape, LLMShape, TowerShape
 
 _BYTES: Final[Mapping[str, float]] = {"none": 2.0, "fp8": 1.0, "awq": 0.52, "gptq": 0.52}
-"""Bytes per parameter of a linear layer. Four-bit weights have a scale and a zero point for each group of
-128."""
+"""Bytes per parameter of a linear layer, by quantisation. Four-bit weights have a scale and a zero point for
+each group of 128."""
 _NO_WEIGHTS: Final = frozenset({"no_weights", "not_safetensors", "missing_shard"})
 _LAYER: Final = re.compile(r"layers\.(\d+)\.")
 
 
 def resolve(components: Sequence[Component]) -> list[Component]:
-    """Return the components with shapes and fingerprints filled in from their checkpoints.
+    """Return the components with shapes and fingerprints from their checkpoints.
 
-    A component without a checkpoint keeps its shape, or None. Raises ConfigError if a checkpoint cannot be
-    read.
+    A component without a checkpoint stays as it is, and its shape may be None. Raises ConfigError if a
+    checkpoint cannot be read.
     """
     by_name = {c.name: c for c in components}
     return [_resolved(c, by_name) for c in components]
@@ -49,11 +50,13 @@ def _resolved(component: Component, components: Mapping[str, Component]) -> Comp
 def shape_of(
     component: Component, components: Mapping[str, Component]
 ) -> LLMShape | TowerShape | GeneratorShape:
-    """Return the shape from the plan's file, or from the checkpoint: counted from its weights, or from
+    """Return the component's shape from the plan's file, or else from its checkpoint. The number of
+    parameters is counted in the checkpoint's weights if they are present, and otherwise computed from
     config.json.
 
-    An encoder with `tower_of` and without a checkpoint uses that LLM's checkpoint. Raises ConfigError if
-    there is neither a shape nor a checkpoint, or if the checkpoint does not describe such a component.
+    An encoder with `tower_of` and without a checkpoint of its own uses the checkpoint of that LLM. Raises
+    ConfigError if there is neither a shape nor a checkpoint, or if the checkpoint does not describe a
+    component of this kind.
     """
     if component.shape is not None:
         return component.shape
@@ -82,10 +85,11 @@ def shape_of(
 
 
 def fingerprint_of(component: Component, components: Mapping[str, Component]) -> str | None:
-    """Return the fingerprint of an encoder's tower in hex, or None if neither checkpoint nor plan has one.
+    """Return the fingerprint of an encoder's tower in hex, from the plan's file or the checkpoint, or None if
+    neither contains it.
 
-    Reads the tower's weights, unless their digests are cached. Raises ConfigError for a checkpoint that
-    cannot be read.
+    Reads the tower's weights, unless their digests are cached. Raises ConfigError if the checkpoint cannot be
+    read.
     """
     if component.fingerprint is not None or component.kind != "encoder":
         return component.fingerprint
@@ -103,8 +107,8 @@ def fingerprint_of(component: Component, components: Mapping[str, Component]) ->
 
 
 def checkpoint_of(component: Component, components: Mapping[str, Component]) -> Checkpoint | None:
-    """Return the component's checkpoint (by `checkpoint` or `model`), or the checkpoint of the LLM in
-    `tower_of`."""
+    """Return the checkpoint to which `checkpoint` or `model` of the component refers, or else that of the LLM
+    in `tower_of`. Returns None if there is no checkpoint."""
     for one in (component, components.get(component.tower_of or "")):
         if one is None:
             continue
@@ -117,11 +121,11 @@ def checkpoint_of(component: Component, components: Mapping[str, Component]) -> 
 def weights_bytes(
     shape: LLMShape | TowerShape | GeneratorShape, quantisation: str, *, tp: int = 1, pp: int = 1, dp: int = 1
 ) -> int:
-    """Return the bytes of weights on the fullest rank. Embeddings and towers keep 16 bits under any
-    quantisation.
+    """Return the bytes of weights on the rank with the most weights. Embeddings and towers have 16 bits per
+    parameter with any quantisation.
 
-    With attention data parallelism each group of `tp` ranks has all weights except the experts, which are
-    spread over all tp * dp ranks.
+    With attention data parallelism, each group of `tp` ranks has all weights except the experts, which are
+    divided among all tp * dp ranks.
     """
     if isinstance(shape, TowerShape):
         return math.ceil(shape.parameters * 2 / tp)
@@ -137,8 +141,8 @@ def weights_bytes(
 
 
 def expert_bytes(shape: LLMShape, quantisation: str, *, tp: int, pp: int, dp: int) -> float:
-    """Return the bytes of routed experts on a rank of the fullest pipeline stage, or 0 if their number is
-    unknown."""
+    """Return the bytes of routed experts on a rank of the pipeline stage with the most layers, or 0 if the
+    number of experts is unknown."""
     layers = math.ceil(shape.layers / pp) / shape.layers
     return shape.expert_parameters * _BYTES[quantisation] * layers / (tp * dp)
 
@@ -146,11 +150,11 @@ def expert_bytes(shape: LLMShape, quantisation: str, *, tp: int, pp: int, dp: in
 def kv_bytes_per_token(
     shape: LLMShape, *, tp: int = 1, pp: int = 1, dcp: int = 1, element_bytes: int = 2
 ) -> int:
-    """Return the KV bytes per token on one rank: 2 L n d B. Heads are spread over the ranks, and repeated if
-    there are more ranks than heads.
+    """Return the KV bytes per token on one rank: 2 L n d B for L layers, n KV heads of size d, and B bytes
+    per element. Heads are divided among the ranks, and repeated if there are more ranks than heads.
 
-    With latent attention (MLA) it is L (r_kv + d_rope) B, the same on every rank. Decode context parallelism
-    divides a request's tokens by `dcp` among ranks with the same KV.
+    With latent attention (MLA), the bytes are L (r_kv + d_rope) B on every rank. Decode context parallelism
+    divides a request's tokens among `dcp` ranks that would otherwise have the same KV.
     """
     layers = math.ceil(shape.layers / pp)
     if shape.mla_rank is not None:
@@ -160,8 +164,8 @@ def kv_bytes_per_token(
 
 
 def _counted(checkpoint: Checkpoint, *parts: Part) -> int | None:
-    """Return the number of parameters in the weights' headers, or None if the weights are absent or
-    packed."""
+    """Return the number of parameters of these parts, from the headers of the weight files. Returns None if
+    the weights are absent or quantised, or if the checkpoint's family is unknown."""
     if "quantization_config" in checkpoint.config:
         return None
     if "language_model" in parts and _holds_more(checkpoint.config):
@@ -180,23 +184,23 @@ def _counted(checkpoint: Checkpoint, *parts: Part) -> int | None:
 
 
 def _holds_more(config: Mapping[str, Any]) -> bool:
-    """Return whether the checkpoint has a tower of an unknown family, which would be counted as part of
-    the language model."""
+    """Return whether the checkpoint has a tower but an unknown family, so that the tower's weights would be
+    counted as part of the language model."""
     known = str(config.get("model_type")) in FAMILIES
     return not known and any(name in config for name in ("vision_config", "audio_config"))
 
 
 def _beyond(checkpoint: Checkpoint, name: str) -> bool:
-    """Return whether a weight belongs to a layer after the last one: multi-token prediction, loaded for
-    speculation only."""
+    """Return whether a weight belongs to a layer beyond `num_hidden_layers`. Such layers are for multi-token
+    prediction, and loaded only for speculation."""
     layers = llm_shape.text_config(checkpoint.config).get("num_hidden_layers")
     found = _LAYER.search(name)
     return name.startswith("model.layers.") and bool(found and layers and int(found[1]) >= layers)
 
 
 def _opened(component: Component, key: str, model: str) -> Checkpoint | None:
-    """Open a checkpoint. Returns None for a hub id outside the local cache, because a plan may name models
-    that this host does not have."""
+    """Open the checkpoint to which `key` of a component refers. Returns None if `model` is a hub id that is
+    not in the local cache, because a plan may contain models that this host does not have."""
     try:
         return Checkpoint.open(model)
     except CheckpointError as e:

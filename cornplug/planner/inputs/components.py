@@ -1,4 +1,4 @@
-"""Components in a plan's input: their sizes, and their speed on each device."""
+"""Tables for components in a plan's input: their sizes, and their speed on each device."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ SHAPES: Final[Mapping[str, type[LLMShape | TowerShape | GeneratorShape]]] = {
     "llm": LLMShape,
     "generator": GeneratorShape,
 }
-"""Component kind -> model of its shape table."""
+"""Component kind -> pydantic model of the component's `shape` table."""
 SHAPE_KINDS: Final[Mapping[str, str]] = {
     kind: table.model_fields["kind"].default for kind, table in SHAPES.items()
 }
@@ -269,7 +269,7 @@ class Component(InputTable):
     @model_validator(mode="before")
     @classmethod
     def _shape_is_of_its_kind(cls, table: Any) -> Any:
-        """Fill in `kind` of the shape from the component's kind."""
+        """Set `kind` of the shape from the component's kind, if the table of the shape omits it."""
         if not isinstance(table, dict) or not isinstance(table.get("shape"), dict):
             return table
         kind = SHAPE_KINDS.get(str(table.get("kind")))
@@ -282,7 +282,7 @@ class Component(InputTable):
         return {**table, "shape": {"kind": kind, **table["shape"]}}
 
     def quantisations_for(self, tasks: str) -> list[Quantisation]:
-        """Return the quantisations for a service that runs these tasks, letters of "EPDG"."""
+        """Return the quantisations that a service with these tasks may use. `tasks` are letters of "EPDG"."""
         if "P" in tasks and "D" not in tasks:
             return self.prefill_quantisations or self.quantisations
         if "D" in tasks and "P" not in tasks:
@@ -328,9 +328,10 @@ class Component(InputTable):
                 yield wrong(key, f"{chosen} is not a list of allowed sizes", remedy)
 
     def parallelism_errors(self) -> Iterator[PydanticCustomError]:
-        """Yield the reasons why the expert or attention data parallelism is impossible.
+        """Yield the reasons why the component cannot have expert parallelism or attention data parallelism.
 
-        If only a checkpoint describes the shape, it is checked when the checkpoint is read.
+        If the shape is not in the input but in a checkpoint, call this again when the checkpoint has been
+        read.
         """
         key = "dp" if any(degree > 1 for degree in self.dp) else "expert_parallel"
         if key == "expert_parallel" and not self.expert_parallel:

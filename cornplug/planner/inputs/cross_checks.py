@@ -1,4 +1,4 @@
-"""Checks across the tables of a plan's input: references to names and files, and latency targets."""
+"""Checks of a plan's input that involve several tables or files, such as references to names."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _SEPARATE_ENCODER: Final = frozenset({"E+PD", "E+P+D"})
 
 
 def errors(plan_input: PlanInput) -> Iterator[InputError]:
-    """Yield all contradictions between tables, in no particular order. If names of components repeat, only
-    these are reported."""
+    """Yield the errors that the tables' own checks cannot find, in no particular order. If two components
+    have the same name, most checks are omitted."""
     components = plan_input.component
     yield from application_errors(plan_input)
     if len(components) < len(plan_input.components):
@@ -60,8 +60,8 @@ def errors(plan_input: PlanInput) -> Iterator[InputError]:
 
 
 def application_errors(plan_input: PlanInput) -> Iterator[InputError]:
-    """Yield repeated names, and contradictions between applications and other tables. A launch uses these
-    checks too."""
+    """Yield errors for repeated names, and for applications that contradict other tables. `cornplug launch`
+    also uses these checks. If two components have the same name, only this is reported."""
     doubles = list(duplicates(("components",), [c.name for c in plan_input.components]))
     yield from doubles
     if doubles:
@@ -74,7 +74,8 @@ def application_errors(plan_input: PlanInput) -> Iterator[InputError]:
 
 
 def duplicates(place: Place, names: Sequence[str]) -> Iterator[InputError]:
-    """Yield one error for each name that an earlier table of the list already has."""
+    """Yield an error for each of the names that occurs earlier in the list. `place` is the list of tables
+    whose names are in `names`."""
     for i, name in enumerate(names):
         if name in names[:i]:
             first = f"{place[-1]}[{names.index(name)}]"
@@ -127,7 +128,7 @@ def _size(place: Place, component: Component, components: Mapping[str, Component
         checkpoint = component_shapes.checkpoint_of(component, components)
     except ConfigError as e:
         key = e.field.removeprefix(f"components[{component.name}].")
-        if key != e.field:  # otherwise the error is reported for the LLM that contains this tower
+        if key != e.field:  # an error in the checkpoint of `tower_of` is reported for that LLM
             yield _at((*place, key), e)
         return
     if checkpoint is None:
@@ -145,7 +146,8 @@ def _size(place: Place, component: Component, components: Mapping[str, Component
 
 
 def _divided_prompts(plan_input: PlanInput) -> Iterator[InputError]:
-    """Reject media with vLLM's prefill context parallelism, as `PCPManager.validate_config` does."""
+    """Yield an error for each component that receives media and may use vLLM's prefill context parallelism,
+    which vLLM's `PCPManager.validate_config` also rejects."""
     seeing = {a.llm for a in plan_input.applications if any(r.media for r in a.requests)}
     seeing |= {c.tower_of for c in plan_input.components if c.tower_of is not None}
     for i, component in enumerate(plan_input.components):
@@ -155,15 +157,16 @@ def _divided_prompts(plan_input: PlanInput) -> Iterator[InputError]:
 
 
 def _says_all(profile: Profile, kind: Kind) -> bool:
-    """Return whether the profile makes the model's shape unnecessary. For the times of an LLM, it must
-    also give the KV cache size."""
+    """Return whether a component with this profile needs no shape. The profile of an LLM with measured times
+    must also contain the size of the KV cache."""
     if isinstance(profile, MeasuredProfile) and kind == "llm":
         return profile.kv_tokens is not None or profile.file is not None
     return isinstance(profile, (ThroughputProfile, MeasuredProfile))
 
 
 def _quantised(place: Place, component: Component, config: dict[str, Any]) -> Iterator[InputError]:
-    """Reject other quantisations for a checkpoint that is already quantised."""
+    """Yield an error if the checkpoint's weights are quantised, and the component lists another
+    quantisation."""
     method = str((config.get("quantization_config") or {}).get("quant_method", ""))
     if component.kind != "llm" or method not in ("awq", "gptq", "fp8"):
         return
@@ -269,7 +272,8 @@ def _request(place: Place, request: RequestSpec, components: Mapping[str, Compon
 
 
 def _idle(place: Place, request: RequestSpec, slo: Slo, gpus: Mapping[str, GpuSpec]) -> Iterator[InputError]:
-    """Check the reference replica of slowdowns. `place` is the table that contains `slo`."""
+    """Yield errors in the SLO's slowdowns and their reference replica. `place` is the table that contains
+    `slo`."""
     if slo.idle is not None and slo.idle.gpu not in gpus:
         remedy = f"{nearest(slo.idle.gpu, list(gpus))} Or describe it in a [[gpus]] table."
         yield InputError((*place, "slo", "idle", "gpu"), f"no GPU {slo.idle.gpu!r} in the table", remedy)
@@ -296,7 +300,7 @@ def _a(kind: Kind) -> str:
 
 
 def _at(place: Place, error: ConfigError) -> InputError:
-    """Convert an error of another module into an error at the key that caused it."""
+    """Convert a ConfigError of another module to an InputError for the key that caused it."""
     text = str(error).removesuffix(f". {error.remedy}")
     if error.field.startswith("components["):
         text = text.removeprefix(f"{error.field}: ")

@@ -1,4 +1,4 @@
-"""Field types for the tables of a plan's input: numbers, names, lengths, paths, and validation errors."""
+"""Types of fields in a plan's input (numbers, names, lengths, paths), and the errors of their validators."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from cornplug.settings import bytes_of
 
 
 def wrong(key: str, problem: str, remedy: str) -> PydanticCustomError:
-    """Create a validation error. `key` is a key of the validated table, or "" for the table itself."""
+    """Create a validation error. `key` is the invalid key of the validated table, or "" for the table or
+    value itself."""
     return PydanticCustomError(
         "plan_input", "{key}: {problem}. {remedy}", {"key": key, "problem": problem, "remedy": remedy}
     )
@@ -47,7 +48,7 @@ _SizeText = Annotated[
 ]
 Gib = Annotated[NonNegative, BeforeValidator(_gib, json_schema_input_type=NonNegative | _SizeText)]
 PositiveGib = Annotated[Positive, BeforeValidator(_gib, json_schema_input_type=Positive | _SizeText)]
-"""Number of GiB, or text with a unit: 64, "64GiB", "512 MiB"."""
+"""Number of GiB, or text with a unit, such as 64, "64GiB" or "512 MiB"."""
 Share = Annotated[float, Field(ge=0, le=1, strict=True)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 Whole = Annotated[int, Field(ge=0, strict=True)]
@@ -63,7 +64,8 @@ RouterPolicy = Literal["power_of_two", "random"]
 
 
 def _from_its_file(path: Path, info: ValidationInfo) -> Path:
-    """Resolve a path relative to the file that contains it, if `toml_reader.py` passed its folder."""
+    """Resolve a path relative to the folder of the input file, which `toml_reader.py` passes as context.
+    Without it, return the path unchanged."""
     folder: Path | None = (info.context or {}).get("folder")
     return path if folder is None else folder / path
 
@@ -74,7 +76,7 @@ def _model_from_its_file(model: str, info: ValidationInfo) -> str:
 
 InputPath = Annotated[Path, AfterValidator(_from_its_file)]
 Model = Annotated[str, AfterValidator(_model_from_its_file)]
-"""Hub id or folder. ./NAME is relative to the file that contains it."""
+"""Hub id or folder. A path that starts with ./ or ../ is relative to the file that contains it."""
 
 
 _HOST: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\]")
@@ -83,7 +85,7 @@ _EVERY_ADDRESS: Final = re.compile(r"[0.]+|\[[0:.]*\]")
 
 
 def names_one_host(host: str) -> bool:
-    """Return whether a text is an address to connect to, not a wildcard address to listen on."""
+    """Return whether `host` is the address of a single host, and not a wildcard such as 0.0.0.0."""
     return _HOST.fullmatch(host) is not None and _EVERY_ADDRESS.fullmatch(host) is None
 
 
@@ -99,12 +101,12 @@ def _listen_host(host: str) -> str:
 
 Host = Annotated[str, AfterValidator(_one_host)]
 ListenHost = Annotated[str, AfterValidator(_listen_host)]
-"""Address of a host, or 0.0.0.0."""
+"""Address to listen on: of a host, or 0.0.0.0 for all addresses."""
 
 
 class InputTable(BaseModel):
-    """Base class of the file's tables. The docstring under a field is its description in the JSON schema
-    and in docs/plan-input.md."""
+    """Base class of the tables in the input file. The docstring under a field is the field's description in
+    the JSON schema and in docs/plan-input.md."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -146,7 +148,7 @@ class Histogram(InputTable):
 
 
 def _length_kind(value: Any) -> str:
-    """Return which form of a length is meant, so that only errors of that form are reported."""
+    """Return the form of a length that its author meant, so that only errors for this form are reported."""
     if isinstance(value, Histogram) or (isinstance(value, dict) and {"values", "weights"} & value.keys()):
         return "histogram"
     return "log-normal" if isinstance(value, (dict, LogNormal)) else "number"

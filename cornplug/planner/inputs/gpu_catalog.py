@@ -109,12 +109,14 @@ class GpuPrice(InputTable):
 
 
 def gpu_table(own: Iterable[GpuSpec] = ()) -> dict[str, GpuSpec]:
-    """Return all GPU types by name. The plan's `own` rows override cornplug's table."""
+    """Return all GPU types by name: cornplug's table, in which the GPU types `own` of the plan's input
+    replace those with the same name."""
     return {**_known_gpus(), **{gpu.name: gpu for gpu in own}}
 
 
 def price_table(own: Path | None = None) -> tuple[GpuPrice, ...]:
-    """Return the plan's `own` price table, or cornplug's. Raises ConfigError for an unreadable file."""
+    """Return the price table in the file `own`, or cornplug's price table if it is None. Raises ConfigError
+    if the file cannot be read."""
     if own is None:
         return _known_prices()
     try:
@@ -127,16 +129,17 @@ def price_table(own: Path | None = None) -> tuple[GpuPrice, ...]:
 def node_classes(
     pool: Iterable[NodeClass], gpus: Mapping[str, GpuSpec], prices: Sequence[GpuPrice]
 ) -> tuple[NodeClass, ...]:
-    """Return the pool with every price filled in, and every GPU in the table.
+    """Return the node classes of the pool with their prices from the price table.
 
-    A class without a price or shape has the price of the first row with its GPU and number of GPUs. Raises
-    ConfigError if a GPU, shape or price is unknown, or if a shape belongs to another machine.
+    A class without a price or shape has the price of the first row with the same GPU and number of GPUs.
+    Raises ConfigError if a GPU, shape or price is unknown, or if a shape has another GPU or number of GPUs.
     """
     return tuple(priced(i, nodes, gpus, prices) for i, nodes in enumerate(pool))
 
 
 def priced(i: int, nodes: NodeClass, gpus: Mapping[str, GpuSpec], prices: Sequence[GpuPrice]) -> NodeClass:
-    """Return the `i`-th class of the pool with its price. Raises InputError as `node_classes` does."""
+    """Return `nodes`, the node class at index `i` of the pool, with its price. Raises InputError where
+    `node_classes` raises ConfigError."""
     if nodes.gpu not in gpus:
         remedy = f"{nearest(nodes.gpu, list(gpus))} Or describe it in a [[gpus]] table."
         raise InputError(("pool", i, "gpu"), f"no GPU {nodes.gpu!r} in the table", remedy)

@@ -1,4 +1,4 @@
-"""Error for a field of a plan's input, and the location of the field."""
+"""Error for an invalid field of a plan's input, with the location of the field."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Final
 from cornplug.errors import ConfigError
 
 Place = tuple[str | int, ...]
-"""Keys and list positions from the top of the input: ("applications", 0, "llm")."""
+"""Location of a field: keys and list indices from the top of the input, such as ("applications", 0,
+"llm")."""
 
 _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class InputError(ConfigError):
-    """Error for an invalid field of the input. `field` reads "applications[0].llm"."""
+    """Error for an invalid field of the input. `field` is text such as "applications[0].llm"."""
 
     def __init__(self, place: Place, problem: str, remedy: str) -> None:
         super().__init__(field(place), problem, remedy)
@@ -25,7 +26,7 @@ class InputError(ConfigError):
 
 
 def field(place: Place) -> str:
-    """Format a place as TOML's dotted keys, with positions in brackets."""
+    """Format a location as TOML's dotted keys, with list indices in brackets."""
     text = ""
     for part in place:
         if isinstance(part, int):
@@ -36,7 +37,8 @@ def field(place: Place) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return a remedy that suggests the closest known name and lists the others."""
+    """Return a remedy for an unknown name: the known name that is most similar, if any, and all known
+    names."""
     close = get_close_matches(name, known, 1, 0.6)
     guess = f"Did you mean {close[0]!r}? " if close else ""
     return f"{guess}Known: {', '.join(known) or 'none'}."

@@ -1,7 +1,7 @@
-"""The JSON schema (draft 2020-12) of a plan's TOML file, generated from the models of its tables.
+"""JSON schema (draft 2020-12) of a plan's TOML file, generated from the pydantic models of its tables.
 
-It covers what one place of a file can show: keys, types, ranges, and the rules within a table that its
-validators check. `toml_reader.py` also checks names, files, prices and comparisons of two numbers.
+The schema covers keys, types, ranges, and rules on several keys of a table. Names, files, prices and
+comparisons of two numbers are checked by `toml_reader.py` only.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def _if(condition: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _is(key: str, value: str, *, default: bool = False) -> dict[str, Any]:
-    """Return a schema for a table whose key has this value. With `default`, tables without the key match
-    too."""
+    """Return a schema that matches a table whose key has this value. With `default`, a table without the key
+    also matches."""
     return {"properties": {key: {"const": value}}} | ({} if default else {"required": [key]})
 
 
@@ -75,11 +75,11 @@ _RULES: Final[Mapping[str, list[dict[str, Any]]]] = {
         {"properties": {"structures": {"minItems": 1}}},
     ],
 }
-"""Table -> rules on several of its keys, as in the validators and `cross_checks.py`."""
+"""Table -> rules on several of its keys, equal to those in the table's validators and `cross_checks.py`."""
 
 
 class _TomlSchema(GenerateJsonSchema):
-    """Schema generator for TOML, which has no null: an optional key has the schema of its values."""
+    """Schema generator for TOML. TOML has no null, so the schema of an optional key is that of its values."""
 
     def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
         return self.generate_inner(schema["schema"])
@@ -95,17 +95,17 @@ class _TomlSchema(GenerateJsonSchema):
 
     def tagged_union_schema(self, schema: core_schema.TaggedUnionSchema) -> JsonSchemaValue:
         made = super().tagged_union_schema(schema)
-        made.pop("discriminator", None)  # OpenAPI's word; each member has its own `kind`
+        made.pop("discriminator", None)  # only OpenAPI uses it; each member has its own `kind`
         return made
 
 
 def plan_schema(file: type[PlanInput] = PlanInput) -> dict[str, Any]:
-    """Return the schema of a file as plain data, for `json.dumps`."""
+    """Return the JSON schema of an input file, as data for `json.dumps`."""
     schema = file.model_json_schema(schema_generator=_TomlSchema)
     tables = cast(dict[str, dict[str, Any]], schema["$defs"])
     for name, rules in _RULES.items():
         tables[name]["allOf"] = rules
-    tables["RequestSpec"]["required"].remove("rate")  # `job` or `rate_by_hour` gives it
+    tables["RequestSpec"]["required"].remove("rate")  # may follow from `job` or `rate_by_hour`
     for table in tables.values():
         if table["properties"].get("kind", {}).get("const") in ("throughput", "table", "roofline"):
             table["required"] = ["kind", *table.get("required", ())]

@@ -1,4 +1,5 @@
-"""Lengths in tokens, items or units: a number, a log-normal, or a histogram."""
+"""Mean, quantiles and samples of lengths in tokens, items or units. A length is a number, a log-normal
+distribution or a histogram."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _NORMAL: Final = NormalDist()
 
 
 def mean(length: Length) -> float:
-    """Return the expected length. A log-normal is truncated at its `max`, and rounding is ignored.
+    """Return the mean length. A log-normal is truncated at its `max`, and the rounding of samples is ignored.
 
     E[X | X <= m] = mean * Phi(z - sigma) / Phi(z), z = (ln m - mu) / sigma.
     """
@@ -48,7 +49,7 @@ def quantile(length: Length, q: float) -> int:
 
 
 def sample(length: Length, rng: np.random.Generator, n: int) -> NDArray[np.int64]:
-    """Draw `n` lengths. A log-normal is rounded, and is at least 1."""
+    """Draw `n` lengths. Samples of a log-normal are rounded, and are at least 1."""
     if isinstance(length, int):
         return np.full(n, length, np.int64)
     if isinstance(length, Histogram):
@@ -65,7 +66,7 @@ def sample(length: Length, rng: np.random.Generator, n: int) -> NDArray[np.int64
 
 
 def _underlying(length: LogNormal) -> tuple[float, float]:
-    """Return mean and standard deviation of the logarithm."""
+    """Return the mean and the standard deviation of the logarithm of a length."""
     variance = math.log1p(length.cv**2)
     return math.log(length.mean) - variance / 2, math.sqrt(variance)
 
@@ -77,6 +78,6 @@ def _whole(length: float) -> int:
 def _quantile_of(histogram: Histogram, q: float) -> int:
     order = np.argsort(histogram.values)
     shares = np.cumsum(np.asarray(histogram.weights)[order])
-    # A rounding error in the sums must not push q = 1 past the last value.
+    # With q = 1, a rounding error in the sums must not lead to an index after the last value.
     at = min(int(np.searchsorted(shares, q * shares[-1] * (1 - 1e-12))), len(order) - 1)
     return histogram.values[int(order[at])]

@@ -1,5 +1,5 @@
-"""Size of a language model, from a plan's input or from config.json. Parameters are counted by the
-arithmetic of its modules."""
+"""Size of a language model, from a plan's input or from config.json. The number of parameters is computed
+from the sizes of the modules."""
 
 from __future__ import annotations
 
@@ -82,9 +82,11 @@ class LLMShape(InputTable):
 
     @property
     def expert_parameters(self) -> float:
-        """Number of weights in all routed experts, or 0 if the model has none or their number is unknown.
+        """Number of weights in all routed experts, or 0 if the model has no experts or their number is
+        unknown.
 
-        A token passes through k of E experts, so the inactive weights are (E - k) / E of all expert weights.
+        A token passes through k of E experts, so the weights that it does not use are (E - k) / E of all
+        expert weights.
         """
         if self.experts is None or self.experts_per_token is None or self.active_parameters is None:
             return 0.0
@@ -115,7 +117,8 @@ _DEFAULTS: Final[Mapping[str, Json]] = {
         "max_position_embeddings": 131072,
     },
 }
-"""Defaults of transformers' config classes, which published checkpoints with a tower omit for their LLM."""
+"""Default values of transformers' config classes, by `model_type`. Published checkpoints with a tower omit
+these values in the part of config.json for the LLM."""
 
 _QKV_BIAS: Final = ("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text")
 _HEAD_NORMS: Final = ("qwen3", "gemma3")
@@ -123,7 +126,7 @@ _TIED_BY_DEFAULT: Final = ("gemma", "gemma2", "gemma3", "gemma3_text")
 
 
 def text_config(config: Json) -> Json:
-    """Return the language model's part of config.json, with the defaults of its class."""
+    """Return the language model's part of config.json, with the defaults of its config class."""
     for name in ("text_config", "llm_config"):
         if isinstance(nested := config.get(name), Mapping):
             return {**_DEFAULTS.get(str(nested.get("model_type")), {}), **nested}
@@ -131,10 +134,10 @@ def text_config(config: Json) -> Json:
 
 
 def from_config(config: Json, counted: int | None = None) -> LLMShape:
-    """Return the shape that config.json describes. `counted` is the number of parameters, if the weights are
-    present.
+    """Return the shape that config.json describes. `counted` is the number of parameters in the weights, or
+    None if the weights are absent.
 
-    Raises CheckpointError("bad_config") if the file has no fields of a decoder.
+    Raises CheckpointError("bad_config") if config.json lacks a field of a decoder.
     """
     text = text_config(config)
     attention = _attention(text)
@@ -196,8 +199,8 @@ def _attention(text: Json) -> _AttentionShape:
 
 
 def _latent_attention(text: Json, hidden: int, heads: int) -> _AttentionShape:
-    """Return the shape of MLA (DeepSeek-V2 and V3), where queries, keys and values go through low ranks
-    and only a vector of `mla_rank` is cached."""
+    """Return the shape of MLA (DeepSeek-V2 and V3), which computes queries, keys and values from vectors of
+    low rank, and caches only a vector of size `mla_rank` for each token."""
     rank, rope = _number(text, "kv_lora_rank"), _number(text, "qk_rope_head_dim")
     nope, value = _number(text, "qk_nope_head_dim"), _number(text, "v_head_dim")
     q_rank = text.get("q_lora_rank")
@@ -210,13 +213,17 @@ def _latent_attention(text: Json, hidden: int, heads: int) -> _AttentionShape:
 @dataclass(frozen=True)
 class _Experts:
     layers: int = 0
+    """Number of layers with experts."""
     number: int = 0
+    """Routed experts per layer."""
     chosen: int = 0
     """Number of experts that one token is routed to."""
     one: int = 0
-    """Parameters of one expert of one layer."""
+    """Parameters of one expert in one layer."""
     shared: int = 0
+    """Parameters of the shared experts in one layer."""
     router: int = 0
+    """Parameters of the router in one layer."""
 
 
 def _experts(text: Json) -> _Experts:
@@ -238,8 +245,8 @@ _EXPERT_COUNTS: Final = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
 def _is_sparse(text: Json, layer: int) -> bool:
-    """Return whether a layer has experts, by DeepSeek's two fields, Qwen's two fields, or by default all
-    layers (Mixtral)."""
+    """Return whether a layer has experts, from DeepSeek's or Qwen's fields in config.json. Without these
+    fields, all layers have experts (Mixtral)."""
     if layer < int(text.get("first_k_dense_replace") or 0) or layer in (text.get("mlp_only_layers") or ()):
         return False
     if "moe_layer_freq" in text:

@@ -1,4 +1,5 @@
-"""Tables of measured times: the CSV file of `cornplug profile`, which `file` of a profile refers to.
+"""Tables of measured times. They are CSV files that `cornplug profile` writes, and to which `file` of a
+profile refers.
 
     # machine: 2 cores of ...
     # date: 2026-11-21
@@ -6,18 +7,19 @@
     prefill,H100,8,1,vllm,none,prompt_tokens,2048,0.252
     kv_tokens,H100,8,1,vllm,none,tokens,89235,
 
-Lines of provenance, `# key: value`, precede the header. `quantity` is the unit of `x`, fixed for each kind
-(`QUANTITIES`). If `engine` is empty, the row holds for both engines.
+Lines `# key: value` before the header are the provenance of the measurement. `quantity` is the unit of `x`,
+and must be the one in `QUANTITIES` for the row's kind. If `engine` is empty, the row is for both engines.
 
-kind       x                                          seconds
-prefill    prompt tokens of one iteration             of the iteration
-decode     requests that one iteration gives a token  of the iteration
-kv_token   tokens of context in the batch             that they add to a decode iteration
-overhead   requests                                   of API, network and tokenizer, off the device
-encode     patches of one encoder batch               of the batch
-generate   units of one request                       of the request
-kv_tokens  tokens of KV cache that the engine has     empty
-mixed      an iteration of both kinds takes the longer of the two times this; empty seconds
+kind       x                                           seconds
+prefill    prompt tokens in one iteration              time of the iteration
+decode     requests in one iteration, one token each   time of the iteration
+kv_token   context tokens in the batch                 time that they add to a decode iteration
+overhead   requests                                    time in API, network and tokenizer, off the device
+encode     patches in one encoder batch                time of the batch
+generate   units of one request                        time of the request
+kv_tokens  capacity of the engine's KV cache, tokens   empty
+mixed      time of an iteration with both prefill and  empty
+           decode, divided by the longer of both times
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ QUANTITIES: Final = {
     "mixed": "factor",
 }
 TIMELESS: Final = frozenset({"kv_tokens", "mixed"})
-"""Kinds of rows without a time. Their value is x."""
+"""Kinds of rows that have no time. The value of such a row is its x."""
 _CHOICES: Final = {
     "kind": tuple(QUANTITIES),
     "engine": ("vllm", "sglang", ""),
@@ -60,17 +62,18 @@ _CURVES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ProfileRow:
-    """One measured point."""
+    """Row of a profile table: one measured point."""
 
     kind: str
     gpu: str
     x: float
+    """Number that was varied, such as prompt tokens. Its unit depends on `kind` (`QUANTITIES`)."""
     seconds: float | None = None
-    """Measured time. None for the kinds in TIMELESS."""
+    """Measured time, or None for the kinds in `TIMELESS`."""
     tp: int = 1
     pp: int = 1
     engine: str | None = None
-    """Engine that was measured. None if the row holds for both."""
+    """Engine that was measured, or None if the row is for both engines."""
     quantisation: str = "none"
 
 
@@ -78,14 +81,17 @@ class ProfileRow:
 class ProfileTable:
     rows: tuple[ProfileRow, ...]
     provenance: Mapping[str, str] = field(default_factory=dict)
+    """Description of the measurement, such as its machine and date."""
 
     def profiles(self) -> list[tuple[str, int, int, str | None, str]]:
-        """Return the tuples (gpu, tp, pp, engine, quantisation) that have rows, in order."""
+        """Return the distinct tuples (gpu, tp, pp, engine, quantisation) of the rows, in order of first
+        occurrence."""
         return list(dict.fromkeys((r.gpu, r.tp, r.pp, r.engine, r.quantisation) for r in self.rows))
 
 
 def write(path: Path, table: ProfileTable) -> None:
-    """Write a table. `read` returns an equal table, except that line breaks in provenance become spaces."""
+    """Write a table to a CSV file. `read` returns an equal table, except that line breaks in the provenance
+    become spaces."""
     with path.open("w", encoding="utf-8", newline="") as file:
         for key, value in table.provenance.items():
             file.write(f"# {key}: {' '.join(value.split())}\n")
@@ -110,7 +116,7 @@ def write(path: Path, table: ProfileTable) -> None:
 
 
 def read(path: Path) -> ProfileTable:
-    """Read the table. Raises ConfigError with file, line and column if it is malformed."""
+    """Read a table from a CSV file. Raises ConfigError with the file, line and column of an error."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -201,7 +207,7 @@ def _count(place: str, column: str, text: str) -> int:
 def _refuse_doubles(path: Path, rows: Iterable[ProfileRow]) -> None:
     seen: set[tuple[object, ...]] = set()
     for r in rows:
-        # A profile has one value for each of these kinds, whatever x is.
+        # A profile has only one value for each of these kinds, so rows that differ in x are also duplicates.
         x = None if r.kind in TIMELESS or r.kind in ("kv_token", "overhead") else r.x
         key = (r.kind, r.gpu, r.tp, r.pp, r.engine, r.quantisation, x)
         if key in seen:
@@ -212,11 +218,12 @@ def _refuse_doubles(path: Path, rows: Iterable[ProfileRow]) -> None:
 
 
 def loaded(profile: MeasuredProfile, engine: str) -> MeasuredProfile:
-    """Return the profile with the points of its file. Inline points are kept if the file has none of that
-    kind.
+    """Return the profile with the points of its file. Inline points of a kind are kept if the file has no
+    points of this kind.
 
-    Uses rows with the profile's GPU, TP, PP and quantisation, for this engine or for both. Raises ConfigError
-    if the file has no such row: otherwise the component would look as if no replica could serve it.
+    Uses the rows with the profile's GPU, TP, PP and quantisation that are for this engine or for both
+    engines. Raises ConfigError if the file has no such row, because the plan would otherwise fail with the
+    message that no replica can serve the component.
     """
     if profile.file is None:
         return profile
@@ -241,8 +248,8 @@ def _fits(row: ProfileRow, profile: MeasuredProfile, engine: str) -> bool:
 
 
 def _points(rows: Iterable[ProfileRow]) -> dict[str, Any]:
-    """Return the fields of `MeasuredProfile` that these rows set. Rows for one engine override rows for
-    both."""
+    """Return the fields of `MeasuredProfile` that these rows set. Rows for one engine override rows for both
+    engines."""
     of: dict[str, dict[float, ProfileRow]] = {}
     for r in sorted(rows, key=lambda r: (r.kind, r.engine is not None, r.x)):
         of.setdefault(r.kind, {})[r.x] = r

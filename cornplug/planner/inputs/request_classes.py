@@ -1,4 +1,4 @@
-"""Request classes, which are the demands of the pool, and the sizes of one sampled request."""
+"""Request classes, which are the demands on the pool, and the sizes of one sampled request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cornplug.planner.inputs.slo import IdleTimes, PercentileBounds
 
 @dataclass(frozen=True)
 class RequestClass:
-    """Requests of one kind of an application."""
+    """Request class: the requests of an application that one of its `requests` tables describes."""
 
     app: Application
     request: RequestSpec
@@ -23,7 +23,8 @@ class RequestClass:
 
     @property
     def slo(self) -> Slo:
-        """Latency targets of the class. For a job they also bound the last responses."""
+        """Latency targets of the class. If the class is a job without a bound on the E2E time, they include a
+        bound for the last responses."""
         slo, job = self.request.slo or self.app.slo, self.request.job
         if job is None or slo.every("e2e"):
             return slo
@@ -37,13 +38,13 @@ class RequestClass:
 
     @property
     def by_hour(self) -> bool:
-        """Whether the rate is given for each hour of the day."""
+        """Whether the input has a rate for each hour of the day."""
         return self.request.rate_by_hour is not None
 
     def share_at(self, hour: int) -> float:
-        """Return the fraction of `rate` in an hour of the day, or 1 if the rate is not given by hour.
+        """Return the rate in an hour of the day as a fraction of `rate`, or 1 if the input has a single rate.
 
-        An observed rate that replaces the input's rate scales the whole day.
+        If an observed rate replaces the input's rate, all hours scale with it.
         """
         hours = self.request.rate_by_hour
         return 1.0 if hours is None else hours[hour] / max(hours)
@@ -60,7 +61,8 @@ def request_classes(applications: Iterable[Application]) -> dict[str, RequestCla
 
 
 class RequestSamples(tuple["SampledRequest", ...]):
-    """Sampled requests of a class. Their hash, a key for computed capacities, is calculated once."""
+    """Sampled requests of a class. They are part of the key for computed capacities, so their hash is
+    computed only once."""
 
     _hash: int | None = None
 
@@ -75,19 +77,22 @@ class SampledRequest:
     """Sizes of one request, drawn from its class's distributions."""
 
     prompt_tokens: int
-    """All tokens of the prompt: text, shared prefix and media."""
+    """Number of all prompt tokens: text, shared prefix and media."""
     cached_tokens: int
-    """Tokens of the prompt whose KV is in a cache."""
+    """Number of prompt tokens whose KV is in a cache."""
     patches: tuple[int, ...]
-    """Patches of each item that must be encoded. Items with a cached embedding are omitted."""
+    """Number of patches of each media item that must be encoded. Items whose embedding is cached are
+    omitted."""
     output_tokens: int
-    """Tokens of the response. At least 1, because prefill generates the first token."""
+    """Number of generated tokens. At least 1, because prefill generates the first token."""
     units: float
-    """Units of a generator's work, or 0 without a generator."""
+    """Units of work for a generator, or 0 if the request needs none."""
     idle: IdleTimes | None = None
-    """Times on the reference replica, if the class's SLO bounds a slowdown."""
+    """Times of the request alone on the reference replica, or None if the SLO of its class bounds no
+    slowdown."""
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt tokens that prefill computes. At least one, as in the engines."""
+        """Number of prompt tokens that prefill computes. At least 1, because the engines always compute
+        one."""
         return max(self.prompt_tokens - self.cached_tokens, 1)

@@ -1,4 +1,4 @@
-"""Requests of a class, drawn from its distributions or its trace."""
+"""Sampling of requests from the length distributions or the trace of a request class."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from cornplug.planner.inputs.schema import RequestMedia, RequestSpec
 
 @dataclass(frozen=True)
 class HitShares:
-    """Hit rates of the caches."""
+    """Hit rates of the caches that the samples assume."""
 
     embedding: Mapping[str, float]
-    """Encoder -> hit rate of its items. Encoders that are not listed have 0."""
+    """Encoder -> fraction of its items whose embedding is cached. The default for other encoders is 0."""
     prefix: float
     """Fraction of requests whose shared prefix is cached."""
 
@@ -31,10 +31,11 @@ def sample_requests(
     patches_per_token: Mapping[str, int],
     hits: HitShares,
 ) -> list[SampledRequest]:
-    """Draw `n` requests. Items add their tokens to the prompt, whether their embeddings are cached or not.
+    """Draw `n` requests. The tokens of media items are part of the prompt, whether or not the items'
+    embeddings are cached.
 
-    `patches_per_token` is by encoder, with a default of 1. The shared prefix is at the start of the prompt,
-    so a hit caches at most the text. Raises as `traces.read` does.
+    `patches_per_token` is by encoder, with a default of 1. The shared prefix is at the start of the prompt's
+    text, so after a hit at most the text's KV is cached. Raises ConfigError as `traces.read` does.
     """
     text, output = _text_and_output(request, rng, n)
     tokens = text.copy()
@@ -66,7 +67,7 @@ def _text_and_output(
             np.maximum(length_distributions.sample(request.output, rng, n), 1),
         )
     trace = traces.read(request.trace, request.trace_format)
-    # Both lengths come from the same request, because they may be correlated.
+    # Use both lengths of the same recorded request, because prompt and output may be correlated.
     rows = rng.integers(len(trace.at_s), size=n)
     return trace.prompt_tokens[rows], trace.output_tokens[rows]
 
@@ -74,7 +75,8 @@ def _text_and_output(
 def _items(
     media: RequestMedia, rng: np.random.Generator, n: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the index of its request and the number of tokens for each item of all requests."""
+    """Draw the media items of `n` requests. Returns two arrays with an entry for each item: the index of the
+    item's request, and the item's number of tokens."""
     owner = np.repeat(np.arange(n), length_distributions.sample(media.items, rng, n))
     return owner, length_distributions.sample(media.tokens, rng, len(owner))
 

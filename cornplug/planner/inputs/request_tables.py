@@ -1,4 +1,4 @@
-"""Request classes in a plan's input: their load, lengths and media."""
+"""Tables for request classes in a plan's input: their load, lengths and media."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ class RequestSpec(InputTable):
     @model_validator(mode="before")
     @classmethod
     def _rate_of_hours(cls, table: Any) -> Any:
-        """Set `rate` to the highest hour's rate. Field validation reports hours that are not numbers."""
+        """Set `rate` to the highest of the rates by hour. Rates that are not numbers are left to the
+        validation of the field."""
         if not isinstance(table, dict) or table.get("rate_by_hour") is None:
             return table
         hours = table["rate_by_hour"]
@@ -125,7 +126,8 @@ class RequestSpec(InputTable):
     @model_validator(mode="before")
     @classmethod
     def _rate_of_job(cls, table: Any) -> Any:
-        """Set `rate` from the job. Validation of the job's own table reports its errors."""
+        """Set `rate` to the rate of the job. Errors in the job's table are left to that table's
+        validation."""
         if not isinstance(table, dict) or table.get("job") is None:
             return table
         try:

@@ -1,12 +1,12 @@
 """Schema of the planner's input: the tables and fields of a plan's TOML file.
 
-The models check shapes and ranges, and the fields of one table against each other. `cross_checks.py` checks
-across tables. `toml_reader.py` reads the file and finds the line of an error, and `length_distributions.py`
-interprets lengths.
+The pydantic models validate the type and range of each field, and the fields of one table against each other.
+`cross_checks.py` compares tables. `toml_reader.py` reads the file and finds the line of an error, and
+`length_distributions.py` interprets lengths.
 
-Times are in seconds, rates in requests per second and memory in GiB (2**30) unless a name says otherwise. A
-size may have a unit: "64GiB". The docstring under a field is its description in `cornplug plan schema` and in
-docs/plan-input.md.
+Times are in seconds, rates in requests per second and memory in GiB (2**30) unless a field's name has another
+unit. A size may be text with a unit, such as "64GiB". The docstring under a field is the field's description
+in `cornplug plan schema` and in docs/plan-input.md.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Application(InputTable):
     """Namespace of the application in the store. By default it uses the namespace "default"."""
 
 
-# The rest -----------------------------------------------------------------------------------
+# Other tables -------------------------------------------------------------------------------
 
 
 class CacheOptions(InputTable):

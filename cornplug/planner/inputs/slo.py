@@ -1,4 +1,5 @@
-"""Latency targets of a request class: bounds on percentiles of its times, or a job's deadline."""
+"""Latency targets of a request class: bounds on percentiles of the requests' times, or the deadline of a
+job."""
 
 from __future__ import annotations
 
@@ -20,19 +21,21 @@ Percentile = Literal["mean", "p50", "p90", "p95", "p99"]
 Quantity = Literal["ttft", "tpot", "e2e"]
 QUANTITIES: Final[tuple[Quantity, ...]] = ("ttft", "tpot", "e2e")
 SENT: Final = 0.98
-"""Fraction of a job's time during which its requests are sent."""
+"""Fraction of the time until a job's deadline in which all of its requests are sent."""
 Slowdown = Annotated[float, Field(gt=1, strict=True, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True)
 class IdleTimes:
-    """Seconds of a single request on the idle reference replica, or the means over a class."""
+    """Times of a request that runs alone on the reference replica, or the means of these times for a request
+    class."""
 
     ttft_s: float
     tpot_s: float
     e2e_s: float
 
     def at(self, quantity: Quantity) -> float:
+        """Return the seconds of one of the three times."""
         value: float = getattr(self, f"{quantity}_s")
         return value
 
@@ -41,11 +44,11 @@ class IdleTimes:
 class SloBound:
     percentile: Percentile
     value: float
-    """Bound in seconds, or as a multiple of the idle replica's time."""
+    """Bound in seconds, or if `relative` as a multiple of the time on the idle reference replica."""
     relative: bool = False
 
     def seconds(self, idle: IdleTimes | None, quantity: Quantity) -> float:
-        """Return the bound in seconds. A slowdown is converted for a mean request."""
+        """Return the bound in seconds. A relative bound is multiplied by the time in `idle`."""
         return self.value * idle.at(quantity) if self.relative and idle is not None else self.value
 
 
@@ -69,7 +72,7 @@ class PercentileBounds(InputTable):
     """Bound on the time of the whole response, as a multiple of its time on the `idle` replica."""
 
     def bounds(self, quantity: Quantity) -> list[SloBound]:
-        """Return the bounds of this percentile, in seconds, as a slowdown, or both."""
+        """Return this table's bounds on a time: a bound in seconds, a slowdown, both or none."""
         seconds, slowdown = getattr(self, f"{quantity}_s"), getattr(self, f"{quantity}_slowdown")
         found = [] if seconds is None else [SloBound(self.percentile, seconds)]
         return found if slowdown is None else [*found, SloBound(self.percentile, slowdown, relative=True)]
@@ -80,7 +83,7 @@ class PercentileBounds(InputTable):
 
     @property
     def relative(self) -> bool:
-        """Whether any bound is a slowdown."""
+        """Whether the table has a bound that is a slowdown."""
         return any(bound.relative for quantity in QUANTITIES for bound in self.bounds(quantity))
 
     def scaled(self, factor: float) -> Self:
@@ -100,12 +103,13 @@ class Job(InputTable):
 
     @property
     def rate(self) -> float:
-        """Requests per second, if all are sent within the fraction `SENT` of the time."""
+        """Requests per second at which all requests are sent within the fraction `SENT` of the time until the
+        deadline."""
         return self.requests / (SENT * 3600 * self.deadline_hours)
 
     @property
     def last_answer_s(self) -> float:
-        """Seconds left for the last responses after all requests are sent."""
+        """Seconds from the time when all requests have been sent until the deadline."""
         return (1 - SENT) * 3600 * self.deadline_hours
 
 
@@ -134,12 +138,13 @@ class Slo(PercentileBounds):
 
     @property
     def tables(self) -> tuple[PercentileBounds, ...]:
-        """All tables of bounds. A percentile may have several tables, each with bounds on other times."""
+        """This table and those in `also`. Several tables may have the same percentile if they bound different
+        times."""
         return (self, *self.also)
 
     def every(self, quantity: Quantity) -> list[SloBound]:
-        """Return all bounds on a time. The first bound is divided among the stages; the others follow in
-        proportion."""
+        """Return the bounds on a time in all tables. The plan divides the first bound among a request's
+        stages, and the other bounds in the same proportions."""
         return [bound for table in self.tables for bound in table.bounds(quantity)]
 
     @property
@@ -151,8 +156,8 @@ class Slo(PercentileBounds):
         return any(bound.relative for quantity in QUANTITIES for bound in self.every(quantity))
 
     def first_s(self, quantity: Quantity, idle: IdleTimes | None = None) -> float | None:
-        """Return the seconds of the first bound, or None without a bound. `idle` has the means of the
-        class, if slowdowns count."""
+        """Return the first bound on a time in seconds, or None if there is no bound. With `idle`, the mean
+        times of the class on the reference replica, slowdowns are included."""
         bounds = [b for b in self.every(quantity) if idle is not None or not b.relative]
         return bounds[0].seconds(idle, quantity) if bounds else None
 

@@ -1,4 +1,4 @@
-"""pydantic's errors, reworded for the author of the file: key, problem, remedy."""
+"""Conversion of pydantic's errors to messages for the author of the file, with key, problem and remedy."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ _LENGTH_TAGS: Final[Mapping[str, type[InputTable]]] = {"log-normal": LogNormal, 
 
 
 def problems(error: ValidationError, data: Mapping[str, Any]) -> list[InputError]:
-    """Return one error for each place. If a value matches none of several forms, the closest form is
-    reported."""
+    """Convert a validation error of the file with this `data`. Returns at most one error for each location in
+    the file, and omits the errors of a table in which another location has an error."""
     found: dict[Place, InputError] = {}
     for detail in error.errors():
         if detail["type"] == "union_tag_not_found" and detail["loc"][-1] == "shape":
-            continue  # The kind is filled in from the component, whose own kind is wrong and reported.
+            continue  # The shape's kind is that of the component, which has its own error.
         one = _problem(detail, data)
         found.setdefault(one.place, one)
     inner = {place[:end] for place in found for end in range(len(place))}
@@ -81,7 +81,8 @@ def _problem(detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
 
 
 def _place(detail: ErrorDetails, data: Mapping[str, Any]) -> Place:
-    """Return pydantic's location without the names of a union's members, which are not in the file."""
+    """Return the error's location in the file: pydantic's location without the names of a union's members,
+    which the file does not contain."""
     place: Place = ()
     value: Any = data
     for part in detail["loc"]:
@@ -178,7 +179,8 @@ def _shown(value: object) -> str:
 
 
 def _keys_at(place: Place, loc: Place) -> set[str]:
-    """Return the keys of the table at a place, from the models. `loc` names the member of a union, if any."""
+    """Return the keys that the pydantic models allow in the table at a location. If the table is a member of
+    a union, `loc` contains the name of the member."""
     tables: list[type[InputTable]] = [PlanInput]
     for key in place:
         if isinstance(key, str):

@@ -1,6 +1,6 @@
 """Line numbers of keys and list elements in a TOML file, which `tomllib` does not report.
 
-The text must be valid for `tomllib`. Values are skipped, and nothing is checked here.
+The text must be valid TOML, because this module does not check it. Values are skipped.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ _DOT: Final = re.compile(r"[ \t]*\.[ \t]*")
 
 
 def lines_of(text: str) -> dict[Place, int]:
-    """Return the line of each place, counted from 1. A table made by dotted keys has the line of the first
-    key."""
+    """Return the line of each location in the text, counted from 1. A table that dotted keys create has the
+    line of the first of these keys."""
     return _Scan(text).places()
 
 
 def line_of(lines: dict[Place, int], place: Place) -> int:
-    """Return the line of the place, or of the closest table around it. Returns 1 if the file has neither."""
+    """Return the line of a location, or of the innermost table around it that the file contains. Returns 1 if
+    there is none."""
     while place and place not in lines:
         place = place[:-1]
     return lines.get(place, 1)
@@ -42,7 +43,7 @@ class _Scan:
         self._newlines = [m.start() for m in re.finditer("\n", text)]
         self._lines: dict[Place, int] = {}
         self._elements: dict[Place, int] = {}
-        """Number of [[tables]] seen so far, by the place of their list."""
+        """Number of [[tables]] before the current position, by the location of their list."""
 
     def places(self) -> dict[Place, int]:
         table: Place = ()
@@ -69,7 +70,8 @@ class _Scan:
             self._lines.setdefault(place[:end], line)
 
     def _inside(self, keys: Place) -> Place:
-        """Return the place that a header refers to: its keys, with each [[list]] at its latest element."""
+        """Return the location of a header's table. A key that is a [[list]] refers to the list's last element
+        so far."""
         place: Place = ()
         for key in keys:
             place += (key,)
@@ -137,7 +139,7 @@ class _Scan:
         return found
 
     def _skip(self, pattern: re.Pattern[str]) -> bool:
-        """Skip a match, and return whether the pattern matched. Blanks always match."""
+        """Advance past a match of the pattern, and return whether it matched. `_BLANK` always matches."""
         found = pattern.match(self._text, self._at)
         self._at = found.end() if found else self._at
         return found is not None

@@ -1,4 +1,4 @@
-"""Reader for a plan's TOML file. It reports all errors together, each with its line and a remedy."""
+"""Reader for a plan's TOML file, which reports all errors together, each with its line and a remedy."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ File = TypeVar("File", bound=PlanInput)
 
 
 def read(path: Path) -> PlanInput:
-    """Read the input of a plan, as `read_as` does."""
+    """Read the TOML file of a plan. Raises ConfigError as `read_as` does."""
     return read_as(PlanInput, path, cross_checks.errors)
 
 
 def read_as(table: type[File], path: Path, checks: Callable[[File], Iterable[InputError]]) -> File:
-    """Read the file's contents. Paths in it are relative to the file.
+    """Read a TOML file as an instance of `table`. Paths in the file are relative to its folder.
 
-    Raises ConfigError. Its text has a line for each error in file order, "plan.toml:17 applications[0].llm:
-    problem. Remedy", and its `field` is that of the first error. Checks across tables run only if every table
-    is valid in itself.
+    Raises ConfigError. Its text has a line for each error in the order of the file, such as "plan.toml:17
+    applications[0].llm: problem. Remedy", and its `field` is that of the first error. `checks` yields further
+    errors, and is called only if every table is valid.
     """
     text = _text(path)
     try:

@@ -1,4 +1,4 @@
-"""Size of a tower from config.json, including the projector: weights and work for one item."""
+"""Size of a tower and its projector, computed from config.json."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _GATED_MLP: Final = ("qwen2_5_vl",)
 
 
 def from_config(config: Json, counted: int | None = None) -> TowerShape:
-    """Return the shape of the tower and projector of a vision or audio model.
+    """Return the shape of the tower and projector in a model's config.json.
 
-    `counted` is their number of parameters, if the weights are present. Raises CheckpointError: "bad_config"
-    if config.json has no tower, "unknown_family" if the family does not know this tower.
+    `counted` is their number of parameters in the weights, or None if the weights are absent. Raises
+    CheckpointError with the reason "bad_config" if config.json has no tower, or "unknown_family" if the
+    model's family does not support this tower.
     """
     tower = _tower_config(config)
     hidden = _first(tower, _WIDTH)
@@ -34,7 +35,7 @@ def from_config(config: Json, counted: int | None = None) -> TowerShape:
     layers = max(tower["feature_layers"]) if "feature_layers" in tower else _first(tower, _LAYERS)
     patches = _patches_per_token(config, tower)
     mlp = (3 if _kind(config) in _GATED_MLP else 2) * hidden * intermediate
-    # Biases and norms: nine vectors of the width and one of the MLP's.
+    # The last two terms are biases and norms: nine vectors of size `hidden` and one of size `intermediate`.
     blocks = layers * (4 * hidden * hidden + mlp + 9 * hidden + intermediate)
     total = blocks + _stem(tower, hidden) + _projector(config, tower, hidden, patches)
     return TowerShape(
@@ -67,7 +68,7 @@ def _patches_per_token(config: Json, tower: Json) -> int:
         return max(patches // int(tower["pooled_rows"]), 1)
     if ratio := config.get("downsample_ratio"):  # InternVL
         return round(1 / float(ratio) ** 2)
-    if _kind(config) == "qwen2_audio":  # an average over two frames ends its tower
+    if _kind(config) == "qwen2_audio":  # its tower averages every two frames
         return 2
     if _kind(config) == "ultravox":
         return int(config.get("stack_factor") or 8)
@@ -75,8 +76,8 @@ def _patches_per_token(config: Json, tower: Json) -> int:
 
 
 def _stem(tower: Json, hidden: int) -> int:
-    """Return the number of weights that turn pixels or mel bins into the first layer's input, including
-    the position table."""
+    """Return the number of weights that compute the first layer's input from pixels or mel bins, including
+    position embeddings."""
     if "num_mel_bins" in tower:
         return (
             3 * hidden * (int(tower["num_mel_bins"]) + hidden) + int(tower["max_source_positions"]) * hidden

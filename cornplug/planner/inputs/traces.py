@@ -1,7 +1,7 @@
-"""Recorded requests: arrival times and numbers of prompt and output tokens.
+"""Traces of recorded requests, with arrival times and numbers of prompt and output tokens.
 
-Formats: "azure" (Azure LLM inference traces 2023 and 2024, CSV), "mooncake" (Mooncake's FAST'25 traces, JSON
-lines), "csv" (cornplug's own: at_s, prompt_tokens, output_tokens).
+The formats are "azure" (Azure LLM inference traces 2023 and 2024, CSV), "mooncake" (Mooncake's FAST'25
+traces, JSON lines), and "csv" (cornplug's own format with the columns at_s, prompt_tokens and output_tokens).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class RequestTrace:
-    """Requests in order of arrival, one array entry per request."""
+    """Recorded requests. Each array has an entry for each request, in order of arrival."""
 
     at_s: NDArray[np.float64]
     """Seconds since the first request."""
@@ -37,8 +37,9 @@ class RequestTrace:
 @dataclass(frozen=True)
 class _Layout:
     columns: tuple[str, str, str]
-    """Column names of arrival, prompt tokens and output tokens."""
+    """Names of the columns with the arrival time, the prompt tokens and the output tokens."""
     seconds: Callable[[Any], float]
+    """Converts an arrival time in the file to seconds."""
 
 
 def _azure_seconds(text: str) -> float:
@@ -55,9 +56,9 @@ _OBJECTS: Final = "Mooncake traces contain one JSON object per line."
 
 
 def read(path: Path, format: Format) -> RequestTrace:
-    """Read the trace in a file. A file is read again only if it has changed.
+    """Read the trace in a file. The result is cached until the file changes.
 
-    Raises ConfigError with file, line and column.
+    Raises ConfigError with the file, line and column of an error.
     """
     try:
         stat = path.stat()
@@ -117,7 +118,7 @@ def _numbers(path: Path, line: int, row: Mapping[str, Any], layout: _Layout) -> 
     return (
         _cell(path, line, row, at, layout.seconds, "a time"),
         _cell(path, line, row, prompt, _tokens, "a number of tokens"),
-        # A request without output still took one step, because engines generate at least one token.
+        # A request without output tokens counts as one token, because engines generate at least one.
         max(_cell(path, line, row, output, _tokens, "a number of tokens"), 1),
     )
 

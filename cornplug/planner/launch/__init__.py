@@ -1,1 +1,1 @@
-"""Launch of a plan: command lines, and a launcher for the processes of one host."""
+"""Command lines for a plan's processes, and a launcher for the processes of one host."""

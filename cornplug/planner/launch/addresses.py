@@ -1,6 +1,6 @@
-"""Host, GPUs and ports of each process of a plan. They are the same every time a plan is read.
+"""Determines the host, GPUs and ports of each process of a plan. They are the same every time a plan is read.
 
-Hosts without a name in the plan are the variables `${HOST_1}`, `${HOST_2}`, ...: see `command_lines.py`.
+Hosts without a name in the plan are the variables `${HOST_1}`, `${HOST_2}`, ... (see `command_lines.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ENGINE_PORT: Final = 8000
 ENCODER_PORT: Final = 8750
 BOOTSTRAP_PORT: Final = 8998
 SIDE_PORT: Final = 5600
-"""First port of NIXL's handshake."""
+"""First port for NIXL's handshake."""
 MASTER_PORT: Final = 29500
 ROUTER_PORT: Final = 30000
 ROUTER_METRICS_PORT: Final = 29000
@@ -29,7 +29,10 @@ MOST_SERVERS: Final = 750
 
 @dataclass(frozen=True)
 class ReplicaAddress:
-    """One process of a replica. If a replica spans nodes, rank 0 serves its requests."""
+    """Host, GPUs and ports of one process of a replica.
+
+    A replica that spans several nodes has several processes, and rank 0 serves its requests.
+    """
 
     group: ReplicaGroup
     replica: int
@@ -37,12 +40,12 @@ class ReplicaAddress:
     ranks: int
     host: str
     devices: tuple[int, ...]
-    """GPUs (or cores) on that host."""
+    """Numbers of the GPUs (or cores) on the host that the process uses."""
     port: int
     side_port: int
     bootstrap_port: int
     master: str
-    """Address "host:port" of the rendezvous of the ranks."""
+    """Address "host:port" at which the replica's ranks meet."""
 
     @property
     def url(self) -> str:
@@ -50,7 +53,7 @@ class ReplicaAddress:
 
 
 def hosts(plan: Plan) -> dict[tuple[str, int], str]:
-    """Return the host by (node class, node number)."""
+    """Return the name of each host, by (node class, node number)."""
     names: dict[tuple[str, int], str] = {}
     for nodes in plan.nodes:
         for number in range(nodes.count):
@@ -62,7 +65,7 @@ def hosts(plan: Plan) -> dict[tuple[str, int], str]:
 
 
 def check_address(field: str, host: str) -> None:
-    """Raise ConfigError for `field` if an address is not the address of one host."""
+    """Raise ConfigError, which names `field`, if `host` is not the address of one host."""
     if not names_one_host(host):
         raise ConfigError(
             field,
@@ -72,14 +75,14 @@ def check_address(field: str, host: str) -> None:
 
 
 def serves_others(bound: str) -> bool:
-    """Return whether a server that listens on this address may be reached from other hosts."""
+    """Return whether other hosts may reach a server that listens on this address."""
     return not is_loopback(bound)
 
 
 def sites(plan: Plan) -> list[ReplicaAddress]:
-    """Return every process of every group, in the plan's order.
+    """Return the addresses of all processes of all groups, in the plan's order.
 
-    Raises ConfigError for a plan whose replicas are not placed, or are placed on a missing node.
+    Raises ConfigError if replicas are not placed, or are placed on a node that is not in the plan.
     """
     where = hosts(plan)
     sizes = {nodes.name: nodes.gpus for nodes in plan.nodes}
@@ -92,7 +95,7 @@ def sites(plan: Plan) -> list[ReplicaAddress]:
             spans = list(_spans(group, node, first, sizes[group.nodes]))
             names = [_host(where, group, number) for number, _ in spans]
             port = group.ports[replica] if group.ports else base + taken[names[0], base]
-            # The other ports are derived from this port, so that they are stable too.
+            # The other ports are derived from this port, so that they do not change between runs either.
             number = port - base if 0 <= port - base < MOST_SERVERS else taken[names[0], base]
             for rank, (_, devices) in enumerate(spans):
                 taken[names[rank], base] += 1
@@ -135,8 +138,10 @@ def _check_placed(group: ReplicaGroup, sizes: dict[str, int]) -> None:
 
 
 def _spans(group: ReplicaGroup, node: int, first: int, gpus: int) -> Iterator[tuple[int, Sequence[int]]]:
-    """Yield (node number, GPUs) of each process of a replica. A replica that needs more than one node gets
-    whole nodes."""
+    """Yield (node number, GPUs) for each process of a replica.
+
+    A replica that needs more than one node uses all GPUs of its nodes.
+    """
     needed = group.ranks
     if needed <= gpus:
         yield node, range(first, first + needed)

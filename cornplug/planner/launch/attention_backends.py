@@ -1,7 +1,7 @@
 """Attention backends for models with latent attention (MLA), by GPU generation.
 
-Sources: the engines' own preferences, in `vllm/platforms/cuda.py` (0.32) and
-`sglang/srt/arg_groups/overrides.py` (0.5.23). For all other models the engines choose.
+The backends are the engines' own preferences, in `vllm/platforms/cuda.py` (0.32) and
+`sglang/srt/arg_groups/overrides.py` (0.5.23). For all other models, the engine chooses the backend.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MLA: Final[dict[Generation, dict[str, str]]] = {
 
 
 def generation_of(gpu: str) -> Generation | None:
-    """Return the generation of a GPU type ("H100", "NVIDIA-L40S", "A100-80"), or None for an unknown name."""
+    """Return the generation of a GPU type ("H100", "NVIDIA-L40S", "A100-80"), or None if it is not known."""
     for pattern, generation in _GENERATIONS:
         if re.search(pattern, gpu, re.IGNORECASE):
             return generation
@@ -38,10 +38,10 @@ def generation_of(gpu: str) -> Generation | None:
 
 
 def backend_of(group: ReplicaGroup, pair_gpus: Iterable[str] = ()) -> str | None:
-    """Return the engine's name of its attention backend, or None if the engine chooses.
+    """Return the name of the attention backend for a group's engine, or None if the engine chooses it.
 
-    `pair_gpus` are the device types that it exchanges KV with. NIXL's handshake in vLLM rejects unequal
-    backends, so a pair of two generations gets a backend that runs on both.
+    `pair_gpus` are the device types with which the group exchanges KV. NIXL's handshake in vLLM rejects
+    different backends, so a prefill-decode pair on two GPU generations gets a backend that runs on both.
     """
     if group.settings is not None and group.settings.attention_backend is not None:
         return group.settings.attention_backend

@@ -1,8 +1,8 @@
-"""Commands of a plan: one for each process, with the engines' own flags, and the files that they refer to.
+"""Creates a plan's commands, one for each process, and the files to which they refer.
 
-Commands contain variables that `resolved` substitutes: `${HOST_n}` (a host without a name in the plan),
-`${RUN_DIR}` (sockets and logs of the host), `${PLAN_DIR}` (the plan's files) and `${SECRET_FILE}` (a file of
-32 bytes, the same on all hosts).
+Commands contain the engines' own flags, and variables that `LaunchCommand.resolved` substitutes: `${HOST_n}`
+(a host without a name in the plan), `${RUN_DIR}` (folder for the host's sockets and logs), `${PLAN_DIR}`
+(folder with the plan's files) and `${SECRET_FILE}` (a file of 32 bytes that is the same on all hosts).
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ class LaunchCommand:
     """Command of one process."""
 
     group: str
-    """Group of the plan, or "store", "kv-server" or a router's name for other processes."""
+    """Name of the plan's group. For other processes, "store", "kv-server" or the router's name."""
     replica: int
     host: str
     argv: tuple[str, ...]
-    """Arguments. Empty for a process that `launch` does not start, such as a generator on another server."""
+    """Program and arguments. Empty for a process that `launch` does not start, such as a generator on another
+    server."""
     env: Mapping[str, str]
     kind: Kind
     port: int | None = None
@@ -60,18 +61,19 @@ class LaunchCommand:
     socket: str | None = None
     """Unix socket that exists when the process is ready, if it has no URL."""
     rank: int = 0
-    """Rank of the process in its replica. Ranks above 0 run on further nodes and serve no requests."""
+    """Rank of the process in its replica. Ranks above 0 run on additional nodes and do not serve requests."""
     cores: tuple[int, ...] = ()
-    """CPU affinity of the process, empty for none."""
+    """Cores on which the process runs. Empty if it may run on all cores."""
     gpus: tuple[int, ...] = ()
-    """GPUs of the host that the process uses."""
+    """Numbers of the host's GPUs that the process uses."""
     share: float = 1.0
-    """Share of each of these GPUs."""
+    """Share of each of these GPUs that the process uses."""
     settings: str = ""
-    """Text of the settings file that it reads at startup, if a change of the text requires a restart."""
+    """Text of the settings file that the process reads at startup, if a change of the text requires a
+    restart."""
     beside_others: bool = False
-    """Whether other processes share its GPU. Each takes a share of the free memory, so the next process
-    starts only when this process is ready.
+    """Whether other processes use the same GPU. Each process uses a share of the free memory, so the next
+    process is started only when this process is ready.
     """
     remarks: tuple[str, ...] = field(default=())
 
@@ -80,8 +82,10 @@ class LaunchCommand:
         return None if self.port is None else f"http://{self.host}:{self.port}"
 
     def resolved(self, values: Mapping[str, str]) -> LaunchCommand:
-        """Return the command with `values` for its variables ("HOST_1" -> "10.0.0.1"). Other variables
-        stay."""
+        """Return the command with `values` substituted for its variables ("HOST_1" -> "10.0.0.1").
+
+        Variables without a value are not changed.
+        """
 
         def fill(text: str) -> str:
             return Template(text).safe_substitute(values)
@@ -97,8 +101,10 @@ class LaunchCommand:
 
 
 def name_of(command: LaunchCommand) -> str:
-    """Return the name for logs and messages: group and replica, in characters that are allowed in file
-    names."""
+    """Return the name of a process for logs and messages.
+
+    It consists of group and replica, in characters that are allowed in file names.
+    """
     plain = re.sub(r"[^A-Za-z0-9.]+", "-", command.group).strip("-")
     if command.kind in ("store", "router"):
         return plain
@@ -106,9 +112,9 @@ def name_of(command: LaunchCommand) -> str:
 
 
 def commands(plan: Plan, *, transfer: Transfer = "nixl") -> list[LaunchCommand]:
-    """Return every process of a plan in start order.
+    """Return the commands of all processes of a plan, in start order.
 
-    Raises ConfigError for a plan without placements, or without an engine's settings.
+    Raises ConfigError if replicas are not placed, or if an engine has no settings.
     """
     placed = sites(plan)
     links = encoder_links(plan, placed)
@@ -131,16 +137,20 @@ def commands(plan: Plan, *, transfer: Transfer = "nixl") -> list[LaunchCommand]:
 
 
 def _with_secret(command: LaunchCommand) -> LaunchCommand:
-    """Add the hosts' secret if it is a process of cornplug or loads its plugin, also for authentication
-    within a host."""
+    """Add the hosts' common secret to a command that runs cornplug or loads its plugin.
+
+    Processes on the same host use this secret for authentication too.
+    """
     if not any("cornplug" in word.lower() for word in command.argv):
         return command
     return replace(command, env={**command.env, **SECRET_ENV})
 
 
 def files(plan: Plan, *, transfer: Transfer = "nixl", without: Collection[str | None] = ()) -> dict[str, str]:
-    """Return the text of the files that the commands refer to, by name. `without` has addresses that do not
-    serve yet."""
+    """Return the text of the files to which the commands refer, by name.
+
+    `without` contains addresses that do not serve requests yet, which routes.json omits.
+    """
     placed = sites(plan)
     table = entries(plan, routers(plan, placed, transfer=transfer), without=without)
     found = {"routes.json": json.dumps(table, indent=2) + "\n"}
@@ -181,8 +191,11 @@ def _stores(
 def _storing(
     plan: Plan, placed: Sequence[ReplicaAddress], contexts: Sequence[GroupContext]
 ) -> dict[str, None]:
-    """Return the hosts with engines that share entries, or with encoders whose embeddings are cached for
-    several hosts."""
+    """Return the hosts that need a store.
+
+    These are the hosts with engines that share entries, and the hosts with encoders whose embeddings the plan
+    caches.
+    """
     return {
         site.host: None
         for site, its in zip(placed, contexts, strict=True)
@@ -192,14 +205,14 @@ def _storing(
 
 
 def _kv_servers(placed: Sequence[ReplicaAddress], transfer: Transfer) -> list[LaunchCommand]:
-    """Return LMCache's server on each host of a vLLM pair that transfers KV through it."""
+    """Return a command of LMCache's server for each host of vLLM pairs that transfer KV through LMCache."""
     if transfer != "lmcache":
         return []
     pairs = [s for s in placed if s.group.engine == "vllm" and role_of(s.group) != "PD" and s.group.kv]
     found = []
     for number, host in enumerate(dict.fromkeys(s.host for s in pairs)):
         local = [s.group for s in pairs if s.host == host]
-        # Buffer of each replica for all its ranks, because the server holds whole pages of all heads.
+        # Reserve a buffer for each replica with all its ranks, because the server's pages contain all heads.
         size = sum(transfers.buffer_bytes(group.kv) for group in local if group.kv) / 2**30
         argv, env = tuple(transfers.lmcache_server(size)), {"PYTHONHASHSEED": "0"}
         found.append(
@@ -213,7 +226,7 @@ def _kv_servers(placed: Sequence[ReplicaAddress], transfer: Transfer) -> list[La
 def _encoders(
     plan: Plan, placed: Sequence[ReplicaAddress], contexts: Sequence[GroupContext]
 ) -> list[LaunchCommand]:
-    """Return the encoder commands. A group's replicas on a host are one service behind one socket."""
+    """Return the commands of the encoder services. The replicas of a group on one host are one service."""
     stored = _storing(plan, placed, contexts)
     by_service: dict[tuple[str, str], list[ReplicaAddress]] = {}
     for site in placed:
@@ -264,7 +277,7 @@ def _encoder(
     env |= site.group.env
     shared = len(local) - len(devices)
     bound = bind_address(plan, site.host)
-    # `cornplug launch` runs a host without a name on this host.
+    # A bind address that is a variable belongs to a host without a name, on which `cornplug launch` runs.
     closed = not plan.allow_anonymous and not bound.startswith("$") and serves_others(bound)
     remark = (
         f"{shared} of the {len(local)} replicas share a device with another replica, so one process serves "

@@ -1,4 +1,4 @@
-"""`commands.txt`: the command line of every process of a plan, for reading and copying."""
+"""Writes `commands.txt`, the command lines of all processes of a plan, for reading and copying."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VARIABLE: Final = re.compile(r"\$\{[A-Z0-9_]+\}")
 
 
 def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> list[Path]:
-    """Write commands.txt and the files that its commands refer to. Returns their paths."""
+    """Write commands.txt and the files to which its commands refer, and return the paths of all files."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {FILE: text(plan, transfer=transfer), **files(plan, transfer=transfer)}
     for name, content in found.items():
@@ -27,7 +27,7 @@ def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> list[Path
 
 
 def text(plan: Plan, *, transfer: Transfer = "nixl") -> str:
-    """Return the commands by host, in start order, routers last."""
+    """Return the text of commands.txt: the commands of each host in start order, and then the routers."""
     every = commands(plan, transfer=transfer)
     lines = [
         f"# Processes of the plan {_one_line(plan.name)!r}, in start order.",
@@ -43,7 +43,7 @@ def text(plan: Plan, *, transfer: Transfer = "nixl") -> str:
 
 
 def line(command: LaunchCommand) -> str:
-    """Return one command for a shell: environment, cores, arguments."""
+    """Return a command as a line for a shell, with its environment, cores and arguments."""
     words = ["env", *(f"{name}={quoted(value)}" for name, value in sorted(command.env.items()))]
     words = words if command.env else []
     if command.cores:
@@ -52,7 +52,7 @@ def line(command: LaunchCommand) -> str:
 
 
 def quoted(word: str) -> str:
-    """Quote a word for a shell, so that only the plan's own variables in it are expanded."""
+    """Quote a word for a shell, so that the shell expands only the plan's own variables in the word."""
     if not _VARIABLE.search(word):
         return shlex.quote(word)
     parts = _VARIABLE.split(word)
@@ -62,7 +62,7 @@ def quoted(word: str) -> str:
 
 
 def hosts_in(command: LaunchCommand) -> list[str]:
-    """Return the names of hosts ("HOST_1") whose addresses the command still needs."""
+    """Return the names of hosts ("HOST_1") for which the command still contains variables."""
     texts = (*command.argv, *command.env.values(), command.health or "")
     found = {name.strip("${}") for text in texts for name in _VARIABLE.findall(text)}
     return sorted(name for name in found if name.startswith("HOST_"))
@@ -95,5 +95,5 @@ def _lines(some: Sequence[LaunchCommand]) -> Iterator[str]:
 
 
 def _one_line(text: str) -> str:
-    """Return a plan's text for a comment, on a single line."""
+    """Return a text of the plan on a single line, for a comment."""
     return " ".join(text.split())

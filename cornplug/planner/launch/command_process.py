@@ -1,4 +1,4 @@
-"""Process of a plan's command on this host, with the program from this environment."""
+"""Runs a plan's command as a process on this host, with the program in this environment."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from cornplug.processes import ManagedProcess, answers
 
 _HOST_OF_URL: Final = re.compile(r"https?://([\w.-]+)")
 READY_S: Final = 1800.0
-"""Maximum time for a server to load, for hundreds of gigabytes from a slow disk."""
+"""Maximum time in seconds until a server is ready. A server may load hundreds of gigabytes from a slow
+disk."""
 _LOOK_S: Final = 60.0
 
 
 class CommandProcess(ManagedProcess):
-    """The process of one command. Raises ConfigError if its program is not installed."""
+    """Process of one command. Raises ConfigError if the command's program is not installed."""
 
     def __init__(self, command: LaunchCommand, log: Path, *, ready_s: float = READY_S) -> None:
         self.command = command
@@ -35,7 +36,7 @@ class CommandProcess(ManagedProcess):
         )
 
     def ready(self) -> bool:
-        """Return whether the process is ready. Always true if it has neither a URL nor a socket."""
+        """Return whether the process is ready. This is always true if it has neither a URL nor a socket."""
         self.check("before it was ready")
         if self.command.health is not None:
             return answers(self.command.health)
@@ -63,20 +64,25 @@ class CommandProcess(ManagedProcess):
 
 
 def check_programs(commands: Iterable[LaunchCommand]) -> None:
-    """Raise ConfigError for a program that is not installed. Called before any process is started."""
+    """Raise ConfigError if the program of a command is not installed.
+
+    Call this before any process is started.
+    """
     for command in commands:
         if command.argv:
             program(command.argv)
 
 
 def program(argv: Sequence[str]) -> list[str]:
-    """Return the words that replace a command's first word. Raises ConfigError if the program is not
-    installed."""
+    """Return the program and arguments that replace a command's first word.
+
+    Raises ConfigError if the program is not installed.
+    """
     word = argv[0]
     if word == "cornplug":
         return [sys.executable, "-P", "-m", "cornplug.cli"]
     if word == "python" and "-m" in argv[1:2]:
-        # -P: do not import modules from the current folder.
+        # With -P, Python does not import modules from the current folder.
         return [_python_with(argv[2].partition(".")[0]), "-P"]
     variable = f"CORNPLUG_{word.upper().replace('-', '_')}"
     beside = Path(sys.executable).with_name(word)
@@ -94,7 +100,11 @@ def program(argv: Sequence[str]) -> list[str]:
 
 
 def _python_with(module: str) -> str:
-    """Return the interpreter with SGLang or its router: CORNPLUG_SGLANG_PYTHON, or else this one."""
+    """Return the Python interpreter that runs a module of SGLang or its router.
+
+    This is CORNPLUG_SGLANG_PYTHON, or this process's interpreter. Raises ConfigError if it does not have the
+    module.
+    """
     named = os.environ.get("CORNPLUG_SGLANG_PYTHON") or sys.executable
     if not _has_module(named, module):
         raise ConfigError(
@@ -107,7 +117,7 @@ def _python_with(module: str) -> str:
 
 @functools.cache
 def _has_module(interpreter: str, module: str) -> bool:
-    """Return whether an interpreter finds a module. False if it cannot be run."""
+    """Return whether an interpreter can import a module. False if the interpreter cannot be run."""
     if interpreter == sys.executable:
         return importlib.util.find_spec(module) is not None
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
@@ -119,9 +129,10 @@ def _has_module(interpreter: str, module: str) -> bool:
 
 
 def _environment(words: Sequence[str], added: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment. PATH begins with the program's folder, which has build tools.
+    """Return the environment of a command's process.
 
-    A proxy stays in use for downloads and users' media, but not for hosts that the command names by URL.
+    Its PATH begins with the program's folder, which contains build tools. A proxy is used for downloads and
+    users' media, but not for hosts in URLs of the command.
     """
     path = f"{Path(words[0]).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     direct = {"localhost", "127.0.0.1", *_HOST_OF_URL.findall(" ".join(words))}

@@ -1,7 +1,7 @@
-"""Shared secret of a plan's hosts: a file of 32 bytes, of which each host has a copy.
+"""Common secret of a plan's hosts: a file of 32 bytes, of which each host has a copy.
 
-It seals the messages between engines and encoder services of different hosts. Processes on the same host use
-it to prove their identity.
+The secret seals the messages between engines and encoder services on different hosts. Processes on the same
+host use it for authentication.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ SECRET_ENV: Final[Mapping[str, str]] = {_VARIABLE: _OPEN}
 
 
 def common_secret(named: Path | None) -> Path | None:
-    """Return the file from the command line, or else from the settings. Returns None if that is this
-    host's own secret."""
+    """Return the secret file: `named` from the command line, or else the file in the settings.
+
+    Returns None if this is the host's own secret, which other hosts do not have.
+    """
     path = named or load().store.secret_file
     return None if is_own_secret(path) else path
 
 
 def check_named(environments: Iterable[Mapping[str, str]]) -> None:
-    """Raise ConfigError if the file's name was not set."""
+    """Raise ConfigError if a command needs the common secret but its file was not set."""
     if any(env.get(_VARIABLE) == _OPEN for env in environments):
         raise ConfigError(
             "--secret-file",
@@ -38,7 +40,9 @@ def check_named(environments: Iterable[Mapping[str, str]]) -> None:
 
 
 def check_readable(environments: Iterable[Mapping[str, str]]) -> None:
-    """Raise ConfigError for a missing or invalid file. A store would create a missing file, and each host
-    would have a different secret."""
+    """Raise ConfigError if the secret file is missing or invalid.
+
+    A store would create a missing file, and each host would have a different secret.
+    """
     for path in sorted({env[_VARIABLE] for env in environments if _VARIABLE in env}):
         read_secret(Path(path), make=False)

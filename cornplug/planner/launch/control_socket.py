@@ -1,5 +1,7 @@
-"""Socket through which `cornplug launch --apply` sends a plan to the running launcher. It also prevents a
-second launcher in the same run folder."""
+"""Socket through which `cornplug launch --apply` sends a plan to the running launcher.
+
+The socket also prevents a second launcher from running in the same run folder.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ class ControlSocket:
         self._peer: socket.socket | None = None
 
     def poll(self, apply: Apply) -> None:
-        """Serve one caller, if there is one: apply its plan, and send the result."""
+        """If a caller has connected, apply its plan and send the result. Returns immediately otherwise."""
         try:
             peer, _ = self._claim.listener.accept()
         except BlockingIOError:
@@ -46,7 +48,7 @@ class ControlSocket:
                     return
                 plan = Plan.model_validate_json(receive_frame(peer, limit=_LIMIT))
             except (OSError, CornplugError, ValidationError):
-                return  # the caller sees the end of the connection
+                return  # The caller detects that the connection was closed.
             self._peer = peer
             try:
                 apply(plan)
@@ -57,15 +59,16 @@ class ControlSocket:
                 self._peer = None
 
     def tell(self, text: str) -> None:
-        """Send a line of progress to the caller whose plan is applied, if there is one."""
+        """Send a line about the progress to the caller whose plan is being applied, if there is one."""
         self._send({"text": text})
 
     def close(self) -> None:
-        """Release the folder."""
+        """Close the socket, so that another launcher can run in the folder."""
         self._claim.close()
 
     def _send(self, message: dict[str, Any]) -> None:
-        """Send a message. The plan is applied even if the caller has disconnected."""
+        """Send a message. Errors are ignored, because the plan is applied even if the caller has
+        disconnected."""
         if self._peer is not None:
             with contextlib.suppress(OSError):
                 self._peer.sendall(frame(json.dumps(message).encode(), limit=_LIMIT))
@@ -83,8 +86,10 @@ def control_socket(run_dir: Path) -> Iterator[ControlSocket]:
 
 
 def ask(run_dir: Path, plan: Plan, tell: Tell) -> str | None:
-    """Send a plan to the launcher of a folder and return its error, or None. Raises ConfigError if no
-    launcher runs."""
+    """Send a plan to the launcher that runs in a folder, and return the launcher's error, or None.
+
+    `tell` is called with each line about the progress. Raises ConfigError if no launcher runs in the folder.
+    """
     path = run_dir / NAME
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:

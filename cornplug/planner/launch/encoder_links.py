@@ -1,8 +1,8 @@
-"""Links from engines to the encoder services of a plan: through their host's unix socket, or by URL.
+"""Decides how a plan's engines reach its encoder services: through a unix socket on their host, or by URL.
 
-An engine uses one socket, or a list of URLs with weights (rendezvous hashing): the planned flow from each
-service to the engine's group. A socket needs no network, so it is used if the services' loads stay close to
-the plan.
+An engine uses one socket, or a list of URLs with weights (rendezvous hashing). The weights are the planned
+flows from the services to the engine's group. A socket does not need the network, so sockets are used if the
+services' loads stay close to the plan.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from cornplug.planner.plan import Plan, ReplicaGroup
 
 _PULLING: Final = ("vllm", "sglang")
 _TOLERANCE: Final = 1.1
-"""Factor on the smallest overload of a service up to which sockets are used."""
+"""Factor by which the largest overload of a service may exceed the smallest possible overload if sockets are
+used."""
 
 ReplicaHost = tuple[str, str]
-"""Group, and host of the rank that serves requests."""
+"""(name of a group, host of the rank that serves requests)."""
 Flow = Sequence[tuple[ReplicaAddress, float]]
-"""Services, with the planned rate of requests to each."""
+"""(service, planned rate of requests to it) for several services."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class EncoderLink:
 
     socket: str | None = None
     urls: tuple[str, ...] = ()
-    """URLs of services, possibly on other hosts. The hosts then need a common secret."""
+    """URLs of services, which may be on other hosts. With URLs, the hosts need a common secret."""
 
     @property
     def flags(self) -> list[str]:
@@ -48,24 +49,29 @@ class EncoderLink:
 
 
 def encoder_socket(site: ReplicaAddress) -> str:
-    """Return the path of the encoder's unix socket. It omits the group's name, because it may have at most
-    107 bytes."""
+    """Return the path of an encoder service's unix socket.
+
+    The path does not contain the group's name, because it may have at most 107 bytes.
+    """
     return f"${{RUN_DIR}}/encoder-{site.port}.sock"
 
 
 def encoder_url(site: ReplicaAddress, model: str) -> str:
-    """Return the URL of the encoder of `model` for SGLang. A service with several models needs the model's
-    name."""
+    """Return the URL with which SGLang sends media of `model` to an encoder service.
+
+    If the service has several models, the URL contains the model's name.
+    """
     return site.url if len(site.group.encoder_models) < 2 else f"{site.url}/sglang/{url_name(model)}"
 
 
 def replica_host(site: ReplicaAddress) -> ReplicaHost:
-    """Return the key of a process in `encoder_links`. All ranks of a replica use the link of rank 0."""
+    """Return the key of a process in the result of `encoder_links`. All ranks of a replica use rank 0's
+    link."""
     return site.group.name, site.master.rpartition(":")[0]
 
 
 def encoders_of(plan: Plan, group: ReplicaGroup) -> list[str]:
-    """Return the names of the groups that encode for an engine's group on any route."""
+    """Return the names of the encoder groups that encode media for an engine's group on any route."""
     if group.engine not in _PULLING:
         return []
     found: dict[str, None] = {}
@@ -80,8 +86,10 @@ def encoders_of(plan: Plan, group: ReplicaGroup) -> list[str]:
 
 
 def services_of(plan: Plan, group: ReplicaGroup, placed: Sequence[ReplicaAddress]) -> list[ReplicaAddress]:
-    """Return the first replica of each service that encodes for a group. Replicas on one host are one
-    service."""
+    """Return the first replica of each service that encodes media for a group.
+
+    The replicas of an encoder group on one host are one service.
+    """
     names = encoders_of(plan, group)
     first: dict[ReplicaHost, ReplicaAddress] = {}
     for site in placed:
@@ -92,13 +100,15 @@ def services_of(plan: Plan, group: ReplicaGroup, placed: Sequence[ReplicaAddress
 
 
 def without_tower(plan: Plan, group: ReplicaGroup) -> bool:
-    """Return whether a group's engines load no tower: the input sets it, and services encode all of its
-    media."""
+    """Return whether a group's engines do not load a tower.
+
+    This is the case if the input requires it and encoder services encode all media of the group.
+    """
     return group.tower == "service" and "E" not in group.tasks and bool(encoders_of(plan, group))
 
 
 def encoder_links(plan: Plan, placed: Sequence[ReplicaAddress]) -> dict[ReplicaHost, EncoderLink]:
-    """Return the link of each group's replicas on a host. Engines without a service have no link."""
+    """Return the links of all engines, by group and host. Engines without an encoder service have no link."""
     flows = _Flows(plan, placed)
     to = {group.name: flows.to(group, services_of(plan, group, placed)) for group in plan.groups}
     asked = {replica_host(s): to[s.group.name] for s in placed if s.rank == 0 and to[s.group.name]}
@@ -129,7 +139,8 @@ def _weighted(flow: Flow) -> tuple[str, ...]:
 def _local(
     flows: _Flows, asked: Mapping[ReplicaHost, Flow], beside: Mapping[ReplicaHost, ReplicaAddress]
 ) -> set[ReplicaHost]:
-    """Choose the engines that use their host's socket, by the planned loads."""
+    """Return the engines that use the socket on their host, depending on the planned loads of the
+    services."""
     if all(len({site.host for site, _ in flow}) == 1 for flow in asked.values()):
         return set(beside)
 
@@ -154,7 +165,7 @@ def _local(
 
 
 class _Flows:
-    """Planned requests per second with media that an encoder service receives."""
+    """Planned rates of requests with media, for encoder services and engines."""
 
     def __init__(self, plan: Plan, placed: Sequence[ReplicaAddress]) -> None:
         self._replicas = Counter(replica_host(site) for site in placed if site.rank == 0)
@@ -172,12 +183,14 @@ class _Flows:
                     self._between[encoder, engine] += route.rate * part * weight
 
     def rate(self, replicas: ReplicaHost) -> float:
-        """Return the rate of a service's or engine's replicas on a host."""
+        """Return the planned rate of requests with media for a group's replicas on one host."""
         return self._rates[replicas[0]] * self._part(replicas)
 
     def to(self, engine: ReplicaGroup, services: Sequence[ReplicaAddress]) -> Flow:
-        """Return the flow from each of the services to an engine's group. Services without a flow are left
-        out."""
+        """Return the planned flow from each service to an engine's group.
+
+        Services without a flow are omitted. If no service has a flow, all services have the same flow.
+        """
         rates = [self._between[s.group.name, engine.name] * self._part(replica_host(s)) for s in services]
         return [(site, rate) for site, rate in zip(services, rates, strict=True) if rate > 0] or [
             (site, 1.0) for site in services

@@ -1,7 +1,7 @@
-"""Command of a generator with a known server: vLLM-Omni.
+"""Creates the command of a generator that runs in vLLM-Omni.
 
-Flags are those of `vllm-omni serve` 0.30 (`vllm_omni/entrypoints/cli/serve.py`) and of `vllm serve`, whose
-parser it extends.
+The flags are those of `vllm-omni serve` 0.30 (`vllm_omni/entrypoints/cli/serve.py`), which extends the parser
+of `vllm serve`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from cornplug.planner.inputs.field_types import GeneratorServer
 def generator_command(
     server: GeneratorServer | None, model: str, *, tp: int = 1, flags: Sequence[str] = ()
 ) -> list[str]:
-    """Return the command with "{port}" and "{host}" for the address. Empty without a known `server`."""
+    """Return the command of a generator's server, with the placeholders "{host}" and "{port}" for its
+    address.
+
+    The command is empty if `server` is None.
+    """
     if server is None:
         return []
     argv = [server, "serve", model, "--omni", "--host", "{host}", "--port", "{port}"]

@@ -1,5 +1,8 @@
-"""Deployment context of an engine's command line, read from the plan: encoder services, entries shared on its
-host, groups that it transfers KV to, and bounds of its requests."""
+"""Determines the context of an engine in a plan, on which its command line depends.
+
+This includes its encoder services, what it shares through its host's store, the groups with which it
+exchanges KV, and the bounds of its requests.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,10 @@ from cornplug.planner.plan import CacheSize, Plan, ReplicaGroup
 
 STORE_SOCKET: Final = "${RUN_DIR}/store.sock"
 QUEUE_MARGIN: Final = 2
-"""Factor on the longest queue of the simulation, which covers an hour or less."""
+"""Factor by which the longest queue of the simulation, which covers an hour or less, is multiplied."""
 LEAST_STORE_GIB: Final = 1.0
-"""Store size if a plan has no cache but engines receive embeddings from a service on their host."""
+"""Minimum store size. A plan may have no cache, although engines receive embeddings from a service on their
+host."""
 _DRAIN_S: Final = (30, 600)
 
 Role = Literal["P", "D", "PD"]
@@ -35,7 +39,7 @@ Role = Literal["P", "D", "PD"]
 
 @dataclass(frozen=True)
 class StoreSharing:
-    """An engine's use of its host's store."""
+    """KV and embeddings that an engine shares through the store of its host."""
 
     app: str
     kv: bool
@@ -48,8 +52,12 @@ class StoreSharing:
 
     @property
     def env(self) -> dict[str, str]:
-        """Settings that turn off sharing that the plan does not use, which would cost a copy. An engine also
-        starts no store, which would take the socket while the launcher restarts its store."""
+        """Environment variables that turn off sharing that the plan does not use, because it would only cost
+        copies.
+
+        They also forbid the engine to start a store, because this store would use the socket while the
+        launcher restarts its own store.
+        """
         on = {
             "CORNPLUG_ENGINE_SHARE_KV": self.kv,
             "CORNPLUG_ENGINE_SHARE_EMBEDDINGS": self.embeddings,
@@ -61,28 +69,30 @@ class StoreSharing:
 @dataclass(frozen=True)
 class GroupContext:
     bind_address: str
-    """Address that servers listen on."""
+    """Address on which the engine listens."""
     role: Role
     transfer: Transfer
     sharing: StoreSharing
     encoder_urls: tuple[str, ...]
-    """URLs of the services that encode for this engine, on any host, if it has no tower."""
+    """URLs of the encoder services for this engine, on any host, if it has no tower. Empty if it has a
+    tower."""
     unequal_pair: bool
-    """Whether it transfers KV to or from a group with another tensor-parallel degree."""
+    """Whether the engine transfers KV to or from a group with another tensor-parallel degree."""
     pair_gpus: frozenset[str]
-    """Device types of both sides of its transfers, or only its own without transfers."""
+    """Device types of both sides of the engine's transfers. Without transfers, only its own device type."""
     ttft_s: float | None
-    """Tightest bound of the request classes that use this engine."""
+    """Tightest TTFT bound in seconds of the request classes that use this engine, or None."""
     drain_s: int
-    """Maximum remaining time of a request in flight."""
+    """Maximum time in seconds until a running request ends."""
     ranks_requests: bool
     """Whether requests have different priorities."""
     limits_queue: bool
-    """Whether all requests are online. Requests that can wait are queued and never refused."""
+    """Whether the queue is limited, because all requests are online. Other requests are queued and never
+    rejected."""
     admits: bool
-    """Whether classes of service with deadlines use it."""
+    """Whether classes of service with deadlines use the engine, so that it needs admission control."""
     agrees_on_dtype: bool
-    """Whether it exchanges embeddings or KV with other processes, which must all use bfloat16."""
+    """Whether the engine exchanges embeddings or KV with other processes, which must all use bfloat16."""
 
 
 def role_of(group: ReplicaGroup) -> Role:
@@ -91,12 +101,15 @@ def role_of(group: ReplicaGroup) -> Role:
 
 
 def is_cpu(group: ReplicaGroup) -> bool:
-    """Return whether its devices are cores: device types of the table that begin with "cpu"."""
+    """Return whether a group's devices are CPU cores. Their device types begin with "cpu"."""
     return group.gpu.startswith("cpu")
 
 
 def bind_address(plan: Plan, host: str) -> str:
-    """Return the address that a server on `host` listens on. A plan of one host serves only that host."""
+    """Return the address on which a server on `host` listens.
+
+    If the plan has only one host, this is the address of the host, otherwise all addresses.
+    """
     if plan.listen is not None:
         return plan.listen
     return host if sum(nodes.count for nodes in plan.nodes) == 1 else "0.0.0.0"  # noqa: S104
@@ -113,7 +126,7 @@ def classes_of(plan: Plan, group: ReplicaGroup) -> list[LatencyForecast]:
 
 
 def pairs_of(plan: Plan, group: ReplicaGroup) -> set[str]:
-    """Return the names of the groups on the other side of a transfer."""
+    """Return the names of the groups with which a group exchanges KV."""
     return {
         name
         for route in plan.routes
@@ -129,7 +142,7 @@ def caches_for(plan: Plan, kind: str, components: set[str]) -> list[CacheSize]:
 
 
 def store_size(plan: Plan) -> list[str]:
-    """Return `--size` for each host's store. Without it, the store takes a share of the host's memory."""
+    """Return the `--size` flag for each host's store, or [] if the store's default size is used."""
     planned = [cache.gib for cache in plan.caches]
     if None in planned:
         return []
@@ -144,7 +157,10 @@ def context_for(
     transfer: Transfer,
     links: Mapping[ReplicaHost, EncoderLink] | None = None,
 ) -> GroupContext:
-    """Return the context of one engine process. `links` is the result of `encoder_links`, if known."""
+    """Return the context of one engine process.
+
+    `placed` and `links` are the results of `sites` and `encoder_links`, which are computed if they are None.
+    """
     placed = sites(plan) if placed is None else placed
     links = encoder_links(plan, placed) if links is None else links
     group = site.group
@@ -176,7 +192,7 @@ def _sharing(plan: Plan, group: ReplicaGroup, link: EncoderLink) -> StoreSharing
     encoded = {name for one in plan.groups if one.name in named for name in one.components}
     return StoreSharing(
         app=_app(plan, group),
-        # At startup, the engine's own rules decide whether it can share KV.
+        # The engine decides at startup whether it can share KV.
         kv=role != "D" and bool(caches_for(plan, "prefix", set(group.components))),
         embeddings=role != "D"
         and (bool(link.flags) or bool(caches_for(plan, "embedding", set(group.components) | encoded))),
@@ -185,8 +201,11 @@ def _sharing(plan: Plan, group: ReplicaGroup, link: EncoderLink) -> StoreSharing
 
 
 def _app(plan: Plan, group: ReplicaGroup) -> str:
-    """Return the application for an engine of several: the first in the most urgent class of service. An
-    unknown class has priority 0, as in the encoder service."""
+    """Return the application under which a group's engines share entries.
+
+    If several applications use the group, this is the first in the most urgent class of service. A class that
+    is not defined has priority 0, as in the encoder service.
+    """
     priority = {app: one.priority for one in plan.reservations for app in one.apps}
     return max(group.apps, key=lambda app: priority.get(app, 0), default=group.components[0])
 

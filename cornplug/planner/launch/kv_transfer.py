@@ -1,9 +1,9 @@
-"""KV transfer from prefill to decode: buffer sizes, pages, and each engine's flags.
+"""Settings for the KV transfer from prefill to decode engines: buffer sizes, pages, and the engines' flags.
 
-Sizes follow the rule for NIXL and LMCache: the KV of the longest prompt, 2·L·N·H·D·bytes, rounded up to 256
-MiB. Pages have at least 128 tokens, because a transfer needs one descriptor per page and layer. Latent
+Buffers have the size that NIXL and LMCache need: the KV of the longest prompt, 2·L·N·H·D·bytes, rounded up to
+256 MiB. Pages have at least 128 tokens, because a transfer needs one descriptor per page and layer. Latent
 attention (MLA) stores one vector per token and layer instead of K and V of every head, and every rank holds
-all of it.
+all vectors.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ _VLLM_ROLE: Final = {"P": "kv_producer", "D": "kv_consumer"}
 
 
 def page_tokens(kv: KVGeometry) -> int:
-    """Return the tokens of an engine's KV page if it is transferred.
+    """Return the number of tokens in a KV page of an engine that transfers KV.
 
-    MLA kernels support only pages of 64 tokens. These are large enough, because one vector serves all heads.
+    MLA kernels support only pages of 64 tokens. These pages are large enough, because one vector is for all
+    heads.
     """
     return 64 if kv.mla else LEAST_PAGE_TOKENS
 
 
 def prompt_bytes(kv: KVGeometry, *, tp: int = 1, pp: int = 1) -> int:
-    """Return the bytes of the longest prompt's KV on one rank, in whole pages of at least 128 tokens."""
+    """Return the size in bytes of the longest prompt's KV on one rank, rounded up to 128 tokens."""
     tokens = _up(kv.max_prompt_tokens, LEAST_PAGE_TOKENS)
     layers = -(-kv.layers // pp)
     if kv.mla:
@@ -42,14 +43,14 @@ def prompt_bytes(kv: KVGeometry, *, tp: int = 1, pp: int = 1) -> int:
 
 
 def buffer_bytes(kv: KVGeometry, *, tp: int = 1, pp: int = 1) -> int:
-    """Return the bytes that a rank reserves for transfers: `prompt_bytes`, rounded up to 256 MiB."""
+    """Return the size in bytes of a rank's transfer buffer: `prompt_bytes`, rounded up to 256 MiB."""
     return _up(prompt_bytes(kv, tp=tp, pp=pp), BUFFER_STEP)
 
 
 def vllm_config(role: Literal["P", "D"], transfer: Transfer) -> dict[str, Any]:
-    """Return vLLM's `--kv-transfer-config` for one side of a pair.
+    """Return vLLM's `--kv-transfer-config` for one side of a prefill-decode pair.
 
-    KV whose transfer fails is recomputed. vLLM's default would fail the request.
+    KV whose transfer fails is computed again. With vLLM's default, the request would fail.
     """
     if transfer == "lmcache":
         return {
@@ -69,8 +70,9 @@ def vllm_config(role: Literal["P", "D"], transfer: Transfer) -> dict[str, Any]:
 
 
 def vllm_together(*connectors: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration that combines several connectors. vLLM loads from the first connector that has
-    a prefix, and saves to all.
+    """Return the configuration that combines several connectors.
+
+    vLLM loads a prefix from the first connector that has it, and saves to all connectors.
     """
     if len(connectors) == 1:
         return connectors[0]
@@ -83,7 +85,8 @@ def vllm_together(*connectors: dict[str, Any]) -> dict[str, Any]:
 
 
 def lmcache_server(gib: float) -> list[str]:
-    """Return the command of the server through which a host's engines transfer KV with "lmcache"."""
+    """Return the command of LMCache's server, through which a host's engines transfer KV. `gib` is its
+    size."""
     return [
         "lmcache", "server", "--host", "127.0.0.1", "--port", str(LMCACHE_PORT),
         "--http-port", str(LMCACHE_HTTP_PORT), "--l1-size-gb", f"{gib:g}",
@@ -92,8 +95,11 @@ def lmcache_server(gib: float) -> list[str]:
 
 
 def sglang_staging(kv: KVGeometry, *, tp: int, pp: int) -> dict[str, str]:
-    """Return the environment for a pair with different tensor-parallel degrees. SGLang gathers slices of
-    heads in a buffer, because single heads are too small to send. MLA has no heads to gather."""
+    """Return SGLang's environment for a prefill-decode pair with different tensor-parallel degrees.
+
+    SGLang gathers slices of heads in a buffer, because single heads are too small to send. MLA has no heads
+    to gather.
+    """
     if kv.mla:
         return {}
     mib = buffer_bytes(kv, tp=tp, pp=pp) >> 20

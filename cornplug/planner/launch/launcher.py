@@ -1,4 +1,4 @@
-"""Launcher for a plan's processes on this host: starts them, waits until they serve, and ends them in order.
+"""Starts a plan's processes on this host, waits until they serve requests, and stops them in order.
 
 From Python:
 
@@ -48,13 +48,19 @@ def running(
     event: Event = lambda process, what: None,
     stopping: threading.Event | None = None,
 ) -> Iterator[list[CommandProcess]]:
-    """Run commands of a plan and yield their processes once they serve. Stops them in order, also after an
-    error.
+    """Run commands of a plan, and yield their processes when they serve requests.
 
-    `to_start` comes from `local_commands`. `run_dir` is for sockets, logs and the plan's files, and is closed
-    to other users. `ready_s` limits the wait for one process. A caller sets `stopping` to abort the start.
-    Raises ProcessFailed with the end of a failed process's log, and ConfigError for a missing program or
-    common secret.
+    On exit, also after an error, the processes are stopped in order.
+
+    Args:
+        to_start: commands from `local_commands`.
+        run_dir: folder for sockets, logs and the plan's files. It is not accessible to other users.
+        ready_s: maximum time in seconds until one process is ready.
+        event: called for each process with "starting" and "ready".
+        stopping: event that the caller sets to abort the start.
+
+    Raises ProcessFailed with the end of a failed process's log, and ConfigError if a program or the common
+    secret is missing.
     """
     check_readable(command.env for command in to_start)
     check_programs(to_start)
@@ -79,14 +85,15 @@ def running(
 
 @dataclass(frozen=True, slots=True)
 class CommandSelection:
-    """Part of a plan's commands."""
+    """Selection of a plan's commands."""
 
     host: str | None = None
-    """Host of the plan, HOST_n if it has no name, or None if there is only one."""
+    """Name of the host whose commands are selected, HOST_n if it has no name, or None if there is only one
+    host."""
     routers: bool = False
-    """Select the plan's routers instead."""
+    """Whether the plan's routers are selected instead of a host's commands."""
     only: Sequence[str] = ()
-    """Groups to which the commands are limited, besides the store. Empty for all."""
+    """Groups whose commands are selected, in addition to the store. Empty for all groups."""
 
 
 ALL_COMMANDS: Final = CommandSelection()
@@ -103,8 +110,8 @@ def local_commands(
 ) -> list[LaunchCommand]:
     """Return the commands of one host of a plan, with every variable substituted.
 
-    `addresses` maps HOST_n to addresses. Raises ConfigError for a missing or unknown host, group, address or
-    secret.
+    `addresses` maps HOST_n to addresses. Raises ConfigError if a host, group, address or secret is missing or
+    does not exist.
     """
     only = selection.only
     chosen = _chosen(plan, commands(plan, transfer=transfer), selection.host, routers=selection.routers)
@@ -129,13 +136,13 @@ def local_commands(
 
 
 def _check_callers(found: Sequence[LaunchCommand]) -> None:
-    """Raise ConfigError if other hosts could reach an encoder service without an explicit decision about
-    keys."""
+    """Raise ConfigError if other hosts could reach an encoder service, but keys are neither required nor
+    waived."""
     for command in found:
         if command.kind != "encoder" or {"--allow-anonymous", "--require-key"} & {*command.argv}:
             continue
         bound = command.argv[command.argv.index("--host") + 1]
-        # A command's own CORNPLUG_CONFIG is qos.toml, which is not written yet.
+        # Ignore the command's own CORNPLUG_CONFIG, because it is qos.toml, which is not written yet.
         own_file = {"CORNPLUG_CONFIG": ""} if "CORNPLUG_CONFIG" in command.env else {}
         settings = load(environ={**os.environ, **command.env, **own_file}).encoder
         if serves_others(bound) and not (settings.require_key or settings.allow_anonymous):
@@ -178,7 +185,7 @@ def _chosen(
 
 
 def end(processes: Sequence[CommandProcess]) -> None:
-    """Stop the processes, all of one kind together, routers first and stores last."""
+    """Stop the processes. All processes of one kind stop together, first the routers and last the stores."""
     for kind in _ORDER:
         these = [p for p in processes if p.command.kind == kind]
         began_s = time.monotonic()
@@ -196,10 +203,15 @@ def start_in_batches(
     event: Event,
     pause: Callable[[float], bool],
 ) -> None:
-    """Start commands, each batch once the previous batch serves, and add their processes to `started`.
+    """Start commands in batches, and add their processes to `started`.
 
-    `log` returns the file for a command's output. `pause` waits for a number of seconds, and returns False to
-    end the start.
+    A batch is started when the previous batch serves requests.
+
+    Args:
+        log: function that returns the log file for a command.
+        ready_s: maximum time in seconds until one process is ready.
+        event: called for each process with "starting" and "ready".
+        pause: function that waits for a number of seconds, and returns False to abort the start.
     """
     for batch in pending_with_routers_last(commands):
         loading = []
@@ -221,15 +233,18 @@ def start_in_batches(
 
 
 def spawned(command: LaunchCommand, log: Path, ready_s: float) -> CommandProcess:
-    """Start the process of a command and return it. It may not serve yet."""
+    """Start the process of a command, and return it without waiting until it serves requests."""
     process = CommandProcess(command, log, ready_s=ready_s)
     process.spawn()
     return process
 
 
 def pending_with_routers_last(commands: Sequence[LaunchCommand]) -> Iterator[list[LaunchCommand]]:
-    """Yield commands in batches, each to start when the previous batch serves: stores, encoders and processes
-    that share a GPU one by one, the other engines together, routers last."""
+    """Yield commands in batches. A batch must be started when the previous batch serves requests.
+
+    Stores, encoders and processes that share a GPU are started one by one, other engines together, and
+    routers last.
+    """
     batch: list[LaunchCommand] = []
     runnable = [command for command in commands if command.argv]
     for command in sorted(runnable, key=lambda c: c.kind == "router"):

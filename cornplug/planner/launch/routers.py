@@ -1,8 +1,8 @@
-"""Routers in front of a plan's engines, and the addresses for each request class.
+"""Creates the commands of the routers for a plan's engines, and the addresses for each request class.
 
-Command lines are those of vllm-router 0.1.17 and sglang-router 0.3.2. Neither supports weights, and both
-count requests instead of work. So each group, and each pair of prefill and decode groups, has its own router,
-and clients divide a class's requests among the routers by the weights of routes.json, as in the simulation.
+The commands are for vllm-router 0.1.17 and sglang-router 0.3.2. Neither router supports weights, and both
+count requests instead of work. So each group, and each pair of prefill and decode groups, has its own router.
+Clients divide a class's requests among the routers by the weights in routes.json, as in the simulation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cornplug.planner.plan import Plan, PlanRoute, RouteStage
 _POLICY: Final = {
     "power_of_two": "power_of_two",
     "random": "random",
-    # Policies in plans of earlier versions.
+    # Plans of earlier versions have these policies.
     "least_work": "power_of_two",
     "join_shortest_queue": "power_of_two",
 }
@@ -39,7 +39,7 @@ class RouterPool:
 
     engine: str
     serving: tuple[str, ...]
-    """The group that does both prefill and decode."""
+    """Name of the group that does both prefill and decode. Empty for a pair of groups."""
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
 
@@ -50,17 +50,17 @@ class RouterPool:
 
 @dataclass(frozen=True)
 class RouterCommand:
-    """Router of a pool. A pool with one server has no router process."""
+    """Router of a pool. A pool with one server has no router process, and an empty `argv`."""
 
     name: str
     pool: RouterPool
     host: str
     bound: str
-    """Address that the router listens on."""
+    """Address on which the router listens."""
     port: int
     argv: tuple[str, ...]
     weights: str
-    """The plan's share of requests for each server, as text."""
+    """Text with the planned rate of requests for each of the pool's groups."""
 
     @property
     def url(self) -> str:
@@ -68,12 +68,14 @@ class RouterCommand:
 
 
 def pools_of(plan: Plan, route: PlanRoute) -> list[tuple[RouterPool, float]]:
-    """Return the pools that a route's requests enter, with their shares. Empty for a route without a language
-    model."""
+    """Return the pools that serve a route's requests, with the share of each pool.
+
+    The result is empty if the route has no language model.
+    """
     engine = {group.name: group.engine for group in plan.groups}
     serving, prefill, decode = (_stage(route, tasks) for tasks in ("PD", "P", "D"))
     if serving:
-        # Both routers accept any OpenAI server. A server of another kind gets vLLM's router.
+        # Both routers support any OpenAI server. For servers other than SGLang, use vLLM's router.
         return [
             (RouterPool("sglang" if engine[name] == "sglang" else "vllm", (name,)), share)
             for name, share in serving.groups.items()
@@ -88,7 +90,7 @@ def pools_of(plan: Plan, route: PlanRoute) -> list[tuple[RouterPool, float]]:
 
 
 def routers(plan: Plan, placed: Sequence[ReplicaAddress], *, transfer: Transfer) -> list[RouterCommand]:
-    """Return one router for each pool, on the first host."""
+    """Return one router for each pool. Router processes run on the first host."""
     pools: dict[RouterPool, list[tuple[PlanRoute, float]]] = defaultdict(list)
     for route in plan.routes:
         for pool, share in pools_of(plan, route):
@@ -115,11 +117,11 @@ def routers(plan: Plan, placed: Sequence[ReplicaAddress], *, transfer: Transfer)
 def entries(
     plan: Plan, front: Sequence[RouterCommand], *, without: Collection[str | None] = ()
 ) -> dict[str, dict[str, Any]]:
-    """Return the entries of routes.json by request class.
+    """Return the entries of routes.json, by request class.
 
-    "priority" goes into its requests, the lowest first in both engines. "to" lists {"weight": share of the
-    class, "url": ...}, heaviest first. A tenant has "cache_salt". Addresses in `without` are left out if
-    there are others.
+    "priority" is the priority of the class's requests (both engines serve the lowest first). "to" is a list
+    of {"weight": share of the class, "url": ...}, with the largest weight first. If the application has a
+    tenant, "cache_salt" is its name. Addresses in `without` are omitted if the class has other addresses.
     """
     priority = {f"{one.app}/{one.request}": -one.priority for one in plan.latency_forecasts}
     address = {router.pool: router.url for router in front}
@@ -178,8 +180,10 @@ def _argv(
 
 
 def _queue(plan: Plan, servers: Sequence[ReplicaAddress], pool: RouterPool) -> list[str]:
-    """Return flags for the queue limits of a pair, because SGLang's servers cannot limit their queues
-    there."""
+    """Return the router's flags that limit the queue of a prefill-decode pair.
+
+    The router has to limit the queue, because SGLang's servers cannot limit their queues in a pair.
+    """
     contexts = [context_for(plan, s, [*servers], transfer="nixl", links={}) for s in servers]
     ttft = min((c.ttft_s for c in contexts if c.limits_queue and c.ttft_s is not None), default=None)
     if ttft is None or not all(c.limits_queue for c in contexts):
@@ -199,7 +203,8 @@ def _queue(plan: Plan, servers: Sequence[ReplicaAddress], pool: RouterPool) -> l
 
 
 def _stage(route: PlanRoute, tasks: str) -> RouteStage | None:
-    """Return the stage that does exactly these tasks of prefill and decode, possibly with E or G."""
+    """Return the stage that does exactly these tasks of prefill and decode, or None. It may also do E or
+    G."""
     for stage in route.stages:
         if {task for task in stage.tasks if task in "PD"} == set(tasks):
             return stage
@@ -207,14 +212,17 @@ def _stage(route: PlanRoute, tasks: str) -> RouteStage | None:
 
 
 def _partners(decode: RouteStage, engine: Mapping[str, str], kind: str) -> dict[str, float]:
-    """Return the share of decoding by decode group of this engine. Engines cannot use each other's KV."""
+    """Return the share of each decode group with the engine `kind`.
+
+    Other groups are omitted, because engines cannot use each other's KV.
+    """
     same = {name: weight for name, weight in decode.groups.items() if engine[name] == kind}
     return {name: weight / sum(same.values()) for name, weight in same.items()}
 
 
 def _counts_on_prefixes(plan: Plan, servers: Sequence[ReplicaAddress]) -> bool:
-    """Return whether the plan relies on cached prefixes here, in a planned store or in each engine's own
-    cache."""
+    """Return whether the plan assumes cached prefixes for these servers, in a store or in the engines' own
+    caches."""
     if caches_for(plan, "prefix", {c for s in servers for c in s.group.components}):
         return True
     visitors = [one for s in servers if "P" in s.group.tasks for one in classes_of(plan, s.group)]

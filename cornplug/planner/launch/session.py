@@ -1,4 +1,4 @@
-"""Running launch: its supervised processes, and their transition from one plan to the next."""
+"""Supervises the processes of a running launch, and changes them from one plan to the next."""
 
 from __future__ import annotations
 
@@ -30,25 +30,26 @@ class RunFolder:
 
     path: Path
     transfer: Transfer = "nixl"
-    """Transfer of KV that the plan's files configure."""
+    """Kind of KV transfer for which the plan's files are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchWaits:
-    """Durations of a change to another plan, in seconds."""
+    """Waiting times in seconds while a launch changes to another plan."""
 
     ready_s: float
-    """Maximum time until a new process serves."""
+    """Maximum time until a new process serves requests."""
     settle_s: float = 10.0
-    """Time for clients to reload routes.json after a change, before processes that it leaves out are
-    stopped."""
+    """Time for clients to reload a changed routes.json. Processes that it no longer contains are stopped
+    after this time."""
 
 
 class LaunchSession:
-    """Serving processes of a plan, until they are stopped with `end`.
+    """Processes of a plan that serve requests, until the caller stops them with `end`.
 
-    `render` returns this host's commands for a plan. `processes` follows each change, for the caller that
-    stops them.
+    Args:
+        processes: list of the running processes. Each change updates it, so that the caller can stop them.
+        render: function that returns this host's commands for a plan.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class LaunchSession:
         self._save(plan)
 
     def watch(self, stop: threading.Event, each: Callable[[], None] = lambda: None) -> bool:
-        """Restart processes that end, and call `each` in between, until `stop` is set or all are given up.
-        Returns False if any process was given up."""
+        """Restart processes that end, until `stop` is set or no process will be restarted anymore.
+
+        `each` is called between the checks. Returns False if a process exceeded the restart limit.
+        """
         while not stop.wait(_POLL_S):
             self.supervisor.tick()
             if self.supervisor.given_up == self.supervisor.processes != []:
@@ -84,11 +87,11 @@ class LaunchSession:
         return not self.supervisor.given_up
 
     def apply(self, new: Plan, stop: threading.Event) -> PlanTransition:
-        """Change to a new plan and return the steps.
+        """Change to a new plan, and return the steps.
 
-        Raises ProcessFailed if a new process does not serve. If it was started before the old processes were
-        stopped, these continue with the old routes. A process that replaces a stopped process is restarted
-        like any other.
+        Raises ProcessFailed if a new process does not serve requests. If this happens before old processes
+        are stopped, the old processes continue to run with the old routes. A process that replaces a stopped
+        process is restarted like any other process.
         """
         for dead in self.supervisor.given_up:
             self.supervisor.remove(dead)
@@ -117,7 +120,11 @@ class LaunchSession:
         return steps
 
     def _start_in_turn(self, commands: Sequence[LaunchCommand], stop: threading.Event) -> None:
-        """Start commands that replace stopped processes. A process that fails is restarted like any other."""
+        """Start commands that replace stopped processes, and wait until their processes serve requests.
+
+        A process that fails is restarted like any other process. Raises ProcessFailed if a process exceeds
+        the restart limit.
+        """
         for batch in pending_with_routers_last(commands):
             late = []
             for command in batch:
@@ -137,7 +144,10 @@ class LaunchSession:
             self._processes.append(process)
 
     def _started(self, commands: Sequence[LaunchCommand], stop: threading.Event) -> list[CommandProcess]:
-        """Return new processes once they serve. After a ProcessFailed all are stopped."""
+        """Start new processes, and return them when they serve requests.
+
+        If a process fails, all new processes are stopped and ProcessFailed is raised.
+        """
         started: list[CommandProcess] = []
         try:
             start_in_batches(
@@ -149,15 +159,17 @@ class LaunchSession:
         return started
 
     def _log(self, command: LaunchCommand) -> Path:
-        """Return the log of a process. It gets a separate log while an old process with the same name
-        runs."""
+        """Return the log file for a command. It has another name while an old process uses the usual log
+        file."""
         used = {process.log for process in self.supervisor.processes}
         plain = self._folder.path / f"{name_of(command)}.log"
         return plain if plain not in used else self._folder.path / f"{name_of(command)}-{command.port}.log"
 
     def _wait(self, seconds: float, stop: threading.Event) -> bool:
-        """Wait while the other processes are supervised, and return True. Raises ProcessFailed if the launch
-        ends."""
+        """Wait, supervise the running processes in the meantime, and return True.
+
+        Raises ProcessFailed if `stop` is set.
+        """
         for _ in range(max(round(seconds / _POLL_S), 1)):
             if stop.wait(min(seconds, _POLL_S)):
                 raise ProcessFailed("the launch was stopped before the new plan was ready")

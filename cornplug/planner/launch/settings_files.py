@@ -1,4 +1,5 @@
-"""Settings files of a plan's processes for CORNPLUG_CONFIG: classes of service and namespaces."""
+"""Creates the settings files of a plan's processes (CORNPLUG_CONFIG), with classes of service and
+namespaces."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from cornplug.planner.plan import Plan
 
 
 def qos_toml(plan: Plan) -> str:
-    """Return the classes of service for the encoder and for admission control, as CORNPLUG_CONFIG accepts
-    them."""
+    """Return a settings file with the classes of service, for the encoder service and for admission
+    control."""
     lines = [f"# Classes of service of the plan {plan.name!r}."]
     for one in plan.reservations:
         lines += ["", f"[qos.classes.{json.dumps(one.qos)}]", f"share = {_down(one.share)}"]
@@ -21,7 +22,7 @@ def qos_toml(plan: Plan) -> str:
 
 
 def store_toml(plan: Plan) -> str:
-    """Return the namespaces of the store, one for each application that has one."""
+    """Return a settings file with the store's namespaces, one for each application with a namespace."""
     lines = ["# Namespaces of a plan's applications."]
     for app in plan.applications:
         if app.namespace is not None:
@@ -36,5 +37,5 @@ def has_namespaces(plan: Plan) -> bool:
 
 
 def _down(share: float) -> float:
-    """Round down to four digits, because the shares of all classes may not exceed 1 in total."""
+    """Round a share down to four digits, because the sum of all classes' shares must not exceed 1."""
     return math.floor(share * 1e4) / 1e4

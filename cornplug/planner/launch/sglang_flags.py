@@ -1,4 +1,4 @@
-"""Command line of `python -m sglang.launch_server` (0.5.23) for a plan's engine."""
+"""Creates the command line of `python -m sglang.launch_server` (0.5.23) for a plan's engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cornplug.planner.launch.group_context import QUEUE_MARGIN, STORE_SOCKET, Gr
 from cornplug.planner.launch.vllm_flags import settings_of
 from cornplug.planner.plan import EngineSettings, ReplicaGroup
 
-# Without TORCHDYNAMO_DISABLE, the first image waits 16 s for the compiler.
+# Without TORCHDYNAMO_DISABLE, the first image would wait 16 s for the compiler.
 _CPU_ENV: Final = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "TORCHDYNAMO_DISABLE": "1",
@@ -23,7 +23,7 @@ _BESIDE_OTHERS: Final = "0.9"
 
 
 def argv(site: ReplicaAddress, context: GroupContext) -> list[str]:
-    """Return the whole command line. Raises ConfigError for a group without engine settings."""
+    """Return the command line. Raises ConfigError if the group has no engine settings."""
     group = site.group
     return [
         "python", "-m", "sglang.launch_server", "--model-path", group.model,
@@ -41,9 +41,9 @@ def argv(site: ReplicaAddress, context: GroupContext) -> list[str]:
 
 
 def env(site: ReplicaAddress, context: GroupContext) -> dict[str, str]:
-    """Return environment variables for the settings that have no flag."""
+    """Return environment variables for settings that have no flag."""
     group = site.group
-    # Otherwise each health check computes a token.
+    # Otherwise each health check would compute a token.
     found = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"} | context.sharing.env
     if is_cpu(group):
         found |= _CPU_ENV | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, site.devices))}
@@ -55,7 +55,7 @@ def env(site: ReplicaAddress, context: GroupContext) -> dict[str, str]:
 
 
 def _parallel(site: ReplicaAddress) -> list[str]:
-    """Return the flags of parallelism. SGLang's TP counts the GPUs of all attention-DP groups."""
+    """Return the flags for parallelism. SGLang's TP size includes the GPUs of all attention-DP groups."""
     group, flags = site.group, []
     tp = group.tp * group.dp
     if tp > 1:
@@ -73,7 +73,7 @@ def _parallel(site: ReplicaAddress) -> list[str]:
 
 
 def _sizes(group: ReplicaGroup, context: GroupContext) -> list[str]:
-    """Return flags of the plan's settings, or none for an apps file, which has its own flags."""
+    """Return the flags for the plan's settings, or [] for an apps file, which has its own flags."""
     if group.flags is not None:
         return []
     settings = settings_of(group)
@@ -81,7 +81,7 @@ def _sizes(group: ReplicaGroup, context: GroupContext) -> list[str]:
 
 
 def _batches(group: ReplicaGroup, settings: EngineSettings, context: GroupContext) -> list[str]:
-    # Chunks are whole pages. Our pages and those of transfers have at most 128 tokens.
+    # Chunks consist of complete pages. cornplug's pages and transferred pages have at most 128 tokens.
     page = kv_transfer.LEAST_PAGE_TOKENS
     # SGLang divides the chunk and the requests among the attention-DP groups.
     chunk = max(settings.chunk_tokens // page, 1) * page * group.dp
@@ -96,8 +96,11 @@ def _batches(group: ReplicaGroup, settings: EngineSettings, context: GroupContex
 
 
 def _memory(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
-    """Return flags of the cache's size. SGLang's fraction refers to free memory at startup, so an engine that
-    shares its GPU gets tokens."""
+    """Return the flags for the size of the KV cache.
+
+    SGLang's memory fraction refers to the free memory at startup. For an engine that shares its GPU, the size
+    is therefore set in tokens.
+    """
     tokens = ["--max-total-tokens", str(settings.kv_tokens)]
     if is_cpu(group):
         return [*tokens, "--mem-fraction-static", f"{settings.memory_share:.4g}"]
@@ -107,8 +110,11 @@ def _memory(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
 
 
 def _precision(group: ReplicaGroup, context: GroupContext) -> list[str]:
-    """Return flags of precision. AWQ and GPTQ come from the checkpoint; a flag would prevent SGLang's faster
-    kernels."""
+    """Return the flags for precision.
+
+    AWQ and GPTQ need no flag, because the checkpoint declares them. A flag would prevent SGLang's faster
+    kernels.
+    """
     flags = ["--quantization", "fp8"] if group.quantisation == "fp8" else []
     if group.kv is not None and group.kv.element_bytes == 1:
         flags += ["--kv-cache-dtype", "fp8_e4m3"]
@@ -129,7 +135,7 @@ def _attention(group: ReplicaGroup, context: GroupContext) -> list[str]:
 
 
 def _speculation(settings: EngineSettings) -> list[str]:
-    """Return all three numbers of speculation, or none, as SGLang requires."""
+    """Return the flags for speculative decoding. SGLang requires either all three numbers or none."""
     if settings.speculative == "none":
         return []
     tokens = settings.speculative_tokens
@@ -143,13 +149,16 @@ def _speculation(settings: EngineSettings) -> list[str]:
 
 
 def _schedule(group: ReplicaGroup, context: GroupContext) -> list[str]:
-    """Return flags of scheduling. SGLang supports priorities only with "fcfs" and "lof", and leaves queue
-    limits of a pair to the router."""
+    """Return the flags for scheduling.
+
+    SGLang supports priorities only with "fcfs" and "lof". In a prefill-decode pair, the router limits the
+    queue.
+    """
     flags: list[str] = []
     if context.ranks_requests:
-        # vLLM's order, so that a request's priority means the same in both engines.
+        # Use vLLM's order, so that a request's priority has the same meaning in both engines.
         flags += ["--enable-priority-scheduling", "--schedule-low-priority-values-first"]
-        # vLLM's default for requests without a priority.
+        # Use vLLM's default for requests without a priority.
         flags += ["--default-priority-value", "0", "--retraction-policy", "priority"]
         flags += ["--schedule-policy", "fcfs"]
     elif context.role != "D" and group.workload != "offline":
@@ -181,7 +190,7 @@ def _pair(site: ReplicaAddress, context: GroupContext) -> list[str]:
 
 
 def _may_switch(group: ReplicaGroup, backend: str) -> bool:
-    """Return whether SGLang can change this server's role at run time, for a later plan."""
+    """Return whether SGLang can change this server's role at run time, which a later plan may require."""
     return backend == "mooncake" and group.pp == 1 and not _speculates(group)
 
 
@@ -202,7 +211,8 @@ def _encoding(group: ReplicaGroup, context: GroupContext) -> list[str]:
 
 
 def _encodes(group: ReplicaGroup, context: GroupContext) -> bool:
-    """Return whether the engine has a tower, for all media or for those that no service encodes in time."""
+    """Return whether the engine has a tower. It encodes all media, or media that no service encodes in
+    time."""
     return "E" in group.tasks or (bool(context.sharing.encoder.flags) and not context.encoder_urls)
 
 

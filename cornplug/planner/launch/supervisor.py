@@ -1,4 +1,4 @@
-"""Restarts of launched processes that end unexpectedly, with exponential backoff and a limit."""
+"""Restarts launched processes that end unexpectedly, with exponential backoff and a limit."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from cornplug.errors import ProcessFailed
 from cornplug.planner.launch.command_process import CommandProcess
 
 Event = Callable[[CommandProcess, str], None]
-"""Called for each process with "starting", "ready", or a description of its end."""
+"""Function that is called with a process and "starting", "ready", or a description of the process's end."""
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """Restart policy. The count of restarts is reset after a process has run for `stable_s`."""
+    """When and how often processes are restarted."""
 
     limit: int = 5
-    """Maximum consecutive restarts, 0 for none."""
+    """Maximum number of consecutive restarts. 0 means that processes are not restarted."""
     first_s: float = 1.0
-    """Wait before the first restart. It doubles with each further restart."""
+    """Wait in seconds before the first restart. The wait doubles with each further restart."""
     longest_s: float = 60.0
+    """Maximum wait in seconds before a restart."""
     stable_s: float = 600.0
+    """Time in seconds after which the number of a running process's restarts is reset."""
 
 
 @dataclass
@@ -30,14 +32,16 @@ class _Watched:
     process: CommandProcess
     restarts: int = 0
     due_s: float | None = None
-    """Time of the next start, None while the process runs."""
+    """Time of the next start, or None while the process runs."""
     starting: bool = False
     given_up: bool = False
 
 
 class Supervisor:
-    """The processes of a launch while it runs. `tick` has to be called every fraction of a second, in the
-    main thread."""
+    """Supervises the processes of a running launch.
+
+    The main thread has to call `tick` several times per second.
+    """
 
     def __init__(
         self, event: Event, policy: RestartPolicy, *, clock: Callable[[], float] = time.monotonic
@@ -54,11 +58,11 @@ class Supervisor:
 
     @property
     def given_up(self) -> list[CommandProcess]:
-        """Processes that exceeded the restart limit."""
+        """Processes that exceeded the restart limit and will not be restarted."""
         return [one.process for one in self._watched if one.given_up]
 
     def starting(self, process: CommandProcess) -> bool:
-        """Return whether the process is still starting, and has not been given up."""
+        """Return whether a process is still starting or will be restarted."""
         return any(
             (one.starting or one.due_s is not None) and not one.given_up
             for one in self._watched
@@ -66,15 +70,15 @@ class Supervisor:
         )
 
     def add(self, process: CommandProcess, *, starting: bool = False) -> None:
-        """Watch a process that was spawned. With `starting`, it is not ready yet."""
+        """Supervise a process that was spawned. `starting` is True if it is not ready yet."""
         self._watched.append(_Watched(process, starting=starting))
 
     def remove(self, process: CommandProcess) -> None:
-        """Stop watching a process, which is about to be ended."""
+        """Stop supervising a process that the caller is about to stop."""
         self._watched = [one for one in self._watched if one.process is not process]
 
     def tick(self) -> None:
-        """Detect processes that ended, and restart those that are due."""
+        """Detect processes that ended, and restart processes whose wait is over."""
         for one in list(self._watched):
             if one.given_up:
                 continue
@@ -96,7 +100,10 @@ class Supervisor:
             one.restarts = 0
 
     def _ended(self, one: _Watched, error: ProcessFailed) -> None:
-        """End the descendants too, because they hold its port and its GPUs."""
+        """Schedule the restart of a process that ended, or give up.
+
+        The process's descendants are killed, because they may still use its port and its GPUs.
+        """
         one.process.kill()
         one.starting = False
         what = str(error).removeprefix(f"{one.process.name} ").partition(";")[0]

@@ -1,8 +1,8 @@
-"""Transition of a host from one plan to the next: processes that stay, start, and stop.
+"""Determines how a host changes from one plan to the next: which processes continue, start, and stop.
 
-A process stays if the new plan's command for it differs only in `LAGGING_FLAGS`. A replica on the devices of
-an old replica gets its port, so that the commands can be equal. A new process starts at another port before
-old ones stop, unless it needs their GPUs or takes over their address.
+A process continues if the new plan's command differs only in `LAGGING_FLAGS`. A replica on the devices of an
+old replica gets the old replica's port, so that the commands can be equal. A new process starts at another
+port before old processes stop, unless it needs their GPUs or has to use their address.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ LAGGING_FLAGS: Final = (
     "--max-queued-requests",
     "--size",
 )
-"""Flags that depend on the simulated load and differ slightly in every plan. A process keeps its old
-values."""
+"""Flags that depend on the simulated load and differ slightly in every plan. A process that continues keeps
+its old values."""
 _NEXT_ROUTERS: Final = 100
-"""Offset between the two sets of routers' ports."""
+"""Offset between the two sets of router ports, which alternate between plans."""
 
 
 @dataclass(frozen=True)
 class PlanTransition:
-    """Steps in order: start `first`, end `stopped`, start `in_turn`."""
+    """Steps of a transition. Start `first`, then stop `stopped`, then start `in_turn`."""
 
     plan: Plan
     """New plan, with the ports of its processes."""
     kept: tuple[tuple[LaunchCommand, LaunchCommand], ...]
     """Old and new command of each process that continues to run."""
     first: tuple[LaunchCommand, ...]
-    """New processes that can start while the old ones run."""
+    """New processes that can start while the old processes run."""
     stopped: tuple[LaunchCommand, ...]
     in_turn: tuple[LaunchCommand, ...]
     """New processes that need the GPUs or the address of old processes."""
 
     @property
     def lagging(self) -> dict[str, list[str]]:
-        """Flags ("flag value") of the new plan that a kept process does not have, by group and replica."""
+        """Flags ("flag value") in which the new plan differs from a kept process, by group and replica."""
         found = {}
         for old, new in self.kept:
             differing = [
@@ -60,8 +60,10 @@ class PlanTransition:
 def transition(
     old: Plan, new: Plan, render: Render, *, running: Sequence[LaunchCommand] | None = None
 ) -> PlanTransition:
-    """Return the steps from a running plan to a new plan. `running` has the commands of its processes, by
-    default the plan's.
+    """Return the steps from a running plan to a new plan.
+
+    `running` contains the commands of the running processes. By default, they are the commands of the plan
+    `old`.
     """
     running = [command for command in render(old) if command.argv] if running is None else running
     new = _with_ports_of(old, new)
@@ -133,8 +135,10 @@ def _ports(plan: Plan) -> set[int]:
 
 
 def _with_ports_of(old: Plan, new: Plan) -> Plan:
-    """Return the new plan with the old ports for replicas on the same devices, and unused ports for the
-    others."""
+    """Return the new plan with ports for its replicas.
+
+    Replicas on the devices of an old replica get its port, and other replicas get unused ports.
+    """
     before: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for site in sites(old):
         if site.rank == 0:
@@ -167,8 +171,10 @@ def _moved(
     *,
     used: Collection[int],
 ) -> Plan:
-    """Return the plan with other ports for replicas that can start before the old processes at their ports
-    stop."""
+    """Return the plan with other ports for replicas that can start before old processes stop.
+
+    These replicas would otherwise have the port of an old process.
+    """
     staying = {id(old) for old, _ in kept}
     known = {id(one) for _, one in kept}
     stopped = [command for command in running if id(command) not in staying]
@@ -180,7 +186,7 @@ def _moved(
         if id(command) in known or site is None or site.group.fixed_ports or command.port not in used:
             continue
         if command.kind == "encoder" and not _without_tower(wanted):
-            continue  # its engines encode themselves until then, and need no restart
+            continue  # The engines encode images themselves in the meantime, and need no restart.
         if any(set(command.gpus) & set(o.gpus) and command.share + o.share > 1 for o in stopped):
             continue
         port = _free(site, taken)
@@ -195,7 +201,7 @@ def _moved(
 
 
 def _without_tower(wanted: Sequence[LaunchCommand]) -> bool:
-    """Return whether any engine has no tower, so that its service must be available at all times."""
+    """Return whether any engine has no tower, so that its encoder service must always be available."""
     return any({"--language-only", "--cornplug-tower"} & {*command.argv} for command in wanted)
 
 
@@ -205,7 +211,7 @@ def _seat(site: ReplicaAddress) -> tuple[object, ...]:
 
 
 def _free(site: ReplicaAddress, taken: Collection[int]) -> int:
-    """Return the replica's own port, or else the next free port of its kind."""
+    """Return the replica's own port if it is not used, or else the next unused port for its kind."""
     if site.port not in taken:
         return site.port
     base = ENCODER_PORT if site.group.engine == "cornplug" else ENGINE_PORT

@@ -1,4 +1,4 @@
-"""Command line of `vllm serve` (0.32) for a plan's engine."""
+"""Creates the command line of `vllm serve` (0.32) for a plan's engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CPU_ENV: Final = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
 def argv(site: ReplicaAddress, context: GroupContext) -> list[str]:
-    """Return the whole command line. Raises ConfigError for a group without engine settings."""
+    """Return the command line. Raises ConfigError if the group has no engine settings."""
     group = site.group
     return [
         "vllm", "serve", group.model, "--host", context.bind_address, "--port", str(site.port),
@@ -40,7 +40,7 @@ def argv(site: ReplicaAddress, context: GroupContext) -> list[str]:
 
 
 def env(site: ReplicaAddress, context: GroupContext) -> dict[str, str]:
-    """Return environment variables for the settings that have no flag."""
+    """Return environment variables for settings that have no flag."""
     found = dict(context.sharing.env)
     if is_cpu(site.group):
         found |= _CPU_ENV | {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, site.devices))}
@@ -54,7 +54,7 @@ def env(site: ReplicaAddress, context: GroupContext) -> dict[str, str]:
     if context.role == "P" and context.transfer == "mooncake":
         found["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(site.bootstrap_port)
     if context.role != "PD" and context.transfer == "lmcache":
-        # Its keys are Python hashes, which must be the same on both sides.
+        # LMCache's keys are Python hashes, which must be the same on both sides.
         found["PYTHONHASHSEED"] = "0"
     if context.admits:
         found["CORNPLUG_CONFIG"] = "${PLAN_DIR}/qos.toml"
@@ -62,7 +62,7 @@ def env(site: ReplicaAddress, context: GroupContext) -> dict[str, str]:
 
 
 def _sizes(group: ReplicaGroup) -> list[str]:
-    """Return flags of the plan's settings, or none for an apps file, which has its own flags."""
+    """Return the flags for the plan's settings. An apps file has its own flags instead."""
     if group.flags is not None:
         return ["--enforce-eager"] if is_cpu(group) else []
     settings = settings_of(group)
@@ -70,9 +70,10 @@ def _sizes(group: ReplicaGroup) -> list[str]:
 
 
 def settings_of(group: ReplicaGroup) -> EngineSettings:
-    """Return the engine settings that the plan chose for a language model's group.
+    """Return the engine settings that a plan contains for a language model's group.
 
-    Raises ConfigError if it has none, because it was planned from a throughput or edited.
+    Raises ConfigError if the group has no settings, because it was planned from a throughput or the plan was
+    edited.
     """
     if group.settings is not None:
         return group.settings
@@ -94,7 +95,7 @@ def _parallel(site: ReplicaAddress) -> list[str]:
     if group.pp > 1:
         flags += ["--pipeline-parallel-size", str(group.pp)]
     if group.dp > 1:
-        # One server for all groups, which sends each request to the least busy group.
+        # One server has all groups, and sends each request to the least busy group.
         flags += ["--data-parallel-size", str(group.dp)]
     if group.pcp > 1:
         flags += ["--prefill-context-parallel-size", str(group.pcp)]
@@ -122,8 +123,11 @@ def _batches(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
 
 
 def _memory(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
-    """Return flags of the cache's size, in bytes if the engine shares its GPU, because free memory depends on
-    the start order. vLLM also checks the share at startup."""
+    """Return the flags for the size of the KV cache.
+
+    If the engine shares its GPU, the size is set in bytes, because the free memory depends on the start
+    order. vLLM also checks the memory share at startup.
+    """
     exact = ["--kv-cache-memory-bytes", str(settings.kv_bytes)]
     if is_cpu(group):
         return exact
@@ -132,13 +136,16 @@ def _memory(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
 
 
 def _precision(group: ReplicaGroup, context: GroupContext) -> list[str]:
-    """Return flags of precision. AWQ and GPTQ come from the checkpoint; a flag would prevent vLLM's faster
-    kernels."""
+    """Return the flags for precision.
+
+    AWQ and GPTQ need no flag, because the checkpoint declares them. A flag would prevent vLLM's faster
+    kernels.
+    """
     flags = ["--quantization", "fp8"] if group.quantisation == "fp8" else []
     if group.kv is not None and group.kv.element_bytes == 1:
         flags += ["--kv-cache-dtype", "fp8"]
     if context.agrees_on_dtype and group.quantisation in ("none", "fp8"):
-        # The encoder service's dtype. Embeddings and KV of another dtype would differ.
+        # Use the encoder service's dtype, because embeddings and KV in another dtype would differ.
         flags += ["--dtype", "bfloat16"]
     return flags
 
@@ -171,14 +178,16 @@ def _by_workload(group: ReplicaGroup) -> list[str]:
 
 
 def _admission(group: ReplicaGroup, context: GroupContext) -> list[str]:
-    """Return flags of admission control. vLLM serves lower priorities first, and SGLang's flags set the same
-    order."""
+    """Return the flags for admission control.
+
+    vLLM serves requests with lower priorities first, and SGLang's flags set the same order.
+    """
     flags = ["--scheduling-policy", "priority"] if context.ranks_requests else []
     settings = group.settings
     rate = settings.prefill_tokens_s if settings else None
     if context.limits_queue and context.role != "D" and context.ttft_s is not None and settings and rate:
-        # For all attention-DP groups, because the server counts requests before it divides them among the
-        # groups.
+        # The limit is for all attention-DP groups, because the server counts tokens before it divides
+        # requests among the groups.
         simulated = QUEUE_MARGIN * group.queue.prompt_tokens * group.dp if group.queue else 0
         most = max(math.ceil(context.ttft_s * rate * group.dp), settings.max_model_len, simulated)
         flags += ["--max-num-queued-tokens", str(most)]
@@ -208,8 +217,10 @@ def _short(sharing: StoreSharing) -> list[str]:
 
 
 def _ours(context: GroupContext, key: str, name: str) -> dict[str, Any]:
-    """Return a connector in the long form, because `--kv-connector cornplug` cannot be combined with another
-    connector."""
+    """Return the configuration of cornplug's connector in the long form.
+
+    The short form `--kv-connector cornplug` cannot be combined with another connector.
+    """
     kind, sharing = key.partition("_")[0], context.sharing
     extra = {"engine.app": sharing.app, "store.socket": STORE_SOCKET, **sharing.encoder.extra_config}
     extra |= {"engine.tower": "service"} if context.encoder_urls else {}

@@ -1,4 +1,5 @@
-"""Requests that put the applications' system prompts and prefixes into the store, for `cornplug warm`."""
+"""Creates the requests with which `cornplug warm` puts system prompts and prefixes of applications into the
+store."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from cornplug.planner.plan import Plan, PlannedApplication
 
 
 def warm_requests(plan: Plan, routes: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Return the URL of each application's first engine, and its prompts as JSON lines."""
+    """Return (URL of the first engine, prompts as JSON lines) for each application with prompts."""
     found = {}
     for app in plan.applications:
         urls = [way["to"][0]["url"] for name, way in routes.items() if name.partition("/")[0] == app.name]
@@ -20,8 +21,11 @@ def warm_requests(plan: Plan, routes: Mapping[str, Mapping[str, Any]]) -> dict[s
 
 
 def _lines(app: PlannedApplication) -> list[dict[str, Any]]:
-    """Return one request for each prefix after the system prompt, or the system prompt alone without
-    prefixes."""
+    """Return the requests for one application.
+
+    There is one request for each prefix, after the system prompt. Without prefixes, there is one request with
+    only the system prompt.
+    """
     system = [{"role": "system", "content": app.system_prompt}] if app.system_prompt else []
     salt = {"cache_salt": app.tenant} if app.tenant else {}
     texts = app.prefixes or ([""] if system else [])

@@ -1,4 +1,4 @@
-"""The optimisation problem, its solvers, and the explanation of infeasible problems.
+"""The optimisation problem, its solution, and the explanation of infeasible problems.
 
 This package does not depend on an engine or a GPU.
 """

@@ -1,4 +1,4 @@
-"""The best plan and the best bound over several solver calls."""
+"""Collects the best plan and the best bound of several solver calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Incumbent:
     """Best plan and bound of a model. `tell` is called for every improvement."""
 
     def __init__(self, model: PoolModel, cost: Any, limits: SolverLimits, tell: Tell | None) -> None:
-        """Create an incumbent without a plan. `limits` apply to all calls together."""
+        """Create an incumbent without a plan. `limits` apply to all solver calls together."""
         self.model, self.cost, self.limits, self.tell = model, cost, limits, tell
         self.began, self.spent, self.timed_out = time.monotonic(), 0.0, False
         self.values: Values | None = None
@@ -33,7 +33,8 @@ class Incumbent:
         return reached(self.dollars, self.bound, self.limits.gap)
 
     def limits_of_call(self, gap: float, work: float) -> SolverLimits:
-        """Return the limits of one call: its work, with a small minimum, and the remaining seconds."""
+        """Return the limits of one solver call: `work`, and the remaining seconds, each with a small
+        minimum."""
         left = self.limits.seconds - (time.monotonic() - self.began)
         work = max(min(work, self.limits.work - self.spent), 0.02 * self.limits.work)
         return replace(self.limits, gap=gap, seconds=max(left, 0.02 * self.limits.seconds), work=work)
@@ -43,7 +44,13 @@ class Incumbent:
         self.timed_out = self.timed_out or run.timed_out
 
     def improve(self, goal: Any, share: float, *, gap: float | None = None) -> SolverRun:
-        """Run the solver once, starting from the best plan, and keep its plan if it is cheaper."""
+        """Run the solver once, starting from the best plan, and keep the result if it is better.
+
+        Args:
+            goal: expression to minimise. The bound is used only if this is `cost` itself.
+            share: share of the work of all calls.
+            gap: gap at which the solver stops, or None for the gap in `limits`.
+        """
         model, is_cost = self.model, goal is self.cost
         model.problem.setObjective(goal)
         for variable, value in (self.values or {}).items():
@@ -59,8 +66,9 @@ class Incumbent:
         return run
 
     def _keep(self, values: Values, *, equals: bool) -> None:
-        """Keep a cheaper plan. With `equals`, also keep a plan of equal cost, because its potential is
-        better.
+        """Keep a plan if it is cheaper than the best plan.
+
+        With `equals`, a plan of equal cost also replaces the best plan, because its potential is better.
         """
         dollars = sum(weight * values[v] for v, weight in self.cost.items())
         if dollars < self.dollars - 1e-6:
@@ -93,7 +101,7 @@ class Incumbent:
             self.tell(at)
 
     def run(self, status: Literal["infeasible"] | None = None) -> SolverRun:
-        """Return all calls as a single run."""
+        """Return the result of all solver calls as a single run."""
         seconds = time.monotonic() - self.began
         history = tuple(self.history)
         run = SolverRun("none", seconds, history=history, work=self.spent, timed_out=self.timed_out)

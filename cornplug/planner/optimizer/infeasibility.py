@@ -1,7 +1,7 @@
-"""Explanation of infeasible problems: the constraint, the allowed and the needed amount, and the remedies.
+"""Explains why a problem is infeasible: the constraint, the allowed and the needed amount, and the remedies.
 
-Limits are relaxed one kind at a time, and the smallest excess over the limit is computed. Each kind that
-makes the pool feasible alone is one remedy. A smaller demand is always another.
+Limits are relaxed one kind at a time, and the smallest excess over the limit is computed. If relaxing one
+kind of limit makes the pool feasible, this is one remedy. Serving fewer requests is always another remedy.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from cornplug.planner.optimizer.transition_costs import counted_switches
 from cornplug.planner.optimizer.variables import PoolModel
 
 UNLIMITED = 10**6
-"""Number of nodes in a class if its stock is relaxed."""
+"""Number of nodes in each class if the stock is relaxed."""
 WORK_SHARE = 0.25
-"""Share of a solve's work for each kind of limit. An explanation may exceed the smallest excess slightly."""
+"""Share of a solve's work for each kind of limit. The reported excess may be slightly above the smallest."""
 
 Build = Callable[[OptimizationProblem], PoolModel]
 
 
 def refuse_unserved(model: PoolModel, notes: Mapping[str, str]) -> None:
-    """Raise PlanInfeasible for demands that no cell can serve, even with unlimited stock."""
+    """Raise PlanInfeasible if no cell can serve a demand, even with unlimited stock.
+
+    `notes` contains reasons by demand.
+    """
     lost = _lost(model)
     if lost:
         demands_of: dict[str, list[str]] = {}
@@ -43,7 +46,7 @@ def refuse_unserved(model: PoolModel, notes: Mapping[str, str]) -> None:
 
 
 def unserved_in_short(model: PoolModel) -> str:
-    """Return in one line why there is no plan if a demand has no cell, or "" if each has one."""
+    """Return in one line the reason why a demand cannot be served, or "" if each demand has a cell."""
     lost = _lost(model)
     if not lost:
         return ""
@@ -53,7 +56,7 @@ def unserved_in_short(model: PoolModel) -> str:
 
 
 def _lost(model: PoolModel) -> list[str]:
-    """Return the demands that no cell can serve and that the objective cannot leave out."""
+    """Return the demands that no cell can serve but that the objective requires to be served."""
     served = {v.demand for v in model.variants}
     lost = [u.name for u in model.pool.demands if u.rate > 0 and u.name not in served]
     left_out = model.pool.objective == "goodput" and len(lost) < len(model.pool.demands)
@@ -62,7 +65,7 @@ def _lost(model: PoolModel) -> list[str]:
 
 @dataclass(frozen=True)
 class MissingCell:
-    """Reason why no cell can do a demand's work at one service, and the remedy."""
+    """Reason why no cell of a service can serve a demand, and the remedy."""
 
     fact: str
     remedy: str
@@ -72,7 +75,7 @@ class MissingCell:
 
 
 def _missing(pool: OptimizationProblem, demand: str) -> list[MissingCell]:
-    """Return the reasons why the demand's variants cannot be served."""
+    """Return the reasons why none of the demand's variants can be served."""
     variants = [v for v in pool.variants if v.demand == demand]
     if not variants:
         return [MissingCell("no structure fits its requests", "Allow another structure")]
@@ -101,7 +104,8 @@ def _fails(pool: OptimizationProblem, demand: str, service: str, tier: float) ->
 
 @dataclass(frozen=True)
 class Relaxation:
-    """A pool without one kind of limit, the excess to minimise instead, and its report."""
+    """Pool without one kind of limit, the excess to minimise instead, and a function that reports the
+    excess."""
 
     pool: OptimizationProblem
     excess: Callable[[PoolModel], Any]
@@ -109,7 +113,7 @@ class Relaxation:
 
 
 def explain(pool: OptimizationProblem, settings: SolverOptions, build: Build) -> PlanInfeasible:
-    """Return the error that lists the changes that make the pool feasible."""
+    """Return an error that lists alternative changes that would make the pool feasible."""
     found = [
         list(shortfall)
         for relaxation in relaxations(pool)

@@ -1,17 +1,17 @@
-"""The pool model as a mixed-integer linear program, in textbook order.
+"""The pool model as a mixed-integer linear program.
 
 Sets        demands u, variants v, services s, cells j, node classes n, cache levels l
 Variables   phi_v  rate of a variant                 x_j  replicas of a cell (integer)
             f_uj   work of a demand on a cell        z_n  nodes of a class (integer)
             w_l    cache level chosen (binary)       e_j  cell used (binary; `spare_replicas.py`)
             a_j, d_j, m_jk  starts, stops, role switches (integer; `transition_costs.py`)
-Objectives  `objectives.py`: dollars; or goodput, then dollars; or the least share, then both
-Constraints one function each. Every row is named, and a plan's reasons refer to these names
+Objectives  `objectives.py`: dollars; or goodput, then dollars; or the least share, then goodput, then dollars
+Constraints one function per kind. Every row is named, and a plan's reasons refer to these names
 
-Work may always use a cell of a tighter tier than it needs. Tiers are nested (a cell that stays under 0.2 s
-also stays under 0.5 s), so f needs no index for tiers: the cells of a tier must hold all work that requires
-this tier or a tighter one. By Gale's theorem for nested sets this is necessary and sufficient for such a flow
-to exist. `solution.py` then splits f by tier.
+Work may always use a cell of a tighter tier than it requires. Tiers are nested (a cell that stays under 0.2 s
+also stays under 0.5 s), so f needs no index for tiers. Instead, the cells of a tier and of all tighter tiers
+must be sufficient for all work that requires this tier or a tighter tier. By Gale's theorem for nested sets,
+this is necessary and sufficient for the existence of a flow. `solution.py` then splits f by tier.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ from cornplug.planner.optimizer.trim import trim
 from cornplug.planner.optimizer.variables import PoolModel
 
 TIE_GAP: Final = 1e-5
-"""Smaller than the preference of one cell among a hundred: one tier, or one engine."""
+"""Gap at which the tie-break stops. It is smaller than the effect of one cell's preference (its tier or
+engine) among a hundred cells."""
 TIE_WORK: Final = 0.25
-"""Share of the work for the tie-break."""
+"""Share of a solve's work that the tie-break gets."""
 
 # Constraints ----------------------------------------------------------------------------------
 
@@ -71,7 +72,7 @@ def constrain(model: PoolModel) -> None:
 
 
 def demand(model: PoolModel) -> None:
-    """Require that all requests are served (cost), or at most all (goodput, max-min)."""
+    """Require that all requests are served (cost), or limit the served requests to all (goodput, max-min)."""
     for u in model.demands.values():
         served = lpSum(model.phi[v.name] for v in model.variants if v.demand == u.name)
         cost = model.pool.objective == "cost"
@@ -81,7 +82,7 @@ def demand(model: PoolModel) -> None:
 
 
 def flow(model: PoolModel) -> None:
-    """Require that a service's cells do all work that the variants need, each within the required tier."""
+    """Require that a service's cells do all work of the variants, within the tier that the work requires."""
     for (u, service), needs in model.needs.items():
         tiers = sorted({need.tier for _, need in needs})
         for tier in tiers:
@@ -96,7 +97,7 @@ def flow(model: PoolModel) -> None:
 
 
 def slices(model: PoolModel) -> None:
-    """Route each slice of a sliced demand along one variant, to one cell of each service."""
+    """Route each slice of a demand with slices along one variant, to one cell of each service."""
     for v in model.variants:
         u = model.demands[v.demand]
         if u.slices is None:
@@ -121,7 +122,7 @@ def slices(model: PoolModel) -> None:
 
 
 def capacity(model: PoolModel) -> None:
-    """Require that work fits, and that online work leaves its share for peaks free."""
+    """Limit the work to the replicas' capacity, and keep a share of the capacity free for online peaks."""
     limits = model.pool.limits
     for cell in model.pool.cells:
         everyone, online = model.classes(cell), model.online(cell)
@@ -134,7 +135,8 @@ def capacity(model: PoolModel) -> None:
 
 
 def growth(model: PoolModel) -> None:
-    """Require that running replicas carry online growth until additional ones have started."""
+    """Require that running replicas can serve growing online demands until additional replicas have
+    started."""
     for cell in model.pool.cells:
         grown = {u: 1 + model.demands[u].growth_per_s * cell.start_s for u in model.online(cell)}
         if any(times > 1 for times in grown.values()):
@@ -144,7 +146,7 @@ def growth(model: PoolModel) -> None:
 
 
 def spot(model: PoolModel) -> None:
-    """Limit the share of an online demand's work at a service on spot machines."""
+    """Limit the share of an online demand's work at a service that is done on spot machines."""
     limit = model.pool.limits.spot_share
     for u, service in model.needs:
         work = {c.name: model.f[u, c.name] for c in model.cells_of[service] if (u, c.name) in model.f}
@@ -154,7 +156,10 @@ def spot(model: PoolModel) -> None:
 
 
 def packing(model: PoolModel) -> None:
-    """Limit the GPUs. Counting nodes is exact because footprints divide one another."""
+    """Limit the used GPUs to the GPUs of the nodes.
+
+    Counting nodes is exact, because cells use GPU counts that divide one another.
+    """
     for name, node in model.nodes.items():
         used = lpSum(c.gpus * model.x[c.name] for c in model.pool.cells if c.nodes == name)
         model.add(f"packing[{name}]", used <= node.gpus * model.z[name])
@@ -166,12 +171,12 @@ def stock(model: PoolModel) -> None:
 
 
 def network(model: PoolModel) -> None:
-    """Limit traffic between nodes to their network cards."""
+    """Limit the traffic between nodes to the bandwidth of their network cards."""
     traffic = {v.name: v.network for v in model.variants if v.network > 0}
     if not traffic:
         return
     share = model.pool.limits.network_utilisation
-    # Upper bound on the traffic. A card without a limit counts as if it could carry all of it
+    # Upper bound on the traffic. A card without a limit counts as a card with this bandwidth.
     most = sum(
         u.rate * max((v.network for v in model.variants if v.demand == u.name), default=0.0)
         for u in model.demands.values()
@@ -181,7 +186,10 @@ def network(model: PoolModel) -> None:
 
 
 def cache(model: PoolModel) -> None:
-    """Choose one level of each cache, so that all fit in the nodes' memory. Variants require their levels."""
+    """Choose one level of each cache, so that all caches fit into the nodes' memory.
+
+    A variant can be used only if its levels are chosen.
+    """
     levels = model.pool.levels
     for name in dict.fromkeys(level.cache for level in levels):
         chosen = lpSum(model.w[level.name] for level in levels if level.cache == name)
@@ -202,7 +210,7 @@ def cache(model: PoolModel) -> None:
 
 
 def build(pool: OptimizationProblem) -> PoolModel:
-    """Return the variables and all constraints, without an objective."""
+    """Create the model with its variables and all constraints, without an objective."""
     model = PoolModel(pool)
     if pool.current is not None:
         transition_costs.variables(model, pool.current)
@@ -218,13 +226,18 @@ def solve(
     notes: Mapping[str, str] | None = None,
     near: Collection[str] = (),
 ) -> PoolSolution:
-    """Return the best plan by the objective. Ties are broken by cost, then by the tie-break goal.
+    """Return the best plan for the pool's objective.
 
-    The same pool and settings give the same plan, unless `settings.time_limit_s` is reached. `notes` gives,
-    for each demand, the reason why nothing in the pool can serve it, for the error message. `near` names
-    cells of a similar pool's plan, where the least-cost search starts. Raises PlanInfeasible with the
-    constraint and the shortage, PlanUnfinished if a limit is reached before any plan is found, and
-    ConfigError if the pool itself is invalid.
+    Among equally good plans, the cost decides, then the tie-break goal. The same pool and settings have the
+    same plan, unless `settings.time_limit_s` is reached.
+
+    Args:
+        progress: called when the best plan or the bound improves.
+        notes: reasons why nothing in the pool can serve a demand, by demand, for the error message.
+        near: names of cells in the plan of a similar pool, with which the least-cost search begins.
+
+    Raises PlanInfeasible with the constraint and the shortage, PlanUnfinished if a limit is reached before
+    any plan is found, and ConfigError if the pool itself is invalid.
     """
     began = time.monotonic()
     problem_checks.check(pool)
@@ -254,7 +267,7 @@ def solve(
     values = trim(model, values)
     if not is_whole(model, values):
         fresh = build(pool)
-        # The tie-break goal has only integers.
+        # Leave out the tie-break goal, which has only integers.
         values = polish(model, fresh, [(goal.expression, goal.sign) for goal in goals(fresh)[:-1]], values)
     reached = wanted[0].reached(values)
     if reached < first.objective - 1e-6:
@@ -269,7 +282,7 @@ def _minimise(
     progress: Callable[[SolveProgress], None] | None,
     start: Values | None = None,
 ) -> tuple[SolverRun, Values | None]:
-    """Call the solver once and return the run with the plan that it found."""
+    """Call the solver once, and return the run and the values of the plan that it found, if any."""
     model.problem.setObjective(goal.sign * goal.expression)
     for variable, value in (start or {}).items():
         variable.varValue = value
@@ -290,8 +303,10 @@ def _with_sign(progress: Callable[[SolveProgress], None], sign: int) -> Callable
 def _limits(
     wanted: list[SolveGoal], i: int, settings: SolverOptions, began: float, spent: float
 ) -> SolverLimits:
-    """Return limits that give this goal most of the remaining work and time. The tie-break always gets a
-    share."""
+    """Return the limits for goal `i`: most of the remaining work and time.
+
+    The tie-break has its own share of the work (`TIE_WORK`).
+    """
     share = 0.6 if i < len(wanted) - 2 else 0.95
     left_s = settings.time_limit_s - (time.monotonic() - began)
     seconds = max(share * left_s, 0.02 * settings.time_limit_s)
@@ -302,10 +317,12 @@ def _limits(
 
 
 def _hold(model: PoolModel, goal: SolveGoal, values: Values, *, last: bool) -> None:
-    """Hold the value that an earlier goal reached. For the tie-break, hold the nodes too: see `tie_break`."""
+    """Keep the value that an earlier goal has reached. Before the tie-break, also fix the nodes
+    (`tie_break`)."""
     reached = goal.reached(values)
     allowed = reached + 1e-7 * max(1.0, abs(reached))
-    # Not a constraint of the pool, so not a named row: it must not be reported as a reason for a plan
+    # Do not add this as a named row, because it is not a constraint of the pool and must not be reported as a
+    # reason for a plan.
     model.problem.addConstraint(goal.sign * goal.expression <= allowed, f"keep:{goal.name}")
     if last:
         for z in model.z.values():

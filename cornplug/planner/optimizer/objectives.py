@@ -1,5 +1,8 @@
-"""Objectives of the pool model in their order: cost, preceded by goodput or the least share served if
-chosen."""
+"""Goals of the pool model, in the order in which they are optimised.
+
+The objective "cost" has only the cost. The other objectives optimise goodput, or the least served share and
+goodput, before the cost.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from cornplug.planner.optimizer.variables import PoolModel
 
 @dataclass(frozen=True)
 class SolveGoal:
-    """The expression that one call of the solver minimises (sign 1) or maximises (-1)."""
+    """Expression that one call of the solver minimises (sign 1) or maximises (sign -1)."""
 
     name: str
     expression: Any
     sign: int = 1
 
     def reached(self, values: Values) -> float:
-        """Return the minimised value. It is negated for a goal that is maximised."""
+        """Return the value of the expression, negated if the goal is maximised."""
         return float(self.sign * sum(weight * values[v] for v, weight in self.expression.items()))
 
 
@@ -34,7 +37,10 @@ def goals(model: PoolModel) -> list[SolveGoal]:
 
 
 def cost_objective(model: PoolModel) -> SolveGoal:
-    """Return dollars per hour. When re-planning, return dollars over the horizon, including changes."""
+    """Return the goal to minimise the cost.
+
+    The cost is in dollars per hour. When re-planning, it is in dollars over the horizon, including changes.
+    """
     nodes = lpSum(node.price * model.z[name] for name, node in model.nodes.items())
     current = model.pool.current
     if current is None:
@@ -43,7 +49,7 @@ def cost_objective(model: PoolModel) -> SolveGoal:
 
 
 def goodput(model: PoolModel) -> SolveGoal:
-    """Return weighted requests per second within their SLOs."""
+    """Return the goal to maximise the weighted number of requests per second that are served."""
     return SolveGoal(
         "goodput", lpSum(model.demands[v.demand].weight * model.phi[v.name] for v in model.variants), -1
     )
@@ -54,10 +60,11 @@ def min_served_fraction(model: PoolModel) -> SolveGoal:
 
 
 def tie_break(model: PoolModel) -> SolveGoal:
-    """Return the tie-break: GPUs in use at their price, plus each cell's preference (at most 3 %).
+    """Return the goal that breaks ties: the price of the GPUs in use, plus each cell's preference (at most 3
+    %).
 
-    It is a separate goal after the cost, with the nodes fixed. As a term of the cost it would either be lost
-    in the solver's tolerances or change the cost.
+    It is a separate goal after the cost, with the nodes fixed. As a term of the cost, it would either be
+    smaller than the solver's tolerances or change the cost.
     """
     return SolveGoal("neatness", lpSum(_weight(model, c) * model.x[c.name] for c in model.pool.cells))
 

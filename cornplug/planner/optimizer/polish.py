@@ -1,7 +1,7 @@
-"""Rates for whole replicas and nodes.
+"""Computes rates for integer numbers of replicas and nodes.
 
-A solver keeps integers only to a tolerance (1e-6 in HiGHS), so 4e-6 of a replica may carry some work.
-Polishing a MIP solution fixes every integer at its rounded value and solves for the rates again.
+A solver's integers are exact only to a tolerance (1e-6 in HiGHS), so 4e-6 of a replica may do some work.
+Polishing fixes every integer at its rounded value, and solves for the rates again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cornplug.planner.optimizer.variables import PoolModel
 
 WHOLE: Final = 1e-9
 HELD: Final = 1e-7
-"""Relative loss allowed for an earlier goal, because of the solver's tolerances."""
+"""Relative loss that is allowed for an earlier goal, because of the solver's tolerances."""
 
 
 def is_whole(model: PoolModel, values: Values) -> bool:
@@ -28,10 +28,13 @@ def is_whole(model: PoolModel, values: Values) -> bool:
 def polish(
     model: PoolModel, fresh: PoolModel, wanted: Sequence[tuple[Any, int]], values: Values
 ) -> dict[Any, float]:
-    """Return the values of `model` with rounded integers and the best rates for them.
+    """Return the values of `model` with rounded integers and the best rates for these integers.
 
-    `fresh` is the same model without an objective, and is modified. `wanted` lists its goals as (expression,
-    sign), 1 (minimised) or -1. If no rates fit the rounded integers, the rates stay.
+    If no rates are feasible with the rounded integers, the rates are not changed.
+
+    Args:
+        fresh: the same model without an objective. It is modified.
+        wanted: goals of `fresh`, as (expression, sign). The sign is 1 (minimised) or -1 (maximised).
     """
     rounded = {v.name: round(values[v]) for v in _integers(model)}
     for v in _integers(fresh):

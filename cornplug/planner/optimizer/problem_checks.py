@@ -1,4 +1,4 @@
-"""Checks that reject invalid pools before a solver returns a confusing result."""
+"""Checks of a pool, because a solver would return confusing results for an invalid pool."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from cornplug.errors import ConfigError
 from cornplug.planner.optimizer.optimization_problem import Cell, MachineClass, OptimizationProblem
 
 SMALLEST_SHARE = 0.125
-"""Smallest share of a GPU. Footprints are halves of one another or whole nodes, so that counting nodes is
-exact."""
+"""Smallest share of a GPU that a replica may use. GPU counts of replicas are halves of one another or
+complete nodes, so that counting nodes is exact."""
 
 
 def check(pool: OptimizationProblem) -> None:
-    """Raise ConfigError that names an invalid entry."""
+    """Raise ConfigError if an entry of the pool is invalid. The error names the entry."""
     _once("nodes", (n.name for n in pool.nodes))
     _once("cells", (c.name for c in pool.cells))
     _once("demands", (u.name for u in pool.demands))

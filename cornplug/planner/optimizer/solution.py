@@ -1,4 +1,4 @@
-"""Conversion of the values of a model's variables to a PoolSolution."""
+"""Converts the values of a model's variables to a PoolSolution."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ from cornplug.planner.optimizer.variables import PoolModel
 
 Key = TypeVar("Key")
 Values = Mapping[Any, float]
-"""Value by variable."""
+"""Variable -> value."""
 
 NOTHING = 1e-7
-"""Rates below this value are solver tolerance."""
+"""Rate below which a rate is not real but a consequence of the solver's tolerance."""
 
 
 def read(model: PoolModel, values: Values, run: SolverRun, sign: int, seconds: float) -> PoolSolution:
-    """Return the solution of the first goal's `run`. `sign` is -1 for a maximised goal."""
+    """Convert a model's values to a solution.
+
+    Args:
+        run: solver run of the first goal.
+        sign: 1 if the first goal is minimised, -1 if it is maximised.
+        seconds: duration of the complete search.
+    """
     replicas = _whole(model.x, values)
     served = {
         v.name: values[model.phi[v.name]]
@@ -54,8 +60,10 @@ def _whole(variables: Mapping[Key, Any], values: Values) -> dict[Key, int]:
 
 
 def _has_replicas(model: PoolModel, variant: PathVariant, replicas: Mapping[str, int]) -> bool:
-    """Return whether every service of the variant has a replica. A rate without a replica is solver
-    tolerance."""
+    """Return whether every service of the variant has a replica.
+
+    A variant without replicas can have a small rate because of the solver's tolerance.
+    """
     return all(any(c.name in replicas for c in model.fit(variant, need)) for need in variant.needs)
 
 
@@ -68,8 +76,10 @@ def slack(row: Any, values: Values) -> float:
 
 
 def row_value(row: Any, values: Values) -> float:
-    """Return the left side of a constraint. PuLP stores a row as expression + constant <= 0 (or >= 0, or =
-    0)."""
+    """Return the value of a constraint's left side.
+
+    PuLP stores a row as expression + constant <= 0 (or >= 0, or = 0).
+    """
     return float(row.constant + sum(weight * values[v] for v, weight in row.items()))
 
 
@@ -84,10 +94,10 @@ def signed(at: SolveProgress, sign: int) -> SolveProgress:
 
 
 def flows(model: PoolModel, values: Values, served: Mapping[str, float]) -> Iterator[CellFlow]:
-    """Yield work by demand, service, required tier and cell, assigning the tightest work to the tightest
-    cells.
+    """Yield the work of each demand at each service, by required tier and cell.
 
-    Cells without a replica get no work.
+    Work with the tightest tier is assigned to the cells with the tightest tiers. Cells without a replica get
+    no work.
     """
     for (u, service), needs in model.needs.items():
         cells = [

@@ -1,7 +1,7 @@
-"""HiGHS in this process, through PuLP.
+"""Runs the solver HiGHS in this process, through PuLP.
 
-All programs are minimised. A run includes its proven bound. PuLP reports "Optimal" also if the time limit was
-reached, so the status is computed from the incumbent and the bound.
+All problems are minimised. The result includes the proven bound. PuLP reports "Optimal" even if the time
+limit was reached, so the status is computed from the best plan and the bound.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from cornplug.planner.optimizer.optimization_problem import SolveProgress
 Watch = Callable[[SolveProgress], None]
 NAME: Final = "HiGHS"
 MIN_STEPS: Final = 10
-"""Minimum number of steps to count per call, because presolve alone may solve a model."""
+"""Number of steps that each call counts in addition, because presolve alone may solve a model."""
 _scheduler: Final = {"threads": 0}
-"""Number of threads of the last call in this process."""
+"""Number of threads in the last solver call of this process."""
 
 
 @dataclass(frozen=True)
 class SolverRun:
-    """Result of one solver call. The variables contain its plan, if it found one."""
+    """Result of one solver call. If the solver found a plan, the problem's variables contain its values."""
 
     status: Literal["optimal", "feasible", "infeasible", "none"]
-    """"none" means that the time was up before a plan or a proof of infeasibility was found."""
+    """"none" means that a limit was reached before a plan or a proof of infeasibility was found."""
     seconds: float
     objective: float = inf
     bound: float = -inf
     first_s: float | None = None
     history: tuple[SolveProgress, ...] = ()
     work: float = 0.0
-    """Million steps x non-zero coefficients, see `SolverOptions.work`."""
+    """Steps x non-zero coefficients, in millions, see `SolverOptions.work`."""
     timed_out: bool = False
-    """Whether the wall-clock limit was reached. Another run may find another plan."""
+    """Whether the limit in seconds was reached. If so, another run may find another plan."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,17 @@ class SolverLimits:
     seconds: float
     threads: int = 1
     work: float = inf
-    """Work as in `SolverRun.work`. It is deterministic, unlike `seconds`, which only limits slow machines."""
+    """Maximum work, in the unit of `SolverRun.work`. Unlike `seconds`, which matters only on slow machines,
+    this limit is deterministic."""
 
 
 def solve(
     problem: Any, limits: SolverLimits, watch: Watch | None = None, *, start: bool = False
 ) -> SolverRun:
-    """Minimise the problem with HiGHS. With `start`, begin from the current values of the variables."""
+    """Minimise the problem with HiGHS. With `start`, begin with the current values of the variables.
+
+    `watch` is called when the best plan or the bound improves.
+    """
     _without_banner()
     _share_threads(limits.threads)
     began, history = time.monotonic(), list[SolveProgress]()
@@ -101,7 +105,7 @@ def solve(
     }
     if verdict in (HighsModelStatus.kInfeasible, HighsModelStatus.kUnboundedOrInfeasible):
         return SolverRun("infeasible", seconds, history=tuple(history), **spent)
-    if info.primal_solution_status != 2:  # 2 means a feasible point
+    if info.primal_solution_status != 2:  # 2 means that there is a feasible solution.
         return SolverRun("none", seconds, bound=info.mip_dual_bound, history=tuple(history), **spent)
     objective = model.getObjectiveValue()
     first = next((p.seconds for p in history if p.incumbent is not None), seconds)
@@ -125,7 +129,7 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
 
 
 def with_objective(run: SolverRun, objective: float, gap: float) -> SolverRun:
-    """Return the run with a better objective than the solver's, and the status that its bound proves."""
+    """Return the run with a better objective than the solver found, and the status that the bound proves."""
     return replace(run, objective=objective, status=_status(objective, run.bound, gap))
 
 
@@ -134,21 +138,22 @@ def _status(objective: float, bound: float, gap: float) -> Literal["optimal", "f
 
 
 def reached(objective: float, bound: float, gap: float) -> bool:
-    """Return whether the bound proves that no plan is better by more than the gap."""
+    """Return whether the bound proves that no plan is better than the objective by more than the gap."""
     return isfinite(objective) and objective - bound <= gap * abs(objective) + 1e-6
 
 
 def relax(problem: Any) -> None:
-    """Solve without integrality. Each row's `pi` is then its shadow price."""
+    """Solve the problem without integrality, so that the `pi` of each row is its shadow price."""
     _without_banner()
     _share_threads(1)
     problem.solve(pulp.HiGHS(mip=False, msg=False, threads=1))
 
 
 def _share_threads(number: int) -> None:
-    """Set the number of threads of the next call.
+    """Set the number of threads for the next solver call.
 
-    HiGHS starts its threads once per process, and solves nothing if a later call requests another number.
+    HiGHS starts its threads once per process. Without this, it solves nothing if a later call requests
+    another number of threads.
     """
     if _scheduler["threads"] != number:
         highspy.Highs.resetGlobalScheduler(True)
@@ -159,8 +164,8 @@ def _share_threads(number: int) -> None:
 def _without_banner() -> None:
     """Create the first solver of this process with standard output closed.
 
-    highspy 1.16 prints a banner to it before any option is set, but `cornplug plan --json` must print only
-    JSON.
+    highspy 1.16 prints a banner to standard output before any option can be set, but `cornplug plan --json`
+    must print only JSON.
     """
     sys.stdout.flush()
     stdout, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)

@@ -1,9 +1,10 @@
-"""Spare replicas, so that a service survives the loss of one replica or of one node with all its replicas.
+"""Adds spare replicas, so that a service survives the loss of one replica or of one node with all its
+replicas.
 
-For nodes, the model limits a cell's replicas on any node. Nodes are counted, not indexed, so it chooses the
-limit k (a binary b_jk for each k): x_j <= sum of k s_jk, with s_jk <= z_n if b_jk = 1 and s_jk = 0 otherwise.
-Whether all services' replicas can be placed this way is checked at placement, and a failed placement is
-excluded as a `CrowdedNode`.
+For the loss of a node, the model limits the number of a cell's replicas on each node. Nodes are counted, not
+indexed, so the model chooses the limit k (a binary b_jk for each k): x_j <= sum of k s_jk, with s_jk <= z_n
+if b_jk = 1 and s_jk = 0 otherwise. Whether the replicas of all services can be placed within these limits is
+checked at placement, and a failed placement is excluded as a `CrowdedNode`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from cornplug.planner.optimizer.variables import PoolModel
 def constrain(model: PoolModel) -> None:
     """Add rows for every used cell of the services that must survive a loss.
 
-    The capacity that online work leaves free on cells that may substitute, counted in lost replicas, must
-    cover the lost replicas filled to the limit. After a loss, the share for peaks may be used. The exchange
-    rate is the minimum over the demands: exact if cells are multiples of one another, and conservative
-    otherwise.
+    The free capacity of cells that can replace the lost replicas must be sufficient for the lost replicas'
+    maximum load. After a loss, the share of the capacity for peaks may be used. Capacities are converted to
+    lost replicas with the minimum rate over all demands. This is exact if the cells' capacities are multiples
+    of one another, and conservative otherwise.
     """
     limit = model.pool.limits.max_utilisation
     for name, used in model.e.items():
@@ -39,7 +40,7 @@ def constrain(model: PoolModel) -> None:
         beside = _beside(model, cell)
         needed = lpSum(worth * model.lost(other) for other, worth in beside)
         most = sum(worth * model.per_node(other) for other, worth in beside)
-        # The row has no effect for a cell that is not used
+        # The row has no effect for a cell that is not used.
         model.add(f"spare[{name}]", lpSum(left) + limit * most * (1 - used) >= limit * needed)
     for name, choices in model.spread.items():
         _spread(model, model.cells[name], choices)
@@ -48,16 +49,20 @@ def constrain(model: PoolModel) -> None:
 
 
 def stands_in(model: PoolModel, cell: Cell, lost: Cell) -> float:
-    """Return how many replicas of `lost` one replica of `cell` replaces, or 0 if it cannot take all of its
-    work."""
+    """Return how many replicas of `lost` one replica of `cell` can replace.
+
+    Returns 0 if `cell` cannot do all of the work of `lost`.
+    """
     if cell.tier > lost.tier:
         return 0.0
     return min(cell.capacity.get(u, 0.0) / lost.capacity[u] for u in model.online(lost))
 
 
 def _beside(model: PoolModel, lost: Cell) -> list[tuple[Cell, float]]:
-    """Return the cells that are lost together with a node of `lost`, with their largest value in its
-    replicas."""
+    """Return the cells whose replicas may be lost together with a node of `lost`.
+
+    Each cell has the maximum number of replicas of `lost` to which one of its replicas corresponds.
+    """
     found = []
     for cell in model.cells_of[lost.service]:
         common = [u for u in model.online(lost) if u in cell.capacity]
@@ -67,7 +72,7 @@ def _beside(model: PoolModel, lost: Cell) -> list[tuple[Cell, float]]:
 
 
 def _spread(model: PoolModel, cell: Cell, choices: list[tuple[int, Any, Any]]) -> None:
-    """Limit the replicas on each node to k, for exactly one k."""
+    """Limit the number of a cell's replicas on each node to k, for exactly one k."""
     name, z = cell.name, model.z[cell.nodes]
     most = min(model.nodes[cell.nodes].stock, model.most(cell))
     model.add(f"spread[{name}]", model.x[name] <= lpSum(k * s for k, _, s in choices))
@@ -78,7 +83,10 @@ def _spread(model: PoolModel, cell: Cell, choices: list[tuple[int, Any, Any]]) -
 
 
 def _not_again(model: PoolModel, i: int, crowded: CrowdedNode) -> None:
-    """Require more nodes than the crowded node's class had, or survival of the loss of all its replicas."""
+    """Exclude the placement of a crowded node.
+
+    The plan must have more nodes of this class than before, or survive the loss of all replicas of that node.
+    """
     if crowded.nodes not in model.z:
         return
     more = model.count(f"q_{i}", 1)

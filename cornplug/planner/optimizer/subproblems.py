@@ -1,9 +1,10 @@
-"""Groups of services that can replace one another. Their least costs bound the whole pool's.
+"""Divides a pool into groups of services that can replace one another. Their least costs bound the pool's
+cost.
 
-A request may use the monolith, or separate prefill and decode: such services form a group. Constraints that
-couple groups (tiers of one demand, cache levels, the network, nodes that several groups share) are left out.
-At any GPU price a group's least cost is therefore at most its cost in a plan. The model's own relaxation
-splits replicas freely, and its bound is some percent lower.
+For example, the monolith and the separate prefill and decode services form a group, because a request may use
+either. Constraints that couple groups (tiers of one demand, cache levels, the network, nodes that several
+groups share) are omitted. At any GPU price, the least cost of a group is therefore at most the group's cost
+in a plan. The model's own relaxation splits replicas freely, and its bound is some percent lower.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from cornplug.planner.optimizer.optimization_problem import OptimizationProblem,
 
 
 def groups(pool: OptimizationProblem) -> list[frozenset[str]]:
-    """Return a partition of the services that variants need."""
+    """Return a partition of the services that the pool's variants need."""
     parts: list[frozenset[str]] = []
     for u in pool.demands:
         variants = [[need.service for need in v.needs] for v in pool.variants if v.demand == u.name]
@@ -30,7 +31,7 @@ def groups(pool: OptimizationProblem) -> list[frozenset[str]]:
 
 
 def subproblem(pool: OptimizationProblem, services: frozenset[str]) -> OptimizationProblem:
-    """Return the pool of one group: its cells, and the demands' work there."""
+    """Return the pool of one group, with the cells of `services` and the demands' work at these services."""
     variants: dict[tuple[str, object], PathVariant] = {}
     for v in pool.variants:
         needs = tuple(need for need in v.needs if need.service in services)
@@ -47,6 +48,7 @@ def subproblem(pool: OptimizationProblem, services: frozenset[str]) -> Optimizat
         levels=(),
         objective="cost",
         current=None,
-        # A group alone would pay for all nodes over which it is spread.
+        # Omit limits per node, because a group alone would pay for all nodes over which its replicas are
+        # spread.
         limits=replace(pool.limits, by_node=False, crowded=()),
     )

@@ -1,7 +1,7 @@
 """Costs of changing the running replicas when re-planning, and the limit on the number of changes.
 
-x = x0 + a - d + in - out: starts, stops, and role switches between cells whose engines can change their role
-without a restart. Switches are preferred to restarts because of their prices.
+x = x0 + a - d + in - out, with starts a, stops d, and role switches (in, out) between cells whose engines can
+change their role without a restart. Switches are preferred to restarts because they cost less.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cornplug.planner.optimizer.variables import PoolModel
 
 
 def cost(model: PoolModel) -> Any:
-    """Return the dollars for all starts and switches."""
+    """Return the cost of all starts and role switches in dollars."""
     current = model.pool.current
     if current is None:
         return 0.0
@@ -47,7 +47,7 @@ def balance(model: PoolModel, current: CurrentState) -> None:
 
 
 def dwell(model: PoolModel, current: CurrentState) -> None:
-    """Keep replicas within the minimum dwell time from being stopped or switched."""
+    """Prevent replicas within the minimum dwell time from being stopped or switched."""
     for name, young_replicas in current.below_min_dwell.items():
         went = lpSum(
             m for (source, to), m in model.m.items() if source == name and (source, to) not in current.free
@@ -63,5 +63,5 @@ def change_budget(model: PoolModel, current: CurrentState) -> None:
 
 
 def counted_switches(model: PoolModel, current: CurrentState) -> list[Any]:
-    """Return the role switches that change a process."""
+    """Return the variables of the role switches that require a change of the process."""
     return [m for pair, m in model.m.items() if pair not in current.free]

@@ -1,7 +1,7 @@
-"""Removal of replicas and nodes that a plan does not need, which a solver that is stopped early leaves.
+"""Removes replicas and nodes that a plan does not need. A plan may have them if its solver was stopped early.
 
-Rates do not change. A replica is removed if every row of the model still holds without it. Capacity and spare
-rows thus keep the replicas that are needed.
+Rates do not change. A replica is removed if every row of the model still holds without the replica. Rows for
+capacity and spare replicas ensure that needed replicas are kept.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from cornplug.planner.optimizer.solution import Values, row_value
 from cornplug.planner.optimizer.variables import PoolModel
 
 TOLERANCE: Final = 1e-6
-"""Tolerance for violated rows, as in HiGHS."""
+"""Maximum violation of a row, as in HiGHS."""
 
 
 def trim(model: PoolModel, values: Values) -> dict[Any, float]:
-    """Return the values without unneeded replicas and then without unneeded nodes, the most expensive
-    replicas first."""
+    """Return the values without unneeded replicas, the most expensive first, and then without unneeded
+    nodes."""
     left = dict(values)
     for name, choices in model.spread.items():
-        for k, b, s in choices:  # a solver may count more nodes than the replicas need
+        for k, b, s in choices:  # A solver may count more nodes than the replicas need.
             left[s] = left[model.x[name]] / k if left[b] > 0.5 else 0.0
     rows_of: dict[Any, list[Any]] = {}
     for row in model.rows.values():
@@ -42,7 +42,10 @@ def trim(model: PoolModel, values: Values) -> dict[Any, float]:
 
 
 def _without_replica(model: PoolModel, values: Values, name: str) -> dict[Any, float]:
-    """Return the changed values for one replica fewer: one start fewer, or one stop more when re-planning."""
+    """Return the values that change if a cell has one replica less.
+
+    When re-planning, one replica is not started or one more replica is stopped.
+    """
     x = model.x[name]
     changed = {x: values[x] - 1}
     if name in model.e and values[x] < 1.5:

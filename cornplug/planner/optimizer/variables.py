@@ -1,6 +1,6 @@
 """Sets, variables and named rows of the pool model. `milp.py` explains them.
 
-A plan's reasons and the explanation of a shortfall refer to rows by these names.
+A plan's reasons and the explanation of a shortfall refer to rows by their names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cornplug.planner.optimizer.optimization_problem import (
 
 
 class PoolModel:
-    """Sets and variables of one pool. `add` collects the constraints."""
+    """Sets, variables and rows of the model of one pool."""
 
     def __init__(self, pool: OptimizationProblem) -> None:
         self.pool = pool
@@ -39,7 +39,7 @@ class PoolModel:
             self.cells_of.setdefault(cell.service, []).append(cell)
         self.variants = [v for v in pool.variants if all(any(self.fit(v, n)) for n in v.needs)]
         self.needs: dict[tuple[str, str], list[tuple[PathVariant, ServiceDemand]]] = {}
-        """Pairs of a variant and its need of a service, by (demand, service)."""
+        """(demand, service) -> pairs of a variant and its work at the service."""
         for variant in self.variants:
             for need in variant.needs:
                 self.needs.setdefault((variant.demand, need.service), []).append((variant, need))
@@ -74,8 +74,8 @@ class PoolModel:
             for i, c in enumerate(pool.cells)
             if pool.limits.by_node and c.name in self.e and self.per_node(c) > 1
         }
-        """(k, whether no node has more than k replicas of the cell, number of nodes with some of them if so),
-        by cell."""
+        """Cell -> list of (k, variable that is 1 if k is the maximum number of the cell's replicas on a node,
+        variable for the number of nodes with replicas of the cell in this case)."""
         self.min_served = self.real("min_served", 1.0)
         self.y: dict[tuple[str, int, str], Any] = {}
         self.a: dict[str, Any] = {}
@@ -92,7 +92,7 @@ class PoolModel:
         if name in self.rows:
             raise ValueError(f"two constraints are called {name}")
         self.rows[name] = constraint
-        # PuLP rewrites characters such as "/" and "-". The number keeps such names distinct
+        # PuLP replaces characters such as "/" and "-". The number keeps the resulting names distinct.
         self.problem.addConstraint(constraint, f"{len(self.rows)}:{name}")
 
     def classes(self, cell: Cell) -> list[str]:
@@ -103,24 +103,24 @@ class PoolModel:
         return [u for u in self.classes(cell) if self.demands[u].online]
 
     def load(self, cell: Cell, demands: Iterable[str]) -> Any:
-        """Return the replicas of the cell that the demands' work fills."""
+        """Return the number of the cell's replicas that the demands' work would use completely."""
         return pulp.lpSum(self.f[u, cell.name] * (1 / cell.capacity[u]) for u in demands)
 
     def per_node(self, cell: Cell) -> int:
-        """Return the replicas of the cell that fit on one node."""
+        """Return the number of the cell's replicas that fit on one node."""
         return max(int(self.nodes[cell.nodes].gpus / cell.gpus + 1e-9), 1)
 
     def lost(self, cell: Cell) -> Any:
-        """Return the most replicas of the cell lost together: one, or all on a node."""
+        """Return the maximum number of the cell's replicas that are lost together: one, or all on a node."""
         if cell.name not in self.spread:
             return 1 * self.e[cell.name]
         return pulp.lpSum(k * b for k, b, _ in self.spread[cell.name])
 
     def most(self, cell: Cell) -> int:
-        """Return an upper bound on the useful replicas of this cell.
+        """Return an upper bound on the number of this cell's replicas that a plan can use.
 
-        A tight bound keeps the relaxation tight, because it is the coefficient of the only rows that switch
-        something on or off (`spare`).
+        A tight bound makes the relaxation tight, because it is the coefficient of the only rows with binary
+        switches (`spare`).
         """
         node = self.nodes[cell.nodes]
         room = int(node.stock * node.gpus / cell.gpus + 1e-9)
@@ -140,7 +140,8 @@ class PoolModel:
         )
         if not limits.spare:
             return ceil(whole - 1e-9)
-        # Spare replicas: enough to replace the largest sibling, or a node full of siblings.
+        # Add spare replicas, enough to replace the largest replica of the service, or a node full of
+        # replicas.
         largest = max(
             (other.capacity[u] / cell.capacity[u]) * (self.per_node(other) if limits.by_node else 1)
             for other in self.cells_of[cell.service]
@@ -150,7 +151,7 @@ class PoolModel:
         return ceil(whole - 1e-9) + ceil(largest - 1e-9)
 
     def _work(self, demand: str, cell: Cell) -> float:
-        """Return the number of replicas that a demand fills on the variant with the most work."""
+        """Return the number of replicas that a demand would use on the variant with the most work."""
         work_of: dict[str, float] = {}
         for variant, need in self.needs[demand, cell.service]:
             if cell.tier <= need.tier:
@@ -159,5 +160,5 @@ class PoolModel:
 
 
 def _at_most(fitting: int) -> list[int]:
-    """Return the candidate bounds on replicas per node, in coarse steps beyond 8."""
+    """Return the candidates for the maximum number of replicas per node, in coarse steps beyond 8."""
     return [k for k in range(1, fitting + 1) if k <= 8 or k == fitting or k in (16, 32)]

@@ -1,1 +1,1 @@
-"""Performance of one replica, or of a few replicas behind one router: times, memory and rates."""
+"""Performance model of one replica, or of several replicas behind one router: times, memory and rates."""

@@ -1,10 +1,11 @@
-"""Capacity of a station by closed forms, computed in milliseconds.
+"""Computes the capacity of a station with closed forms, in milliseconds.
 
-Work that occurs once per request (encode, prefill, generate) occupies a replica like a GI/G/c server, with
-iterations that contain more of it the longer the queue. Decoding uses the remaining time. The wait has Allen
-and Cunneen's tail (`queueing.py`), a request's own time is its sample's, and the percentile is of their sum
-over the samples. Decoding requests and their KV tokens are Poisson distributed as in M/G/infinity, so a
-percentile needs some standard deviations more than the mean.
+The station is modelled as a GI/G/c queue. Its servers do the work that occurs once per request (encode,
+prefill, generate). The longer the queue, the more of this work an iteration contains. Decoding uses the
+remaining time. The wait has the distribution of Allen and Cunneen (`queueing.py`), and each sampled request
+adds its own time. A bound applies to the percentile of the sum over all samples. The numbers of decoding
+requests and of their KV tokens are Poisson distributed as in M/G/infinity, so a percentile needs capacity for
+some standard deviations more than the mean.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from cornplug.planner.perf_model.request_costs import Floats, RequestCosts, size
 from cornplug.planner.simulator.stations import Station
 
 WAIT_FACTOR: Final = {"least_work": 1.0, "join_shortest_queue": 3.0, "random": 1.0}
-"""Factor on Allen and Cunneen's wait. The formula is 15 to 40 % too long for least_work, and 2 to 5 times too
-short for join_shortest_queue (simulated with 25 to 30 servers of Splitwise's prompts)."""
+"""Factor by which the wait of Allen and Cunneen is multiplied. The formula's wait is 15 to 40 % too long for
+least_work, and 2 to 5 times too short for join_shortest_queue (simulated with 25 to 30 servers and
+Splitwise's prompts)."""
 
 
 def screen(
     station: Station, samples: Sequence[SampledRequest], bound: LatencyBound, burst: float = 1.0
 ) -> float:
-    """Return the requests per second of all replicas by closed forms. See `capacity.capacity`."""
+    """Return the capacity of all replicas in requests per second, from closed forms. See
+    `capacity.capacity`."""
     sizes = sizes_of(tuple(samples))
     if not _fits(station, sizes):
         return 0.0
@@ -69,8 +72,10 @@ def _meets(
 
 
 def _waits(router: str, servers: int, rate: float, service_s: float) -> tuple[float, float]:
-    """Return the share of requests that wait, and their mean wait in seconds, for exponential service
-    times."""
+    """Return (share of requests that wait, mean wait of these requests in seconds).
+
+    The service times are assumed to be exponential.
+    """
     load = rate * service_s
     if router == "power_of_two" and servers > 1:
         waits, mean = two_choices(load / servers)
@@ -82,14 +87,16 @@ def _waits(router: str, servers: int, rate: float, service_s: float) -> tuple[fl
 def _on_time(
     station: Station, state: AnalyticState, bound: LatencyBound, seconds: Floats, rate: float, burst: float
 ) -> bool:
-    """Return whether the percentile of wait plus own time is within `seconds`, which has one value per
-    sample."""
+    """Return whether the percentile of a request's wait and own time is within its bound.
+
+    `seconds` contains the bound of each sample.
+    """
     service_s = float(state.service.mean())
     if service_s == 0:
         return bound.of(state.own / seconds) <= 1
     servers, cv2 = station.schedulers, float(state.service.var()) / service_s**2
     if station.router == "random":
-        # Each replica has its own queue with randomly thinned arrivals.
+        # Each replica has its own queue, and receives a random part of the arrivals.
         servers, rate = station.groups, rate / station.replicas
         burst = 1 + (burst - 1) / station.replicas
     if rate * service_s >= servers:
@@ -104,15 +111,17 @@ def _on_time(
 
 
 def _sigmas(bound: LatencyBound) -> float:
-    """Return the standard deviations above the mean that a bound requires. Without a bound, the mean is
-    enough."""
+    """Return the number of standard deviations above the mean for which a bound requires capacity.
+
+    Without a bound, capacity for the mean is sufficient.
+    """
     if bound.seconds is None and bound.tpot_s is None:
         return 0.0
     return {"p90": 1.282, "p95": 1.645, "p99": 2.326}.get(bound.percentile, 0.5)
 
 
 def _fits(station: Station, sizes: RequestCosts) -> bool:
-    """Return whether the KV cache of a replica can hold each of the requests alone."""
+    """Return whether each request alone fits into the KV cache of a replica."""
     if station.steps is None or "G" in station.tasks:
         return True
     held = sizes.prompts + sizes.outputs if "D" in station.tasks else sizes.prompts
@@ -120,7 +129,10 @@ def _fits(station: Station, sizes: RequestCosts) -> bool:
 
 
 def _largest(meets: Callable[[float], bool], rate: float) -> float:
-    """Return the largest rate that meets the bounds to 2 %, starting from a very low rate, or 0."""
+    """Return the largest rate that meets the bounds, with an accuracy of 2 %.
+
+    The search begins with `rate`, which must be very low. Returns 0 if this rate does not meet the bounds.
+    """
     if not meets(rate):
         return 0.0
     step = 16.0

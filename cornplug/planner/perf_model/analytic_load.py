@@ -1,8 +1,8 @@
-"""One replica under a steady rate of requests of one class, by closed forms.
+"""Computes the state of one replica under a steady rate of requests of one class, with closed forms.
 
-Work that occurs once per request (encode, prefill, generate) occupies the replica, and decoding shares the
-remaining time. A state is a fixed point: the more requests decode, the slower each is, and the more prompts
-wait, the more of them an iteration contains.
+Work that occurs once per request (encode, prefill, generate) occupies the replica, and decoding requests
+share the remaining time. The state is a fixed point: the more requests decode, the slower each request
+becomes, and the more prompts wait, the more prompts an iteration contains.
 """
 
 from __future__ import annotations
@@ -27,33 +27,38 @@ from cornplug.planner.simulator.stations import Station
 
 _T = TypeVar("_T", float, Floats)
 _ROUNDS: Final = 24
-"""Iterations of the fixed point. A replica that needs more is so close to overload that the bounds decide."""
+"""Maximum number of steps to find the fixed point. A replica that needs more steps is almost overloaded, and
+would miss the bounds anyway."""
 
 
 @dataclass(frozen=True)
 class _Balance:
-    """Mean values of a steady state."""
+    """Mean values of a replica's state at a constant request rate."""
 
     decoding: float
+    """Number of decoding requests."""
     fill: float
-    """Fill of iterations with waiting requests, from 0 (one request each) to 1."""
+    """Fill level of iterations with waiting requests, from 0 (one request per iteration) to 1 (full)."""
     service_s: float
     iterations: float
-    """Mean iterations with a part of one prompt."""
+    """Number of iterations per request that contain a part of its prompt."""
     pace: float
-    """Tokens per second of one decoding request."""
+    """Number of tokens per second that one decoding request generates."""
     in_step: SharedIterations | None = None
-    """Present with attention-DP groups."""
+    """Iterations that attention-DP groups share, or None if there is only one group."""
 
 
 class ReplicaLoad:
-    """Times of one replica of a station for the sampled requests of a class."""
+    """Times of the sampled requests of a class on one replica of a station."""
 
     def __init__(self, station: Station, of: RequestCosts, sigmas: float) -> None:
-        """Prepare the times. `sigmas` is the number of standard deviations above the mean that must fit."""
+        """Compute the times that do not depend on the rate.
+
+        `sigmas` is the number of standard deviations above the mean number of requests that must fit.
+        """
         self._station = station
-        # A router that knows the load balances decoding, so the fluctuations are those of all replicas
-        # together.
+        # A router that takes the load into account balances decoding, so fluctuations are averaged over all
+        # replicas.
         self._spread = sigmas / (station.groups if station.router == "random" else station.schedulers) ** 0.5
         decodes, prefills = "D" in station.tasks, "P" in station.tasks
         self._encode = encode_s(of, station)
@@ -77,10 +82,10 @@ class ReplicaLoad:
         self._mean_steps = float(self._steps.mean())
         self._context = self._mean_context(of.prompts)
         self.isolated_latency_s = float((self._isolated + self._isolated_decode + self._generate).mean())
-        """Mean seconds of a request that runs alone."""
+        """Mean time in seconds of a request that runs alone."""
 
     def at(self, rate: float) -> AnalyticState | None:
-        """Return the state at `rate` requests per second, or None if overloaded."""
+        """Return the replica's state at `rate` requests per second, or None if the replica is overloaded."""
         if "G" in self._station.tasks:
             return self._serial(rate)
         return self._engine(rate) if "D" in self._station.tasks else self._batches(rate)
@@ -88,7 +93,7 @@ class ReplicaLoad:
     # Kinds of replica -----------------------------------------------------------------------
 
     def _serial(self, rate: float) -> AnalyticState | None:
-        """Serve one whole request after another."""
+        """Return the state of a replica that serves one request after another."""
         service = self._isolated + self._isolated_decode + self._generate
         if rate * service.mean() >= 1:
             return None
@@ -99,7 +104,7 @@ class ReplicaLoad:
         return AnalyticState(service, own, token_s, token_s, steps=self._steps)
 
     def _batches(self, rate: float) -> AnalyticState | None:
-        """Prefill or encode, without decoding."""
+        """Return the state of a replica that only prefills or encodes."""
         isolated_latency_s, packed_s, _, _ = self._means
         fill = self._fill(rate, isolated_latency_s, packed_s)
         if fill is None:
@@ -110,7 +115,7 @@ class ReplicaLoad:
         return AnalyticState(service, self._own(service, fill, 0.0))
 
     def _engine(self, rate: float) -> AnalyticState | None:
-        """Decode, with or without prefill in the same iterations."""
+        """Return the state of a replica that decodes, with or without prefill in the same iterations."""
         balance = self._balance(rate)
         if balance is None or not self._has_room(rate, balance):
             return None
@@ -143,10 +148,11 @@ class ReplicaLoad:
         )
 
     def _interruptions(self, service: Floats, balance: _Balance, token_s: float) -> tuple[float, float]:
-        """Return the iterations with prompts per prompt of other requests, and the time that each adds.
+        """Return the number of iterations with prompts per prompt, and the time that each iteration adds.
 
-        Prompts differ in length, so their sum is compound Poisson, as variable as of fewer, longer prompts of
-        E[S^2] / E[S].
+        These iterations interrupt decoding requests. Prompts differ in length, so the total added time is
+        compound Poisson distributed. Its variance is that of fewer, longer prompts with the length E[S^2] /
+        E[S].
         """
         mean_s = float(service.mean())
         variable = float((service**2).mean()) / mean_s**2
@@ -156,8 +162,10 @@ class ReplicaLoad:
         return self._station.groups / balance.in_step.groups / variable, longer * variable
 
     def _waiting(self, rate: float, service: Floats) -> float:
-        """Return the waiting prompts of one replica, which follow a prompt directly and interrupt it
-        first."""
+        """Return the number of prompts that wait at one replica when a prompt's prefill ends.
+
+        These prompts are computed next, and interrupt the request's decoding.
+        """
         mean_s = float(service.mean())
         station = self._station
         servers = station.groups if station.router == "random" else station.schedulers
@@ -167,8 +175,10 @@ class ReplicaLoad:
     # Means of a steady state ----------------------------------------------------------------
 
     def _balance(self, rate: float) -> _Balance | None:
-        """Return the fixed point of the number of decoding requests, starting from 0, by Little's law (rate x
-        time)."""
+        """Return the steady state, or None if the replica is overloaded.
+
+        Its number of decoding requests is a fixed point of Little's law (rate x time), searched from 0.
+        """
         found, decoding = self._with(rate, 0.0), 0.0
         for _ in range(_ROUNDS):
             if found is None or decoding > 1.5 * self._station.max_batch:
@@ -181,7 +191,7 @@ class ReplicaLoad:
         return found
 
     def _with(self, rate: float, decoding: float) -> _Balance | None:
-        """Return the means with `decoding` requests, or None if prompts overload the replica."""
+        """Return the mean values if `decoding` requests decode, or None if prompts overload the replica."""
         token_s = self._token_s(decoding)
         if "P" not in self._station.tasks:
             return _Balance(decoding, 0.0, 0.0, 0.0, 1 / token_s)
@@ -201,10 +211,10 @@ class ReplicaLoad:
         return _Balance(decoding, fill, service_s, iterations, pace, in_step)
 
     def _fill(self, rate: float, isolated_latency_s: float, packed_s: float) -> float | None:
-        """Return the fill of iterations with waiting requests, or None if full iterations are overloaded.
+        """Return how full iterations are (`_Balance.fill`), or None if even full iterations are overloaded.
 
-        A server at utilisation u has u^2 / (1 - u) waiting requests, which join the next iteration. Each of j
-        requests has 1 / j of their shared cost, and saves 1 - 1 / j.
+        A server at utilisation u has u^2 / (1 - u) waiting requests, which join the next iteration. If j
+        requests share an iteration, each has 1 / j of the shared cost, and saves 1 - 1 / j of it.
         """
         most = self._largest / self._mean_size
         saved = 1 - 1 / most
@@ -226,18 +236,19 @@ class ReplicaLoad:
         return fill
 
     def _beside(self, service: _T, iterations: _T, decoding: float, token_s: float) -> _T:
-        """Return the seconds of iterations with prompts, including the requests that decode in them."""
+        """Return the time of iterations with prompts, including the requests that decode in these
+        iterations."""
         steps = self._station.steps
         if steps is None or "P" not in self._station.tasks:
             return service
         per_token = 2 * (steps.prefill(self._largest) - steps.prefill(self._largest / 2)) / self._largest
         mixed = 1 + (steps.mixed_factor - 1) * min(decoding, 1.0)
         with_them = service + iterations * decoding * per_token
-        # The larger of the two, for floats and arrays alike.
+        # This is the maximum of both times, in a form for floats and arrays.
         return (with_them + iterations * token_s + abs(with_them - iterations * token_s)) * (mixed / 2)
 
     def _has_room(self, rate: float, balance: _Balance) -> bool:
-        """Return whether the requests and their KV tokens fit, with some standard deviations of margin."""
+        """Return whether the requests and their KV tokens fit, with a margin of some standard deviations."""
         if balance.decoding + self._spread * balance.decoding**0.5 > self._station.max_batch:
             return False
         seconds = balance.service_s + self._steps / balance.pace
@@ -249,7 +260,8 @@ class ReplicaLoad:
 
     @property
     def _side_by_side(self) -> float:
-        """Ratio of a mean prompt's iteration with one in every attention-DP group to that alone."""
+        """Duration of an iteration with a mean prompt in every attention-DP group, relative to a single
+        prompt."""
         steps = self._station.steps
         assert steps is not None
         tokens = min(self._mean_size, self._largest)
@@ -261,10 +273,13 @@ class ReplicaLoad:
         return steps.request_overhead_s if steps is not None and "P" in self._station.tasks else 0.0
 
     def _own(self, service: Floats, fill: float, token_s: float) -> Floats:
-        """Return a request's own time: its iterations, alone or shared, and then the rest of the pipeline."""
+        """Return each request's own time: its iterations, and then the rest of the pipeline.
+
+        The iterations may be shared with other requests.
+        """
         batched = 1 / (1 - fill * (1 - self._mean_size / self._largest))
-        # Requests that share an iteration leave at its end, which is later by half of the others' parts than
-        # in sequence.
+        # Requests that share an iteration leave at its end. Compared with one after another, this is later by
+        # half of the other requests' parts on average.
         others_s = (batched - 1) / 2 * float(service.mean())
         own: Floats = service + others_s + token_s / 2 + self._overhead_s
         steps = self._station.steps
@@ -274,7 +289,7 @@ class ReplicaLoad:
         return own
 
     def _when_packed(self) -> Floats:
-        """Return the service time of a request in full iterations: its share of them."""
+        """Return each request's service time in full iterations, which is its share of their time."""
         station = self._station
         if station.tasks == "E" and station.encode is not None:
             return self._size * (station.encode(self._largest) / self._largest)
@@ -284,12 +299,13 @@ class ReplicaLoad:
         return packed
 
     def _mean_context(self, prompts: Floats) -> float:
-        """Return the mean context tokens of a decoding request over its decoding time."""
+        """Return the mean number of context tokens of a decoding request, over its decoding time."""
         total = self._steps.sum()
         return float(((prompts + self._steps / 2) * self._steps).sum() / total) if total else 0.0
 
     def _token_s(self, decoding: float) -> float:
-        """Return the seconds of an iteration that only decodes."""
+        """Return the time in seconds of an iteration in which `decoding` requests decode and nothing else
+        runs."""
         steps = self._station.steps
         assert steps is not None
         many = max(decoding, 1.0)

@@ -1,4 +1,4 @@
-"""State of one replica under a steady rate by closed forms, and the share of requests with slow tokens."""
+"""State of one replica under a steady rate of requests, and the share of requests with slow tokens."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from cornplug.planner.perf_model.request_costs import Floats
 
 @dataclass(frozen=True)
 class AnalyticState:
-    """Times in seconds. Arrays have one entry per sample."""
+    """State of one replica. Times are in seconds, and arrays have one entry per sample."""
 
     service: Floats
-    """Replica time for the work that occurs once per request."""
+    """Time in which the replica does the work that occurs once per request."""
     own: Floats
-    """Time from the end of the wait to the first token, or until leaving without prefill."""
+    """Time from the end of the wait to the first token, or until the request leaves a station without
+    prefill."""
     token_s: float = 0.0
-    """Time of a decode-only iteration with some standard deviations more than the mean requests."""
+    """Time of an iteration that only decodes, with some standard deviations more than the mean number of
+    requests.
+    """
     tpot_mean: float = 0.0
     interruptions: Floats | None = None
     """Mean number of iterations with prompts of other requests while a request decodes."""
     interruption_s: float = 0.0
-    """Time that such an iteration adds."""
+    """Time that an iteration with prompts of other requests adds."""
     steps: Floats | None = None
     """Number of iterations in which a request decodes."""
 
     def slower_than(self, tpot_s: Floats) -> float:
-        """Return the share of requests whose time per token exceeds their entry of `tpot_s`."""
+        """Return the share of requests whose time per token exceeds their entry in `tpot_s`."""
         if self.steps is None:
             return 0.0
         many = self.steps > 0
@@ -43,13 +46,13 @@ class AnalyticState:
 
 
 def _poisson_exceeds(mean: Floats, count: Floats) -> Floats:
-    """Return P(Poisson(mean) > count) by Wilson and Hilferty's cube root, or 1 for a negative count."""
+    """Return P(Poisson(mean) > count) with Wilson and Hilferty's approximation, or 1 for a negative count."""
     k = np.maximum(count, 0.0) + 1
     x = ((mean / k) ** (1 / 3) - 1 + 1 / (9 * k)) * 3 * np.sqrt(k)
     return np.where(count < 0, 1.0, _normal_below(x))
 
 
 def _normal_below(x: Floats) -> Floats:
-    """Return the normal distribution function to 3e-4, enough for screening."""
+    """Return the normal distribution function with an error of 3e-4, which is sufficient for screening."""
     below: Floats = 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
     return below

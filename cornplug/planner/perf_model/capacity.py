@@ -1,7 +1,9 @@
-"""The largest rate of one request class that a station can carry within its bounds.
+"""Computes a station's capacity: the largest rate of one request class that the station can serve within its
+bounds.
 
-Closed forms (`analytic_capacity.py`) compute it in milliseconds, accurately enough to drop cells that no plan
-uses. The simulator (`simulated_capacity.py`) then computes it for the remaining cells.
+Closed forms (`analytic_capacity.py`) compute the capacity in milliseconds, accurately enough to drop cells
+that no plan uses. The simulator (`simulated_capacity.py`) then computes the capacity of the cells that a plan
+uses.
 """
 
 from __future__ import annotations
@@ -27,14 +29,18 @@ def capacity(
     seed: int = 0,
     confirm: bool = True,
 ) -> float:
-    """Return the requests per second of the class of `samples`, alone, that all of the station's replicas
-    carry.
+    """Return the largest rate, in requests per second, that all of the station's replicas can serve together.
 
-    Without bounds this is the throughput, and with bounds at most that. 0: a single request misses the bounds
-    or does not fit in the KV cache. Infinity: the requests need no work here, as all embeddings are cached.
+    The station serves only the class of `samples`. Without bounds, this is the throughput. The rate is 0 if a
+    single request misses the bounds or does not fit into the KV cache. It is infinite if the requests need no
+    work at this station, for example because all embeddings are cached.
 
-    `burst` is the squared coefficient of variation of the interarrival times. Without `confirm` closed forms
-    are used (milliseconds), otherwise a simulation (some tenths of a second). Both are cached.
+    Args:
+        burst: squared coefficient of variation of the interarrival times.
+        confirm: whether to simulate (some tenths of a second). Otherwise closed forms are used
+            (milliseconds).
+
+    Results are cached.
     """
     if not samples:
         raise ValueError("a capacity needs samples of a request class")
@@ -52,7 +58,7 @@ def _capacity(
 ) -> float:
     if not confirm:
         return analytic_capacity.screen(station, samples, bound, burst)
-    # Called through the cache, because a cell is screened before it is confirmed.
+    # Call this through the cache, because a cell is screened before it is confirmed.
     screened = _capacity(station, samples, bound, burst, seed, False)
     if not 0 < screened < float("inf"):
         return screened

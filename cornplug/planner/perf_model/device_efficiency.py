@@ -1,8 +1,9 @@
-"""Constants of the roofline: the share of a GPU's peaks that engines reach, and latencies.
+"""Constants of the roofline: the share of a GPU's peak performance that engines reach, and latencies.
 
-Hopper and Blackwell: fitted to half of 577 published measurements of vLLM (Llama 70B, MiniMax-M2.5,
-Qwen3-235B, Kimi-K2.5). `benchmarks/plan_vs_published.py` compares the other half. Ampere, Ada, and 16-bit
-dense models: from kernel times of AIConfigurator 0.12, reduced if its sums are known to be too short.
+The constants for Hopper and Blackwell are fitted to half of 577 published measurements of vLLM (Llama 70B,
+MiniMax-M2.5, Qwen3-235B, Kimi-K2.5). `benchmarks/plan_vs_published.py` compares the other half. The constants
+for Ampere, Ada, and 16-bit dense models are from kernel times of AIConfigurator 0.12, reduced if the sums of
+these times are known to be too short.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ class LinkEfficiency(NamedTuple):
     efficiency: float
     """Share of the link's peak bandwidth."""
     latency_s: float
-    """Latency between two ranks, multiplied by log2 of their number."""
+    """Latency in seconds between two ranks. For n ranks, it is multiplied by log2(n)."""
 
 
 class ComputeEfficiency(NamedTuple):
-    """Shares of the peak FLOPS."""
+    """Shares of a GPU's peak FLOPS that engines reach."""
 
     dense: float
     dense_fp8: float
     experts: float
-    """Share for mixtures of experts, with unevenly filled grouped GEMMs."""
+    """Share for mixtures of experts, whose grouped GEMMs are unevenly filled."""
     experts_fp8: float
 
 
 NOT_FITTED: Final = 0.5
-"""Share of the peak FLOPS for towers and generators. It was not compared with published times."""
+"""Share of the peak FLOPS that towers and generators reach. It was not compared with published times."""
 NVLINK: Final = LinkEfficiency(0.6, 4.5e-6)
 PCIE: Final = LinkEfficiency(0.5, 15e-6)
 LAYER_S: Final = 40e-6
-"""Seconds of a layer's sequential kernel launches, independent of their work."""
+"""Time in seconds of a layer's sequential kernel launches, independent of the kernels' work."""
 EXPERTS_S: Final = 45e-6
-"""Additional seconds of a layer with experts: routing, permutation and two grouped GEMMs."""
+"""Additional time in seconds of a layer with experts, for routing, permutation and two grouped GEMMs."""
 
 _OF_GENERATION: Final[Mapping[str, ComputeEfficiency]] = {
     "ampere": ComputeEfficiency(0.7, 0.7, 0.25, 0.25),
@@ -51,7 +52,7 @@ _OF_GENERATION: Final[Mapping[str, ComputeEfficiency]] = {
 
 
 def compute_efficiency(gpu: GpuSpec, *, fp8: bool, experts: bool) -> float:
-    """Return the share of the GPU's peak FLOPS at this precision that an engine reaches with long prompts."""
+    """Return the share of a GPU's peak FLOPS at this precision that an engine reaches with long prompts."""
     of = _OF_GENERATION[gpu.generation]
     if experts:
         return of.experts_fp8 if fp8 else of.experts

@@ -1,4 +1,4 @@
-"""Attributes of a replica that its times and memory depend on."""
+"""Attributes of a replica on which its times and memory depend."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ class EngineSpec:
 
     gpu: GpuSpec
     engine: str
-    """"vllm" or "sglang", or the server of a separate tower or generator."""
+    """"vllm", "sglang", or the name of the server of a separate tower or generator."""
     parallelism: Parallelism
     share: float
-    """Share of each GPU."""
+    """Share of each GPU that the replica uses."""
     quantisation: str
     chunk_tokens: int
     max_batch: int
     context_tokens: int | None = None
-    """Typical prompt for a roofline's attention, or None for each iteration's own."""
+    """Number of tokens to which prompt tokens attend in a roofline, or None for the tokens of each
+    iteration."""

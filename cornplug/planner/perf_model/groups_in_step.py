@@ -1,4 +1,5 @@
-"""Lockstep iterations of attention-DP groups, and how many groups' prompts share one iteration."""
+"""Models attention-DP groups, which run iterations in lockstep: how many groups' prompts share an
+iteration."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ _BUSIEST: Final = 0.999
 
 @dataclass(frozen=True)
 class SharedIterations:
-    """Iterations with prompts over all groups of a replica."""
+    """Iterations with prompts, in all groups of a replica."""
 
     busy: float
-    """Share of the time that they take."""
+    """Share of the time in which iterations contain prompts."""
     groups: float
     """Mean number of groups with a prompt in an iteration."""
     longer: float
@@ -22,12 +23,16 @@ class SharedIterations:
 
 
 def shared_iterations(alone: float, groups: int, side_by_side: float) -> SharedIterations:
-    """Return the fixed point of how many groups' prompts share an iteration.
+    """Return how many groups' prompts share an iteration, as a fixed point.
 
-    Prompts that arrive at any group during an iteration all join the next: a server at utilisation u has u^2
-    / (1 - u) waiting. Together they take less time than separately. `alone` is the share of the time for one
-    group's prompts alone. `side_by_side` is the duration with prompts of all groups relative to a single
-    prompt.
+    Prompts that arrive at any group during an iteration join the next iteration: a server at utilisation u
+    has u^2 / (1 - u) waiting requests. Prompts that share an iteration take less time than separate
+    iterations.
+
+    Args:
+        alone: share of the time that the prompts of one group take alone.
+        groups: number of groups.
+        side_by_side: duration of an iteration with prompts of all groups, relative to a single prompt.
     """
     if groups == 1:
         return SharedIterations(alone, 1.0, 1.0)

@@ -1,8 +1,8 @@
-"""Tokens of KV cache that fit on one device in addition to the weights.
+"""Estimates how many tokens of KV cache fit on a device in addition to the weights.
 
-Both engines fill the memory that they may use: vLLM profiles a step at startup and gives the rest to the
-cache, SGLang reserves memory by a fixed rule. An engine's own figure in a profile takes precedence over these
-estimates.
+Both engines use all of the memory that they may use. vLLM profiles a step at startup and uses the remaining
+memory for the cache. SGLang reserves memory by a fixed rule. If a profile contains the number that an engine
+reports, it is used instead of these estimates.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ UTILISATION: Final = 0.92
 GIB: Final = 2**30
 BLOCK_TOKENS: Final = 16
 
-# vLLM's step on a GPU. Chosen so that InternVL3-38B on two A40 gets the figure that vLLM's developers report:
-# 2.6 GB in addition to the weights (planner.md, section 2.1). Accurate to about 1 GB for other models.
+# Memory for a step of vLLM on a GPU. The constants are chosen so that InternVL3-38B on two A40 needs the
+# memory that vLLM's developers report: 2.6 GB in addition to the weights (planner.md, section 2.1). For other
+# models they are accurate to about 1 GB.
 _CONTEXT_BYTES: Final = 600_000_000
-"""CUDA context and libraries, outside PyTorch's allocator."""
+"""Memory of the CUDA context and libraries, outside PyTorch's allocator."""
 _NCCL_BYTES: Final = 370_000_000
-"""NCCL buffers. AIConfigurator 0.12 has 342 to 392 MB with more than one rank."""
+"""Memory of NCCL buffers. AIConfigurator 0.12 has 342 to 392 MB with more than one rank."""
 _GRAPH_BYTES_PER_REQUEST: Final = 2_000_000
 _LOGITS_BYTES_PER_REQUEST: Final = 150_000 * 6
-"""Logits of a vocabulary of 150,000 in 16 and in 32 bits."""
+"""Memory of logits for a vocabulary of 150,000, in 16 and in 32 bits."""
 _SGLANG_MOST_GRAPHS: Final = 512
 _SGLANG_BESIDE_TOWERS: Final = 0.95
-"""Factor for a tower of CLIP-L's size. SGLang changes it by 1 % for each 10 % that a tower is larger or
-smaller.
+"""Factor of SGLang's memory share for a tower of CLIP-L's size. SGLang changes the factor by 1 % for each 10
+% by which a tower is larger or smaller.
 """
 _CPU_BYTES: Final = 500_000_000
-"""Memory of a Python process with torch, and its scratch memory, without graphs."""
+"""Memory of a Python process with torch on a CPU, including its scratch memory. There are no graphs."""
 
 
 def kv_tokens(
@@ -44,10 +45,16 @@ def kv_tokens(
     utilisation: float = UTILISATION,
     element_bytes: int = 2,
 ) -> int:
-    """Return the tokens that fit on every rank, in whole blocks, or 0 if the model does not fit.
+    """Return the number of tokens in the KV cache, as a multiple of the block size, or 0 if the model does
+    not fit.
 
-    With attention data parallelism they are one of `dp` groups'; `pcp` groups hold the same KV. The replica
-    uses `share` of each GPU. `extra_bytes` is the size of towers on a rank.
+    With attention data parallelism, this is the cache of one of the `dp` groups. All `pcp` groups hold the
+    same KV.
+
+    Args:
+        extra_bytes: size of towers on a rank.
+        utilisation: share of the memory that vLLM may use.
+        element_bytes: size of one value in the KV cache.
     """
     at, share = spec.parallelism, spec.share
     spent = weights_bytes(shape, spec.quantisation, tp=at.tp, pp=at.pp, dp=at.groups) + extra_bytes
@@ -65,10 +72,11 @@ def kv_tokens(
 
 
 def engine_share(spec: EngineSpec, *, towers: bool = False, utilisation: float = UTILISATION) -> float:
-    """Return the share of a GPU's memory for an engine's flags. vLLM's --gpu-memory-utilization covers all of
-    its memory, SGLang's --mem-fraction-static its weights and cache.
+    """Return the share of a GPU's memory for an engine's flag.
 
-    SGLang's share is its own default (0.5.23, `memory_hook.py`) for a GPU with `share` of the memory.
+    vLLM's --gpu-memory-utilization is the share for all of the engine's memory. SGLang's
+    --mem-fraction-static is the share for the weights and the cache. The result for SGLang is its own default
+    (0.5.23, `memory_hook.py`) on a GPU with `spec.share` of the memory.
     """
     gpu, share = spec.gpu, spec.share
     if spec.engine != "sglang" or gpu.generation == "cpu":
@@ -82,18 +90,22 @@ def engine_share(spec: EngineSpec, *, towers: bool = False, utilisation: float =
 
 
 def activation_bytes(shape: LLMShape, chunk_tokens: int, *, tp: int = 1) -> int:
-    """Return the peak activation memory of a layer: two residual streams, and an MLP about five times as
-    wide."""
+    """Return the peak activation memory of a layer in bytes.
+
+    It consists of two residual streams, and an MLP that is about five times as wide.
+    """
     return int(chunk_tokens * shape.hidden * 2 * (4 + 12 / tp))
 
 
 def gathered_bytes(shape: LLMShape, chunk_tokens: float, *, dp: int) -> float:
-    """Return the bytes of all `dp` groups' tokens before and after a layer's experts, at 16 bits."""
+    """Return the size in bytes of the 16-bit activations of all `dp` groups' tokens, before and after the
+    experts of a layer."""
     return 2 * dp * chunk_tokens * shape.hidden * 2
 
 
 def _vllm_step(shape: LLMShape, tp: int, others: int, chunk_tokens: int, max_batch: int) -> int:
-    """Return the memory of a step. `others` counts groups of `tp` ranks."""
+    """Return the bytes of memory that a vLLM rank needs for a step, in addition to weights and KV. `others`
+    is the number of groups of `tp` ranks."""
     per_request = _GRAPH_BYTES_PER_REQUEST + _LOGITS_BYTES_PER_REQUEST
     ranks = _NCCL_BYTES if tp * others > 1 else 0
     return _CONTEXT_BYTES + ranks + max_batch * per_request + activation_bytes(shape, chunk_tokens, tp=tp)

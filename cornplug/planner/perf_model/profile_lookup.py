@@ -1,7 +1,7 @@
-"""Times and memory of a cell's replica, from the first of a component's profiles that matches.
+"""Determines the times and memory of a cell's replica from the component's first profile that matches.
 
-Times on a share of a GPU are divided by the share. The caller adds the interference of neighbours on the same
-GPU (`rules.interference`).
+Times on a share of a GPU are divided by the share. The caller takes other replicas on the same GPU into
+account (`rules.interference`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cornplug.planner.simulator.step_times import ANY, CellHardware, EngineStepT
 
 Shape = LLMShape | TowerShape | GeneratorShape
 WEIGHTS_SHARE: Final = 0.9
-"""Share of a GPU's memory that the weights of a tower or generator without KV may use."""
+"""Share of a GPU's memory that the weights of a separate tower or generator, which has no KV, may use."""
 
 
 def hardware(
@@ -41,14 +41,18 @@ def hardware(
     tower: tuple[Component, TowerShape | None] | None = None,
     generator: tuple[Component, GeneratorShape | None] | None = None,
 ) -> CellHardware | None:
-    """Return the times and memory of one replica in `role` (letters of "EPDG"), or None if no profile
-    matches.
+    """Return the times and memory of one replica, or None if no profile matches.
 
-    With attention data parallelism they are those of one of its `dp` groups. Only a roofline covers it and
-    context parallelism, because tables and throughputs are measured without.
+    With attention data parallelism, the times and memory are those of one of the `dp` groups. Only rooflines
+    support attention data parallelism and context parallelism, because tables and throughputs are measured
+    without them.
 
-    `component` is the LLM for P or D, otherwise the encoder or generator. `shape` is the component's, or None
-    with only a throughput or table. `tower` and `generator` run in the LLM's engine.
+    Args:
+        component: LLM if the role contains P or D, otherwise the encoder or generator.
+        shape: shape of the component. It may be None for throughputs and tables.
+        role: tasks of the replica, letters of "EPDG".
+        tower: tower that runs in the LLM's engine, with its shape.
+        generator: generator that runs in the LLM's engine, with its shape.
 
     Raises ConfigError if a measured table cannot be read or has no rows for the cell.
     """
@@ -87,7 +91,7 @@ def _engine(
     role: str,
     beside: Iterable[tuple[Component, Shape | None] | None],
 ) -> CellHardware | None:
-    """Return the hardware of an LLM's engine, including a tower and a generator in it."""
+    """Return the times and memory of an LLM's engine, including a tower and a generator that run in it."""
     with_it = [part for part in beside if part is not None]
     whole = _llm(profile, component, shape, spec, role, _weights(with_it, spec.parallelism.tp))
     for part in with_it:
@@ -131,8 +135,10 @@ def _llm(
 
 
 def _measured_steps(profile: MeasuredProfile, role: str) -> EngineStepTimes | None:
-    """Return the times of a table that has the role's steps, or None if one is missing. Other steps are not
-    used."""
+    """Return the times in a measured table, or None if the table does not have all steps of the role.
+
+    Steps outside the role are not used, and may have any times.
+    """
     prefill = _curve("prefill_tokens", profile.prefill_tokens, profile.prefill_s)
     decode = _curve("decode_requests", profile.decode_requests, profile.decode_s)
     if (prefill is None and "P" in role) or (decode is None and "D" in role):
@@ -146,7 +152,7 @@ def _measured_steps(profile: MeasuredProfile, role: str) -> EngineStepTimes | No
         kv_token_s=profile.kv_token_s,
         mixed_factor=profile.mixed_factor,
         request_overhead_s=profile.request_overhead_s,
-        # A time measured from outside covers all pipeline stages.
+        # The measured time of an iteration covers all pipeline stages.
         pipeline=1,
     )
 
@@ -154,9 +160,9 @@ def _measured_steps(profile: MeasuredProfile, role: str) -> EngineStepTimes | No
 def _isolated(
     profile: MeasuredProfile | RooflineProfile, component: Component, shape: Shape | None, spec: EngineSpec
 ) -> CellHardware | None:
-    """Return the hardware of a separate tower or generator."""
-    # A tower in a quantised LLM's engine keeps its own precision, and so does a generator without that
-    # quantisation.
+    """Return the times of a tower or generator alone, without the language model in the same engine."""
+    # In the engine of a quantised LLM, towers are not quantised, and generators are quantised only if they
+    # support this quantisation.
     quantisation = spec.quantisation if spec.quantisation in component.quantisations else "none"
     if component.kind == "encoder":
         quantisation = "none"
@@ -187,7 +193,7 @@ def _isolated(
 
 
 def _estimates(profile: RooflineProfile, gpu: GpuSpec, quantisation: str) -> bool:
-    """Return whether the profile is for this GPU, and the GPU supports this quantisation."""
+    """Return whether a roofline profile applies to this GPU, and the GPU supports the quantisation."""
     return profile.gpu in (None, gpu.name) and (quantisation != "fp8" or gpu.fp8_tflops > 0)
 
 
@@ -226,8 +232,10 @@ def _joined(engine: CellHardware, part: CellHardware | None) -> CellHardware | N
 
 
 def is_for(profile: ThroughputProfile | MeasuredProfile, spec: EngineSpec, quantisation: str) -> bool:
-    """Return whether a profile matches the GPU, parallelism, weights and engine. A profile without an engine
-    matches any."""
+    """Return whether a profile matches the GPU, parallelism, quantisation and engine.
+
+    A profile without an engine matches all engines.
+    """
     measured_at = (profile.gpu, Parallelism(profile.tp, profile.pp), profile.quantisation)
     wanted = (spec.gpu.name, spec.parallelism, quantisation)
     return measured_at == wanted and profile.engine in (None, spec.engine)
@@ -239,7 +247,8 @@ def _fits_memory(shape: TowerShape | GeneratorShape, quantisation: str, spec: En
 
 
 def _weights(parts: Iterable[tuple[Component, Shape | None]], tp: int) -> int:
-    """Return the bytes on a rank that towers and generators take from the KV cache."""
+    """Return the size in bytes of the weights of towers and generators on a rank, which reduce the KV
+    cache."""
     return sum(
         component_shapes.weights_bytes(shape, "none", tp=tp) for _, shape in parts if shape is not None
     )

@@ -1,16 +1,18 @@
-"""Waits by Erlang, Allen-Cunneen and Mitzenmacher, used to screen cells before simulation.
+"""Waits in queues by Erlang, Allen-Cunneen and Mitzenmacher, used to screen cells before simulation.
 
-Rates are per second, times are seconds, and cv2 are squared coefficients of variation (1 for exponential).
-The functions raise ValueError for an overloaded queue, which has no finite wait.
+Rates are per second, times are in seconds, and cv2 is a squared coefficient of variation (1 for an
+exponential distribution). The functions raise ValueError if a queue is overloaded, because its wait is not
+finite.
 """
 
 from __future__ import annotations
 
 
 def erlang_c(servers: int, load: float) -> float:
-    """Return the probability of waiting in M/M/c. `load` is the arrival rate x service time (erlangs).
+    """Return the probability that a request waits in M/M/c.
 
-    Source: Erlang's C formula, by the recursion of the B formula, which never overflows.
+    `load` is the arrival rate x service time (erlangs). Source: Erlang's C formula, computed with the
+    recursion of the B formula, which never overflows.
     """
     _refuse_overload(servers, load)
     blocked = 1.0
@@ -31,12 +33,11 @@ def wait_mean(
 
 
 def two_choices(utilisation: float) -> tuple[float, float]:
-    """Return the share of arrivals that wait, and the mean wait of all in service times, if each chooses the
-    shorter of two random queues.
+    """Return (share of requests that wait, mean wait of all requests in units of the service time).
 
-    Source: the supermarket model of M/M/1 queues (Mitzenmacher, "The Power of Two Choices in Randomized Load
-    Balancing", 2001): a share u^(2^k - 1) of many queues has k or more requests. With few queues, waits are
-    shorter.
+    Each request joins the shorter of two random queues. Source: the supermarket model of M/M/1 queues
+    (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001): a share u^(2^k - 1) of many
+    queues has k or more requests. With few queues, waits are shorter.
     """
     _refuse_overload(1, utilisation)
     wait, k = 0.0, 2

@@ -1,7 +1,7 @@
-"""Samples of a class as arrays, and the time that each takes alone.
+"""Samples of a class as arrays, and the time that each sample takes alone.
 
-The times are those of the simulator's `replicas.py` for one sample. Closed forms use them for a class at
-hundreds of cells.
+The times equal those of the simulator's `replicas.py` for single requests. Closed forms use the arrays,
+because they evaluate a class at hundreds of cells.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class RequestCosts:
-    """Arrays with one entry per sample."""
+    """Sizes of a class's sampled requests, as arrays with one entry per sample."""
 
     samples: tuple[SampledRequest, ...]
     prompts: Floats
     computed: Floats
     outputs: Floats
     patches: Floats
-    """Patches of all items of a sample."""
+    """Number of patches of all items of a sample."""
     units: Floats
     idle_ttft: Floats
-    """Seconds, or NaN if the class's SLO bounds no slowdown."""
+    """TTFT on the idle replica in seconds, or NaN if the class's SLO bounds no slowdown."""
     idle_tpot: Floats
 
 
@@ -53,7 +53,7 @@ def encode_s(sizes: RequestCosts, station: Station) -> Floats:
     if station.encode is None or "E" not in station.tasks:
         return np.zeros_like(sizes.prompts)
     if sizes.patches.max() > station.max_patches:
-        # Items are not split, so the number per batch depends on their order.
+        # Items are not split, so the number of batches depends on the order of the items.
         return np.array([batches_s(station, d.patches) for d in sizes.samples])
     return np.where(sizes.patches > 0, station.encode.on(sizes.patches), 0.0)
 
@@ -70,7 +70,7 @@ def prefill_s(sizes: RequestCosts, station: Station) -> Floats:
 
 
 def decode_s(sizes: RequestCosts, station: Station) -> Floats:
-    """Return the seconds of the iterations after the first token."""
+    """Return the time of each request's decode iterations after the first token, in seconds."""
     if station.steps is None or "D" not in station.tasks:
         return np.zeros_like(sizes.prompts)
     steps = np.maximum(sizes.outputs - 1, 0.0)

@@ -1,26 +1,28 @@
-"""Times estimated from a model's shape and the GPU table, for components without measurements.
+"""Estimates times from a model's shape and the GPU table, for components without measurements.
 
 An iteration takes max(FLOP / (efficiency x peak), bytes / (efficiency x bandwidth)), plus its all-reduces, a
 latency per layer and a constant overhead (`device_efficiency.py`). Source: Williams, Waterman and Patterson
 2009. The FLOP counts are those of Kaplan et al. 2020 (2 per weight and token) plus attention. A plan marks
-cells based on these estimates.
+cells whose times are estimates.
 
-Pipeline parallelism: the time between two prefill iterations is one stage's (`EngineStepTimes.pipeline` adds
-the others to the time to first token). A decode iteration gives all b requests a token while b / pp of them
-pass through each stage, so it takes pp stages at b / pp.
+Pipeline parallelism: the time between two prefill iterations is the time of one stage
+(`EngineStepTimes.pipeline` adds the other stages to the time to first token). In a decode iteration, all b
+requests get a token, and b / pp requests pass through each stage. The iteration takes the time of pp stages
+with b / pp requests.
 
 Attention data parallelism (DeepSeek-AI 2024, "DeepSeek-V3", 3.4): dp groups of tp ranks compute in lockstep,
-each with its own requests. Times are a group's if all have equally many tokens. A rank then has the same work
-as with tp alone: experts process dp times the tokens on dp times the ranks. Instead of a layer's second
-all-reduce, all groups' tokens are gathered before the experts and their results reduce-scattered after them,
-as in both engines without other libraries.
+and each group has its own requests. Times are for a group if all groups have the same number of tokens. A
+rank then has the same work as with tp alone, because experts process dp times the tokens on dp times the
+ranks. Instead of a layer's second all-reduce, the tokens of all groups are gathered before the experts, and
+the results are reduce-scattered after the experts, as both engines do without other libraries.
 
-Prefill context parallelism (vLLM 0.32): pcp groups of tp ranks divide the tokens of each prompt, each
-attending to the whole context for its part, and decode 1 / pcp of the requests. Experts are divided as with
-attention data parallelism. Each layer's KV is gathered from all groups, which then all hold it.
+Prefill context parallelism (vLLM 0.32): pcp groups of tp ranks divide the tokens of each prompt, and each
+group attends to the complete context for its tokens. Each group decodes 1 / pcp of the requests. Experts are
+divided as with attention data parallelism. The KV of each layer is gathered from all groups, so that all
+groups hold it.
 
-Expert parallelism: a rank computes its own experts. With random routing the fullest of G ranks has m + sqrt(2
-m ln G) of the tokens' choices, where m is the mean (Raab and Steger 1998, "Balls into bins").
+Expert parallelism: a rank computes its own experts. With random routing, the fullest of G ranks has m +
+sqrt(2 m ln G) of the tokens' choices, where m is the mean (Raab and Steger 1998, "Balls into bins").
 """
 
 from __future__ import annotations
@@ -57,32 +59,34 @@ from cornplug.planner.simulator.step_times import (
 )
 
 DRAFTS: Final = {"none": (0, 0), "mtp": (1, 1), "eagle3": (3, 2)}
-"""(Drafted tokens per iteration, layers computed per drafted token) by kind of speculation. MTP has one
-layer; EAGLE-3 has one layer and the head of the vocabulary."""
+"""Kind of speculation -> (drafted tokens per iteration, layers that are computed per drafted token). MTP has
+one layer, and EAGLE-3 has one layer and the head of the vocabulary."""
 
 IMAGE_PATCHES: Final = 4096
-"""Maximum number of patches that attend to each other. More patches are a batch of several images."""
+"""Maximum number of patches in one image, which attend to each other. More patches are a batch of several
+images."""
 _ACTIVATION_BYTES: Final = 2
 
 
 @dataclass(frozen=True)
 class DevicePeaks:
-    """Throughputs of one rank's GPU per second, at a profile's efficiencies."""
+    """Throughput of one rank's GPU per second, with the efficiencies of a profile."""
 
     flops: float
     bytes: float
     link: float
     all_reduce_s: float
-    """Latency between two ranks, multiplied by log2 of their number."""
+    """Latency in seconds between two ranks. For n ranks, it is multiplied by log2(n)."""
     overhead_s: float
 
     @classmethod
     def of(
         cls, gpu: GpuSpec, profile: RooflineProfile, quantisation: str, efficiency: float = NOT_FITTED
     ) -> DevicePeaks:
-        """Return the peaks. 4-bit weights (awq, gptq) compute at the 16-bit peak, fp8 at the GPU's fp8 peak.
+        """Return the peaks of a GPU for this quantisation.
 
-        `efficiency` is the default share of the peak FLOPS.
+        With 4-bit weights (awq, gptq), the GPU computes at its 16-bit peak, and with fp8 at its fp8 peak.
+        `efficiency` is the share of the peak FLOPS if the profile does not set it.
         """
         peak = gpu.fp8_tflops if quantisation == "fp8" else gpu.bf16_tflops
         link = NVLINK if gpu.nvlink else PCIE
@@ -95,13 +99,14 @@ class DevicePeaks:
         )
 
     def seconds(self, flops: float, nbytes: float, sent: float = 0.0) -> float:
-        """Return the seconds of one iteration without its layers' latencies."""
+        """Return the time of one iteration in seconds, without the latencies of its layers."""
         return max(flops / self.flops, nbytes / self.bytes) + sent / self.link + self.overhead_s
 
     def latency_s(self, layers: float, tp: int, *, dp: int = 1, experts: bool = False) -> float:
-        """Return the fixed latency of an iteration's layers: sequential kernels and two all-reduces each.
+        """Return the fixed latency of an iteration's layers in seconds.
 
-        The second all-reduce, after the experts, includes the ranks of all `dp` groups.
+        Each layer has sequential kernels and two all-reduces. The second all-reduce, after the experts,
+        includes the ranks of all `dp` groups.
         """
         reduced = self.all_reduce_s * (log2(tp) + log2(tp * dp))
         each = LAYER_S + (EXPERTS_S if experts else 0.0) + reduced
@@ -111,11 +116,11 @@ class DevicePeaks:
 def llm_steps(
     component: Component, shape: LLMShape, profile: RooflineProfile, spec: EngineSpec
 ) -> EngineStepTimes:
-    """Return the iteration times of a language model on one replica, or on each attention-DP group. The
-    GPU's share is not considered.
+    """Return the iteration times of a language model on one replica, or on each attention-DP group.
 
-    `component` determines speculation: with acceptance a and k drafted tokens an iteration yields (1 -
-    a^(k+1)) / (1 - a) tokens (Leviathan et al. 2023), and verifies k + 1 per request.
+    The replica's share of the GPU is not taken into account. `component` determines speculation: with
+    acceptance a and k drafted tokens, an iteration generates (1 - a^(k+1)) / (1 - a) tokens (Leviathan et al.
+    2023), and verifies k + 1 tokens per request.
     """
     at = spec.parallelism
     tp, pp, dp, dcp, pcp = at.tp, at.pp, at.dp, at.dcp, at.pcp
@@ -192,7 +197,10 @@ def llm_steps(
 def encode(
     shape: TowerShape, gpu: GpuSpec, profile: RooflineProfile, *, tp: int, max_patches: int = 16384
 ) -> PiecewiseCurve:
-    """Return the encode seconds by patches of a batch. Towers use 16 bits and are split over TP."""
+    """Return the time to encode a batch, as a curve of seconds by number of patches.
+
+    Towers use 16 bits and are divided among the TP ranks.
+    """
     device = DevicePeaks.of(gpu, profile, "none")
     weights = component_shapes.weights_bytes(shape, "none", tp=tp)
 
@@ -208,7 +216,10 @@ def encode(
 def generate(
     shape: GeneratorShape, gpu: GpuSpec, profile: RooflineProfile, *, tp: int, quantisation: str
 ) -> PiecewiseCurve:
-    """Return the generation seconds by units of a request. The weights are read at least once."""
+    """Return the time to generate a request's output, as a curve of seconds by number of units.
+
+    The weights are read at least once.
+    """
     device = DevicePeaks.of(gpu, profile, quantisation)
     weights = component_shapes.weights_bytes(shape, quantisation, tp=tp)
     return _sampled(lambda units: device.seconds(shape.flops_per_unit * units / tp, weights), 4096)
@@ -219,14 +230,18 @@ def _active(shape: LLMShape) -> float:
 
 
 def _multiplied(shape: LLMShape) -> float:
-    """Return the weights that multiply a prompt token: no embeddings, which are looked up, and no head, used
-    for few."""
+    """Return the number of weights by which a prompt token is multiplied.
+
+    Embeddings are not included, because they are looked up, and the head is used only for few tokens.
+    """
     return max(_active(shape) - shape.embedding_parameters, 0.0)
 
 
 def _touched(shape: LLMShape, tokens: float) -> float:
-    """Return the share of the weights that an iteration reads. Tokens choose their experts independently: 1 -
-    (1 - active share)^tokens."""
+    """Return the share of the weights that an iteration reads: 1 - (1 - active share)^tokens.
+
+    Tokens choose their experts independently.
+    """
     idle: float = 1 - _active(shape) / shape.parameters
     return 1 - idle ** max(tokens, 1.0) if idle > 0 else 1.0
 
@@ -234,10 +249,10 @@ def _touched(shape: LLMShape, tokens: float) -> float:
 def _weights_read(
     shape: LLMShape, quantisation: str, *, tp: int, pp: int, dp: int
 ) -> Callable[[float], float]:
-    """Return the bytes of weights that a rank reads by tokens of one group's iteration.
+    """Return a function from an iteration's tokens in one group to the bytes of weights that a rank reads.
 
-    With attention data parallelism: all but the experts, and the share of experts that any group's token
-    uses, 1 - (1 - k / E)^tokens.
+    With attention data parallelism, a rank reads all weights except the experts, and the share of the experts
+    that a token of any group uses, which is 1 - (1 - k / E)^tokens.
     """
     weights = component_shapes.weights_bytes(shape, quantisation, tp=tp, pp=pp, dp=dp)
     if dp == 1 or shape.experts is None or shape.experts_per_token is None:
@@ -254,22 +269,24 @@ def _group_prefill(prefill: PiecewiseCurve, common: Callable[[float], float], dp
 
 
 def _routed(shape: LLMShape) -> float:
-    """Return the routed expert weights that a token is multiplied by, or 0 if their number is unknown."""
+    """Return the number of routed expert weights by which a token is multiplied, or 0 if it is not known."""
     if shape.experts is None or shape.experts_per_token is None:
         return 0.0
     return shape.expert_parameters * shape.experts_per_token / shape.experts
 
 
 def _uneven(tokens: float, shape: LLMShape, ranks: int) -> float:
-    """Return the excess tokens of the fullest of `ranks` relative to an even division."""
+    """Return by how much the fullest of `ranks` ranks exceeds the mean number of tokens, relative to the
+    mean."""
     mean = tokens * (shape.experts_per_token or 1) / ranks
     return min(sqrt(2 * log(ranks) / mean), ranks - 1)
 
 
 def _all_reduced(layers: float, hidden: int, tokens: float, tp: int, dp: int = 1) -> float:
-    """Return the bytes that a rank sends for each layer's two all-reduces: 2 (tp - 1) / tp in a ring.
+    """Return the number of bytes that a rank sends for two all-reduces in each layer.
 
-    The second covers the tokens of all groups and all tp * dp ranks.
+    In a ring, a rank sends 2 (tp - 1) / tp of the data. The second all-reduce covers the tokens of all
+    groups, on all tp * dp ranks.
     """
     if dp == 1:
         return 2 * layers * 2 * (tp - 1) / tp * hidden * tokens * _ACTIVATION_BYTES
@@ -280,8 +297,10 @@ def _all_reduced(layers: float, hidden: int, tokens: float, tp: int, dp: int = 1
 def _sampled(
     seconds: Callable[[float], float], largest: float, extra: tuple[float, ...] = ()
 ) -> PiecewiseCurve:
-    """Return the curve through about a dozen points at powers of two. It is convex, and nearly linear between
-    them."""
+    """Return a piecewise linear curve through about a dozen points of `seconds`, at powers of two.
+
+    The function is convex, and nearly linear between these points.
+    """
     points = {float(largest), *(x for x in extra if x < largest)}
     x = 1.0
     while x < largest:

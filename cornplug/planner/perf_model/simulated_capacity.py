@@ -1,6 +1,6 @@
-"""Capacity of a station by simulation: a search over rates with the same requests at each.
+"""Computes the capacity of a station by simulation: searches for the largest rate that meets the bounds.
 
-The same samples, and the same interarrival times scaled, are simulated at every rate (common random numbers),
+The same samples and the same interarrival times, scaled, are simulated at every rate (common random numbers),
 so that two runs differ only in their rate.
 """
 
@@ -21,14 +21,15 @@ from cornplug.planner.simulator.stations import Station
 
 SIMULATIONS: Final = 8
 CLOSE: Final = 1.03
-"""Ratio of failing to passing rate at which the search ends."""
+"""Ratio between the lowest failing and the highest passing rate at which the search ends."""
 MOST_JOBS: Final = 4000
 _JOBS: Final = {"mean": 1000, "p50": 1000, "p90": 1200, "p95": 1500, "p99": 3000}
 _MORE_WHERE_NOTHING_DECODES: Final = 2
-"""Factor on the jobs if nothing decodes, because such queues have longer correlations and are cheaper to
-simulate."""
+"""Factor by which the number of jobs is multiplied if nothing decodes, because queues without decoding have
+longer correlations and are cheaper to simulate."""
 _HEAD: Final = 0.2
-"""Share of the jobs that is not counted, because the station is not in a steady state yet."""
+"""Share of the jobs at the beginning that are not counted, because the station is not in a steady state
+yet."""
 
 
 def confirm(
@@ -40,9 +41,10 @@ def confirm(
     seed: int,
     screened: float,
 ) -> float:
-    """Return the largest simulated rate of all replicas that meets the bounds, requests per second, or 0.
+    """Return the largest rate of all replicas that meets the bounds in simulation, in requests per second, or
+    0.
 
-    The search starts at `screened`, the rate from closed forms.
+    The search begins with `screened`, the rate from closed forms.
     """
     most = saturated(station, samples, seed=seed)
     if not bound.bounded:
@@ -52,15 +54,17 @@ def confirm(
 
 
 def saturated(station: Station, samples: Sequence[SampledRequest], *, seed: int = 0) -> float:
-    """Return the requests per second that leave the station if all are present from the beginning.
+    """Return the throughput of the station, in requests per second, if all requests are present at the
+    beginning.
 
-    One replica is simulated, because replicas with separate queues do not help each other.
+    One replica is simulated, because replicas with separate queues do not affect each other.
     """
     one = replace(station, replicas=1)
     count = min(max(1000, 3 * station.groups * _in_flight(station, samples)), MOST_JOBS)
     jobs = [StationJob(0.0, 0, request, (StationVisit(0),)) for request in _shuffled(samples, count, seed)]
     seconds = simulate([one], jobs, seed=seed).stage_s[:, 0]
-    # Requests without work here (cached embeddings, the only token already computed) have no time.
+    # Ignore requests without work at this station, whose embeddings are cached or whose only token is
+    # computed.
     ends = np.sort(seconds[seconds > 0])
     if not ends.size:
         return math.inf
@@ -68,8 +72,10 @@ def saturated(station: Station, samples: Sequence[SampledRequest], *, seed: int 
 
 
 def _pace(ends: NDArray[np.float64], decodes: bool) -> float:
-    """Return the requests that end per second, if they decode without the time in which the batch fills or
-    empties."""
+    """Return the number of requests that end per second.
+
+    If requests decode, the times in which the batch fills and empties are excluded.
+    """
     first, last = int(0.25 * len(ends)), int(0.75 * len(ends))
     if decodes and ends[last] > ends[first]:
         return (last - first) / float(ends[last] - ends[first])
@@ -85,7 +91,7 @@ def _in_flight(station: Station, samples: Sequence[SampledRequest]) -> int:
 
 
 def _shuffled(samples: Sequence[SampledRequest], count: int, seed: int) -> list[SampledRequest]:
-    """Return `count` samples in random order. Their frequencies differ by at most one."""
+    """Return `count` samples in random order. The numbers of their occurrences differ by at most one."""
     rng = np.random.default_rng(seed)
     rounds = [rng.permutation(len(samples)) for _ in range(math.ceil(count / len(samples)))]
     return [samples[i] for i in np.concatenate(rounds)[:count]]
@@ -93,14 +99,14 @@ def _shuffled(samples: Sequence[SampledRequest], count: int, seed: int) -> list[
 
 @dataclass(frozen=True)
 class _LoadTest:
-    """One experiment that can run at any rate."""
+    """Simulation of a station that can be run at any rate."""
 
     station: Station
     scale: float
-    """Ratio of the whole station's rate to the rate of the simulated replicas."""
+    """Ratio between the rate of the complete station and the rate of the simulated replicas."""
     samples: tuple[SampledRequest, ...]
     at_s: NDArray[np.float64]
-    """Arrival times at one request per second."""
+    """Arrival times for a rate of one request per second."""
     bound: LatencyBound
     seed: int
 
@@ -114,10 +120,11 @@ class _LoadTest:
         seed: int,
         rate: float,
     ) -> _LoadTest:
-        """Create an experiment long enough for a steady state, in which requests are replaced several times.
+        """Create a simulation that is long enough for a steady state, so that requests are replaced several
+        times.
 
-        If that needs too many requests, fewer replicas are simulated. They pool less, so their capacity is
-        conservative.
+        If this requires too many requests, fewer replicas are simulated. Fewer replicas balance their load
+        less, so the resulting capacity is conservative.
         """
         needed = 6 * rate * _lifetime_s(station, samples)
         replicas = station.replicas
@@ -137,8 +144,7 @@ class _LoadTest:
         )
 
     def stress(self, rate: float) -> float:
-        """Return the larger of time / bound for the stage's time and for the time per token. Above 1 means
-        missed."""
+        """Return the largest ratio of a simulated time to its bound at a rate. A bound is missed above 1."""
         at_s = self.at_s * (self.scale / rate)
         jobs = [
             StationJob(float(at), 0, request, (StationVisit(0),))
@@ -167,8 +173,11 @@ class _LoadTest:
 
     @staticmethod
     def _end(outcome: JobOutcomes, at_s: NDArray[np.float64]) -> int:
-        """Return the end of the counted requests. Requests present when the last arrived decode in a
-        shrinking batch and are left out, up to a third."""
+        """Return the index after the last request that is counted.
+
+        Requests that are present when the last request arrives are not counted, because their batch shrinks.
+        At most a third of the requests is excluded.
+        """
         end = np.searchsorted(at_s, at_s[-1] - float(np.median(outcome.e2e)))
         return max(int(end), 2 * len(at_s) // 3)
 
@@ -178,9 +187,10 @@ class _LoadTest:
 
 
 def _arrivals(count: int, burst: float, seed: int) -> NDArray[np.float64]:
-    """Return gamma-distributed arrivals at exactly one per second on average.
+    """Return arrival times with gamma-distributed interarrival times, and a mean rate of exactly one per
+    second.
 
-    The sample is rescaled, because its own mean rate would deviate by 1 / sqrt(count).
+    The sampled times are rescaled, because their own mean rate would deviate by 1 / sqrt(count).
     """
     at_s: NDArray[np.float64] = np.cumsum(np.random.default_rng(seed).gamma(1 / burst, burst, count))
     at_s *= count / at_s[-1]
@@ -188,7 +198,7 @@ def _arrivals(count: int, burst: float, seed: int) -> NDArray[np.float64]:
 
 
 def _lifetime_s(station: Station, samples: Sequence[SampledRequest]) -> float:
-    """Return the mean seconds of decoding in a batch between empty and full."""
+    """Return the mean time in seconds that a request decodes, in a batch between empty and full."""
     if "D" not in station.tasks or "G" in station.tasks or station.steps is None:
         return 0.0
     steps = sum(d.output_tokens - 1 for d in samples) / len(samples)
@@ -197,8 +207,11 @@ def _lifetime_s(station: Station, samples: Sequence[SampledRequest]) -> float:
 
 
 def _search(load_test: _LoadTest, rate: float, most: float) -> float:
-    """Search outwards from the screened rate, then interpolate in logarithms between passing and failing
-    rates."""
+    """Return the largest rate that meets the bounds in simulation.
+
+    The search begins at the screened rate, and interpolates in logarithms once it has a passing and a failing
+    rate.
+    """
     good, bad = 0.0, most
     ease, stress = 0.0, math.inf
     factor = 1.15
@@ -216,6 +229,6 @@ def _search(load_test: _LoadTest, rate: float, most: float) -> float:
             rate, factor = min(good * factor, math.sqrt(good * most)), factor**1.5
         else:
             share = math.log(1 / max(ease, 1e-3)) / math.log(stress / max(ease, 1e-3))
-            # Keep away from both ends, so that both of them move.
+            # Keep a distance from both ends of the interval, so that both ends move.
             rate = good * (bad / good) ** min(max(share, 0.2), 0.8)
     return good

@@ -1,8 +1,8 @@
-"""Even distribution of load over the replicas that a solution pays for.
+"""Distributes load evenly over the replicas that a solution pays for.
 
-A solution only has to fit its cells, so the solver fills some completely and leaves others empty, especially
-spare ones. With all else fixed, this lowers the fullest cell of every service as far as its tiers allow.
-Waits become shorter, and spare replicas stay warm.
+A solution only has to fit its cells, so the solver fills some cells completely and leaves other cells empty,
+especially spare replicas. This module reduces the load of the fullest cell of every service as far as its
+tiers allow, and changes nothing else. Waits become shorter, and spare replicas stay warm.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ HELD: Final = 1e-6
 def balance_load(
     pool: OptimizationProblem, solution: PoolSolution, settings: SolverOptions
 ) -> PoolSolution | None:
-    """Return the solution with other flows for the same replicas, variants and cost, or None if they no
-    longer fit.
+    """Return the solution with evenly distributed flows, for the same replicas, variants and cost.
 
-    Rates that are divided into slices do not change.
+    Returns None if the replicas' capacity is no longer sufficient. If rates are divided into slices, the
+    solution is not changed.
     """
     if any(u.slices is not None for u in pool.demands):
         return solution
-    # As the current deployment, because the model's own bounds allow only as many replicas as a plan needs
+    # Pass the replicas as the current deployment, because otherwise the model's own bounds allow only as many
+    # replicas as a plan needs.
     model = milp.build(replace(pool, current=CurrentState(solution.replicas)))
     _hold(model, solution)
     fullest = _fullest(model, solution)
@@ -67,7 +68,8 @@ def _hold(model: PoolModel, solution: PoolSolution) -> None:
 
 
 def _fullest(model: PoolModel, solution: PoolSolution) -> list[Any]:
-    """Return a variable for each service that bounds the utilisation of all its cells."""
+    """Add a variable for each service that bounds the utilisation of all its cells, and return the
+    variables."""
     found = []
     for i, (service, cells) in enumerate(model.cells_of.items()):
         used = [c for c in cells if solution.replicas.get(c.name)]

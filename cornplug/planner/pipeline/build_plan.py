@@ -1,4 +1,4 @@
-"""Conversion of a solved pool to a plan."""
+"""Converts the solution of a pool to a plan."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ from cornplug.planner.plan import (
 
 
 def build_plan(problem: FormulatedProblem, solution: PoolSolution, *, digest: str) -> Plan:
-    """Return the plan of a solution. Its latency forecasts have no times before the simulation in
-    `validate.py`."""
+    """Return the plan for a solution.
+
+    Its latency forecasts have no times before the simulation in `validate.py`.
+    """
     names = {cell: group_name(cell) for cell, n in solution.replicas.items() if n}
     plan_routes = build_plan_routes.routes(problem, solution, names)
     nodes = _nodes(problem, solution)
@@ -130,7 +132,7 @@ def _group(
 
 
 def _kv(problem: FormulatedProblem, spec: CellSpec, users: list[RequestClass]) -> KVGeometry | None:
-    """Return the language model's KV geometry for buffers, pages and the choice of an attention backend."""
+    """Return the language model's KV geometry, from which buffers, pages and an attention backend follow."""
     llm = spec.service.llm
     if llm is None or not isinstance(llm.shape, LLMShape):
         return None
@@ -139,12 +141,12 @@ def _kv(problem: FormulatedProblem, spec: CellSpec, users: list[RequestClass]) -
 
 
 def _model(component: Component) -> str:
-    """Return the model as on an engine's command line."""
+    """Return the model as a command-line argument of an engine."""
     return component.model or str(component.checkpoint or component.name)
 
 
 def _encoder_models(problem: FormulatedProblem, spec: CellSpec) -> list[str]:
-    """Return all models that use this service's tower, for the encoder service's command line."""
+    """Return all models that use this service's towers, for the encoder service's command line."""
     fingerprints = {t.fingerprint or t.name for t in spec.service.towers}
     components = {c.name: c for c in problem.components}
     models = []
@@ -183,7 +185,7 @@ def _forecast(
 
 
 def _other_bounds(slo: Slo) -> list[PercentileSlo]:
-    """Return all bounds but the first table's seconds."""
+    """Return all bounds except the bounds in seconds of the first table."""
     first = PercentileSlo(
         percentile=slo.percentile,
         ttft_slowdown=slo.ttft_slowdown,
@@ -195,7 +197,7 @@ def _other_bounds(slo: Slo) -> list[PercentileSlo]:
 
 
 def _slowdown(slo: Slo) -> SimulatedSlowdown | None:
-    """Return the slowdown forecast, without figures."""
+    """Return the slowdown forecast without simulated values, or None if no slowdown is bounded."""
     if slo.idle is None or not slo.relative:
         return None
     return SimulatedSlowdown(idle=f"{slo.idle.gpu} TP{slo.idle.tp}")
@@ -216,7 +218,8 @@ def _caches(problem: FormulatedProblem, solution: PoolSolution) -> list[CacheSiz
 
 
 def _reservations(problem: FormulatedProblem, plan_routes: list[PlanRoute]) -> list[QosReservation]:
-    """Return a reservation of the encoder services for each class of service, in proportion to its items."""
+    """Return the share of the encoder services for each class of service, in proportion to its media
+    items."""
     users: dict[str, list[tuple[RequestClass, float]]] = {}
     for route in plan_routes:
         of = problem.classes[f"{route.app}/{route.request}"]

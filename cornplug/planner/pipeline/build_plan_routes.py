@@ -1,4 +1,4 @@
-"""Conversion of a solution's flows to routes with weights."""
+"""Converts a solution's flows to routes with weights."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from cornplug.planner.pipeline.formulate import FormulatedProblem
 from cornplug.planner.plan import PlanRoute, RouteStage
 
 LEAST_PART = 1e-6
-"""Share of a class's rate below which a flow is solver tolerance."""
+"""Share of a class's rate below which a flow is only a consequence of the solver's tolerance."""
 
 
 def routes(
     problem: FormulatedProblem, solution: PoolSolution, group_of: Mapping[str, str]
 ) -> list[PlanRoute]:
-    """Return a route for each variant that serves requests. `group_of` maps cells to groups."""
+    """Return a route for each variant that serves requests. `group_of` maps cells to names of groups."""
     rates = {d.name: d.rate for d in problem.pool.demands}
     served = [
         v for v in problem.pool.variants if solution.served.get(v.name, 0.0) > LEAST_PART * rates[v.demand]
@@ -39,7 +39,7 @@ def _route(
 
 
 def _weights(solution: PoolSolution, demand: str, need: ServiceDemand) -> dict[str, float]:
-    """Return each cell's share of the demand's work at a service within this tier."""
+    """Return each cell's share of the demand's work that requires this service and tier."""
     rates: dict[str, float] = {}
     for f in solution.flows:
         if (f.demand, f.service, f.tier) == (demand, need.service, need.tier):

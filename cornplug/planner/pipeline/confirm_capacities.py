@@ -1,7 +1,8 @@
-"""Search for a solution in which every cell has a simulated capacity.
+"""Searches for a solution in which the capacity of every used cell has been simulated.
 
-Closed forms screen all cells, and the simulator confirms those that a solution uses. If its replicas still
-carry all load, the solution is final. Otherwise the problem is solved again with the simulated capacities.
+Closed forms estimate the capacities of all cells, and the simulator determines the capacities of the cells
+that a solution uses. If the solution's replicas can still serve all load, the solution is final. Otherwise
+the problem is solved again with the simulated capacities.
 """
 
 from __future__ import annotations
@@ -19,36 +20,39 @@ from cornplug.planner.pipeline.balance_load import balance_load
 from cornplug.planner.pipeline.formulate import FormulatedProblem
 
 Report = Callable[[str, float], None]
-"""Called with a phase and its finished share."""
+"""Function that is called with the name of a phase and its finished share."""
 Watch = Callable[[SolveProgress], None]
 
 ROUNDS: Final = 6
 """Maximum number of rounds. The last round's solution is accepted without confirmation."""
 ENOUGH: Final = 1.5
-"""A capacity for c replicas is valid for c / 1.5 to c x 1.5."""
+"""Factor for the validity of a capacity: simulated for c replicas, it is valid for c / 1.5 to c x 1.5
+replicas."""
 GROWN: Final = 1.05
-"""Growth of a capacity from which fewer replicas might be sufficient."""
+"""Factor of a capacity's growth above which fewer replicas might be sufficient."""
 SCOUT: Final = 0.1
-"""Share of the solver's work while closed forms rate the cells, because these plans are not final."""
+"""Share of the solver's work in rounds in which capacities are from closed forms, so that plans are not
+final."""
 SCOUTS: Final = 3
-"""Maximum number of such rounds."""
+"""Maximum number of rounds with the share `SCOUT`."""
 SEARCH: Final = 0.5
-"""Share of the work once the used cells are simulated."""
+"""Share of the solver's work after the used cells were simulated."""
 LATER: Final = 0.2
-"""Share of the work for a similar problem."""
+"""Share of the solver's work if a similar problem was solved before."""
 
 
 def with_simulated_capacities(
     problem: FormulatedProblem, report: Report, watch: Watch | None, *, near: PoolSolution | None = None
 ) -> tuple[FormulatedProblem, PoolSolution]:
-    """Return the solution, and the problem with the capacities that confirm it.
+    """Return the problem with simulated capacities, and its solution.
 
-    `near` is the solution of a similar problem, if one was solved before. Raises the errors of `milp.solve`.
+    `near` is the solution of a similar problem that was solved before, or None. Raises the errors of
+    `milp.solve`.
     """
     problem = _current_simulated(problem, report)
     floor: PoolSolution | None = None
     timed_out, rounds = False, 0
-    # Only a least-cost search can start from a plan
+    # Only a least-cost search can start from a plan.
     later = LATER if problem.pool.objective == "cost" else SEARCH
     effort = _first_effort(problem) if near is None else later
     while True:
@@ -92,8 +96,7 @@ def _first_effort(problem: FormulatedProblem) -> float:
 
 
 def _current_simulated(problem: FormulatedProblem, report: Report) -> FormulatedProblem:
-    """Simulate the capacities of the current cells when re-planning, because closed forms underestimate
-    them."""
+    """When re-planning, simulate the capacities of the running cells, which closed forms underestimate."""
     current = problem.pool.current
     if current is None or not problem.rules.simulate:
         return problem
@@ -128,8 +131,11 @@ def _simulated(
 
 
 def _with_bound(solution: PoolSolution, floor: PoolSolution | None, gap: float) -> PoolSolution:
-    """Return the solution with the better bound. If capacities only decreased since `floor`, its bound still
-    holds."""
+    """Return the solution with the better of its own bound and the bound of `floor`.
+
+    `floor` is an earlier solution, or None if capacities have increased since. If capacities have only
+    decreased, the earlier bound is still valid.
+    """
     if floor is None or floor.bound <= solution.bound:
         return solution
     raised = replace(solution, bound=min(floor.bound, solution.objective))

@@ -1,9 +1,8 @@
-"""The current deployment as part of a new pool: its cells, the ages of its replicas, and the costs of
-changes.
+"""Adds the current deployment to a new pool: its cells, the ages of its replicas, and the costs of changes.
 
-Cells that differ only in their tier are the same processes, so switching is free. SGLang can switch roles
-while it runs (prefill to decode and back, with a transfer backend that allows it). Any other change is a
-restart.
+Cells that differ only in their tier have the same processes, so switching between them is free. SGLang can
+switch roles while it runs (prefill to decode and back, with a transfer backend that supports this). Any other
+change is a restart.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from cornplug.planner.optimizer.optimization_problem import CurrentState, Machin
 from cornplug.planner.plan import Plan, ReplicaGroup
 
 Identity = tuple[str, str, str, int, int, int, int, int, bool, float, str, int]
-"""Fields that identify a process: service, engine, nodes, TP, PP, DP, DCP, PCP, EP, share, quantisation, and
-tokens per iteration, which are a command-line flag (0 if not planned)."""
+"""Fields that identify the processes of a group or cell: service, engine, nodes, TP, PP, DP, DCP, PCP, EP,
+share, quantisation, and tokens per iteration, which are a command-line flag (0 if not planned)."""
 
 
 def of_group(g: ReplicaGroup) -> Identity:
@@ -37,8 +36,10 @@ def of_cell(spec: CellSpec) -> Identity:
 
 
 def keep_current(specs: Sequence[CellSpec], pruned: Sequence[CellSpec], plan: Plan) -> list[CellSpec]:
-    """Return the pruned cells and the cells with running replicas. A dominated cell that runs has no start
-    cost."""
+    """Return the pruned cells and the cells with running replicas.
+
+    A cell with running replicas is kept even if it is dominated, because its replicas have no start cost.
+    """
     runs = {of_group(g) for g in plan.groups}
     names = {spec.cell.name for spec in pruned}
     return [spec for spec in specs if spec.cell.name in names or of_cell(spec) in runs]
@@ -47,7 +48,10 @@ def keep_current(specs: Sequence[CellSpec], pruned: Sequence[CellSpec], plan: Pl
 def adopt_current(
     pool: OptimizationProblem, cells: Mapping[str, CellSpec], change: ChangeRules, plan: Plan, now: float
 ) -> tuple[OptimizationProblem, dict[str, CellSpec]]:
-    """Return the pool with `current` filled in, and its cells with their switches. `now` is Unix time."""
+    """Return the pool with `current` set, and its cells with the possible switches.
+
+    `plan` is the plan of the current deployment, and `now` is the Unix time.
+    """
     switches, free = _switches(cells.values(), change)
     known = {
         name: replace(spec, cell=replace(spec.cell, switches_with=switches.get(name, ())))
@@ -76,7 +80,10 @@ def adopt_current(
 
 
 def limited_to(current: CurrentState | None, cells: Iterable[str]) -> CurrentState | None:
-    """Return the current deployment on these cells. Replicas of other cells are not in the pool, and stop."""
+    """Return the current deployment without the replicas of other cells than these.
+
+    Replicas of other cells are not in the pool, so they are stopped.
+    """
     if current is None:
         return None
     names = set(cells)
@@ -88,7 +95,7 @@ def limited_to(current: CurrentState | None, cells: Iterable[str]) -> CurrentSta
 
 
 def home(g: ReplicaGroup, specs: Iterable[CellSpec]) -> CellSpec | None:
-    """Return the cell of the group's processes whose tier is closest to the planned tier."""
+    """Return the cell with the group's processes whose tier is closest to the group's tier, or None."""
     same = [spec for spec in specs if of_cell(spec) == of_group(g)]
     return min(same, key=lambda spec: _distance(spec, g)) if same else None
 
@@ -121,7 +128,7 @@ def _switches(
 
 
 def _part(spec: CellSpec) -> tuple[str, ...]:
-    """Return the key for switches, which P and D of one model share."""
+    """Return the key of cells between which replicas may switch. P and D of one model have the same key."""
     return tuple(c.name for c in spec.service.components) if _switchable(spec) else (spec.service.name,)
 
 
@@ -134,6 +141,6 @@ def _switchable(spec: CellSpec) -> bool:
 
 
 def _dollars(spec: CellSpec, nodes: Mapping[str, MachineClass], seconds: float) -> float:
-    """Return the cost of a replica's GPUs while they do not serve."""
+    """Return the cost of a replica's GPUs during `seconds` in which they do not serve requests."""
     node = nodes[spec.cell.nodes]
     return spec.cell.gpus * node.price / node.gpus * seconds / 3600

@@ -1,7 +1,8 @@
-"""Re-planning: a plan of the running processes as an alternative to the whole pool's plan.
+"""Re-planning: solves the pool of only the running processes, in addition to the complete pool.
 
-With a thousand ways to start new processes, the solver may reach its time limit before it finds a plan as
-good as keeping the current deployment. The pool of the running processes alone is small and quickly solved.
+There are a thousand ways to start new processes, so the solver may reach its time limit before it finds a
+plan that is as good as keeping the current deployment. The pool of only the running processes is small and
+quickly solved.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ def solve(
     notes: Mapping[str, str],
     near: Collection[str] = (),
 ) -> PoolSolution:
-    """Return the better of both solutions, with the whole pool's bound. `near` and errors are as in
-    `milp.solve`."""
+    """Return the better of both solutions, with the bound of the complete pool.
+
+    Arguments and errors are those of `milp.solve`.
+    """
     current = pool.current
     if current is None or pool.objective != "cost":
         return milp.solve(pool, settings, watch, notes=notes, near=near)
@@ -52,8 +55,10 @@ def solve(
 def _baseline(
     pool: OptimizationProblem, current: CurrentState, settings: SolverOptions
 ) -> PoolSolution | None:
-    """Solve for more or fewer of the same processes, or switched roles. Returns None if these cannot carry
-    the load."""
+    """Solve the pool of the running processes, with other numbers of replicas and with switched roles.
+
+    Returns None if these processes cannot serve the load or no plan was found.
+    """
     names = set(current.replicas)
     names |= {other for c in pool.cells if c.name in names for other in c.switches_with}
     cells = tuple(c for c in pool.cells if c.name in names)

@@ -1,7 +1,7 @@
-"""Planner pipeline: formulate the input as a problem, solve it, build a plan, and validate it.
+"""Planner pipeline: formulates the input as a problem, solves it, builds a plan, and validates the plan.
 
-If a class misses a bound in the simulation of the whole plan, the capacities of the services that it visits
-are reduced and the problem is solved again, up to `VALIDATION_ROUNDS` times.
+If a class misses a bound in the simulation of the complete plan, the capacities of the services that it
+visits are reduced and the problem is solved again, at most `VALIDATION_ROUNDS` times.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PlanDecision:
     problem: FormulatedProblem
     solution: PoolSolution
     misses: tuple[SloMiss, ...] = ()
-    """Bounds that the plan still missed in simulation after the last round."""
+    """Bounds that the plan misses in simulation."""
 
     @property
     def pool(self) -> OptimizationProblem:
@@ -46,10 +46,15 @@ def decide(
     watch: Watch | None = None,
     corrections: Iterable[TimesCorrection] | None = None,
 ) -> PlanDecision:
-    """Return the cheapest plan (or the one with most goodput) that meets every SLO.
+    """Return the best plan for the input's objective that meets every SLO.
 
-    `digest` is the SHA-256 of the input file. `watch` receives the solver's incumbents and bounds, and
-    `corrections` are as in `formulate`. Raises PlanInfeasible, and ConfigError as `formulate`.
+    Args:
+        digest: SHA-256 of the input file.
+        progress: called with the name of a phase and its finished share.
+        watch: called with the solver's best plan and bound when one of them improves.
+        corrections: as in `formulate`.
+
+    Raises PlanInfeasible and PlanUnfinished, and ConfigError as `formulate`.
     """
     report = progress or (lambda _phase, _share: None)
     report("cells", 0.0)
@@ -72,13 +77,13 @@ def _solved(
 
 
 def _validated(problem: FormulatedProblem, digest: str, report: Report, watch: Watch | None) -> PlanDecision:
-    """Return the first plan without a miss, or else the plan with the smallest miss."""
+    """Return the first plan that misses no bound, or the plan with the smallest miss if there is none."""
     tried: list[PlanDecision] = []
     for i in range(VALIDATION_ROUNDS):
         try:
             near = tried[-1].solution if tried else None
             problem, solution = _solved(problem, report, watch, near=near)
-            # Deratings of earlier rounds depend on their solutions
+            # The capacities of this round depend on the solutions of earlier rounds.
             late = any(d.solution.timed_out for d in tried)
             solution = replace(solution, timed_out=solution.timed_out or late)
         except (PlanInfeasible, PlanUnfinished):

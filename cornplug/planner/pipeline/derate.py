@@ -1,8 +1,9 @@
-"""Reduced capacities for services that missed a bound in the simulation of a whole plan.
+"""Reduces the capacities of services at which a class missed a bound in the simulation of a complete plan.
 
-Capacities are of one class alone on a cell, and are added linearly if classes share it. Percentiles do not
-combine linearly, nor do all stages reach their worst case together. A plan that fits on paper may therefore
-miss a bound slightly, and needs more capacity there.
+A cell's capacity for a class assumes that the cell serves only this class, and loads of several classes are
+added. But percentiles do not combine linearly, and the stages of a request do not reach their worst case
+together. A plan within its calculated capacities may therefore miss a bound slightly, and needs more capacity
+at these services.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from cornplug.planner.pipeline.validate import SloMiss
 
 DERATE: Final = 0.93
 STEEPEST: Final = 0.7
-"""Smallest factor of one round."""
+"""Smallest factor by which one round reduces a capacity."""
 ROOM: Final = 0.97
-"""Share of the fullest cell's load that a derated cell can carry at most."""
+"""Maximum capacity after the reduction, as a share of the fullest cell's load."""
 
 
 def derate(
     problem: FormulatedProblem, solution: PoolSolution, misses: tuple[SloMiss, ...]
 ) -> FormulatedProblem:
-    """Return the problem with less capacity for the services visited by a class that misses a bound.
+    """Return the problem with reduced capacities of services that affect a missed bound.
 
-    The factor depends on the miss, and makes at least the fullest cell of each service too small for its
-    load. Otherwise a service with half-empty cells would not change.
+    The factor depends on the size of the miss. It makes at least the fullest cell of each service too small
+    for its load, because otherwise a service with half-empty cells would not change.
     """
     factor: dict[str, float] = {}
     loads = _loads(problem, solution)
@@ -44,7 +45,7 @@ def derate(
 
 
 def _loads(problem: FormulatedProblem, solution: PoolSolution) -> dict[str, float]:
-    """Return the load of each service's fullest cell as a share of the pool's limits."""
+    """Return the load of each service's fullest cell, relative to the pool's limits."""
     limits = problem.pool.limits
     online = {d.name for d in problem.pool.demands if d.online}
     all_of: defaultdict[str, float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""Formulation of the planner's input as a pool: services, request paths, tiers, cells and variants."""
+"""Formulates the planner's input as a pool: services, request paths, tiers, cells and variants."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ GB: Final = 1e9
 
 @dataclass(frozen=True)
 class FormulatedProblem:
-    """A pool, the objects that its names refer to, and the input tables that later steps read."""
+    """Pool, the objects to which names in the pool refer, and the input tables that later steps need."""
 
     name: str
     components: tuple[Component, ...]
@@ -66,17 +66,17 @@ class FormulatedProblem:
 
     @property
     def corrections(self) -> list[TimesCorrection]:
-        """Corrections of profiles' times from engine metrics."""
+        """Corrections of the profiles' times, from engine metrics."""
         return list(self.cell_builder.corrections.values())
 
     @property
     def dropped(self) -> Counter[str]:
-        """Number of cells excluded for each reason."""
+        """Reason -> number of cells that were excluded for this reason."""
         return self.cell_builder.dropped
 
     @property
     def notes(self) -> dict[str, str]:
-        """Reason by request class that nothing in the pool can serve."""
+        """Request class that nothing in the pool can serve -> reason."""
         return {name: self._note(name) for name in infeasible_classes.unserved(self.pool)}
 
     def _note(self, name: str) -> str:
@@ -87,7 +87,7 @@ class FormulatedProblem:
         return infeasible_classes.note(of, request_paths, cell_builder.config, cell_builder.dropped, samples)
 
     def scenario(self, name: str, levels: Collection[str]) -> CacheScenario:
-        """Return the cache sizes that apply to a class with these levels, and its hit rates."""
+        """Return the cache sizes that affect a class if these levels are chosen, with its hit rates."""
         return next(
             path.scenario
             for path in self.request_paths.values()
@@ -95,7 +95,7 @@ class FormulatedProblem:
         )
 
     def with_cells(self, changed: Mapping[str, CellSpec]) -> FormulatedProblem:
-        """Return the problem with other capacities of some cells. Cells without capacity are removed."""
+        """Return the problem with changed cells. Cells without capacity are removed."""
         cells = {name: changed.get(name, spec) for name, spec in self.cells.items()}
         cells = {name: spec for name, spec in cells.items() if spec.cell.capacity}
         runs = current_deployment.limited_to(self.pool.current, cells)
@@ -104,7 +104,7 @@ class FormulatedProblem:
 
 
 def nic_bytes_s(nodes: NodeClass, gpu: GpuSpec) -> float:
-    """Return a node's network bandwidth."""
+    """Return a node's network bandwidth in bytes per second."""
     return (gpu.nic_gb_s * nodes.gpus if nodes.nic_gb_s is None else nodes.nic_gb_s) * GB
 
 
@@ -113,8 +113,9 @@ def formulate(
 ) -> FormulatedProblem:
     """Return the optimisation problem of an input.
 
-    `corrections` apply to profiles' times. By default they come from the running plan, if there is one.
-    Raises ConfigError if the input names a GPU, price, checkpoint or trace that does not exist.
+    `corrections` are corrections of the profiles' times. None means the corrections of the running plan, if
+    there is one. Raises ConfigError if the input refers to a GPU, price, checkpoint or trace that does not
+    exist.
     """
     rules = plan_input.rules
     components = component_shapes.resolve(plan_input.components)
@@ -198,7 +199,7 @@ def _chains(candidates: list[RequestPath], node_classes: int) -> dict[str, Chain
 def _loosest_tiers(
     service: Service, candidates: list[RequestPath], chains: Mapping[str, Chain]
 ) -> dict[str, LatencyTier]:
-    """Return each user's loosest tier over its request paths through a service."""
+    """Return the loosest tier of a service that the request paths of each class allow."""
     asked = [(w.of.name, p) for w in candidates for p in w.stage_budgets if p.service.name == service.name]
     loosest: dict[str, LatencyTier] = {}
     for name, p in asked:

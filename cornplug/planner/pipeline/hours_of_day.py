@@ -1,9 +1,9 @@
-"""Machines that a plan needs in each hour of a day. The other machines could be released.
+"""Determines the machines that a plan needs in each hour of a day. The other machines could be released.
 
-A plan carries each request class at the rate of its busiest hour. In other hours some replicas are stopped,
-but none is started or changed: the pool's model is solved with the plan's replicas as the maximum of each
-cell, and with the same bounds and reserves. Loads are rounded up to eighths of each class's peak, so that a
-day has few different loads.
+A plan can serve each request class at the rate of its busiest hour. In other hours, some replicas can be
+stopped, but no replica is started or changed. Therefore the pool's model is solved with the plan's replicas
+as the maximum of each cell, and with the same bounds and reserves. Loads are rounded up to eighths of each
+class's peak, so that a day has few different loads.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ HOURS: Final = 24
 _PARTS: Final = 8
 
 Load = tuple[tuple[str, float], ...]
-"""Request classes with the share of their planned rate in an hour."""
+"""(request class, its rate in an hour as a share of the planned rate) for all classes."""
 
 
 def with_hours(decision: PlanDecision) -> Plan:
-    """Return the plan with the nodes of each hour, or unchanged without hourly rates or if cost is not the
-    objective."""
+    """Return the plan with the nodes that each hour needs.
+
+    The plan is not changed if the input has no hourly rates or the objective is not the cost.
+    """
     plan, problem, solution = decision.plan, decision.problem, decision.solution
     if problem.pool.objective != "cost" or not any(c.by_hour for c in problem.classes.values()):
         return plan
@@ -55,7 +57,7 @@ def _load(classes: Mapping[str, RequestClass], hour: int) -> Load:
 
 
 def _nodes(problem: FormulatedProblem, solution: PoolSolution, shares: Mapping[str, float]) -> dict[str, int]:
-    """Return the number of needed nodes by node class, or all of them if the solver cannot reduce them."""
+    """Return the number of needed nodes by node class, or all nodes if the solver finds no smaller plan."""
     every = {name: count for name, count in solution.nodes.items() if count}
     if all(share == 1 for share in shares.values()):
         return every
@@ -75,7 +77,7 @@ def _nodes(problem: FormulatedProblem, solution: PoolSolution, shares: Mapping[s
 
 
 def _of(spec: CellSpec, shares: Mapping[str, float]) -> CellSpec:
-    """Return the cell for the classes that have requests."""
+    """Return the cell with capacities only for classes that have requests in this hour."""
     capacity = {name: rate for name, rate in spec.cell.capacity.items() if shares[name]}
     return replace(spec, cell=replace(spec.cell, capacity=capacity))
 
@@ -83,7 +85,7 @@ def _of(spec: CellSpec, shares: Mapping[str, float]) -> CellSpec:
 def _smaller(
     pool: OptimizationProblem, solution: PoolSolution, shares: Mapping[str, float]
 ) -> OptimizationProblem:
-    """Return the pool of the plan's own machines and replicas at other rates."""
+    """Return the pool that has only the plan's machines and replicas, with the rates of this hour."""
     demands = tuple(replace(d, rate=d.rate * shares[d.name]) for d in pool.demands if shares[d.name])
     known = {d.name for d in demands}
     return replace(

@@ -1,4 +1,5 @@
-"""Cost of a job: its share of the machines that its requests use, until its deadline."""
+"""Computes the cost of a job: its share of the cost of the machines that its requests use, until its
+deadline."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from cornplug.planner.pipeline.formulate import FormulatedProblem
 
 
 def job_forecast(problem: FormulatedProblem, solution: PoolSolution, of: RequestClass) -> JobForecast | None:
-    """Return the forecast without the simulated completion time, or None if the class is not a job."""
+    """Return a job's forecast without the simulated completion time, or None if the class is not a job."""
     job = of.request.job
     if job is None:
         return None
@@ -30,7 +31,10 @@ def job_forecast(problem: FormulatedProblem, solution: PoolSolution, of: Request
 
 
 def _cost_per_hour(problem: FormulatedProblem, solution: PoolSolution, name: str) -> float:
-    """Return the cost of a cell's replicas: their share of the used GPUs on machines of that class."""
+    """Return the cost of a cell's replicas.
+
+    The cost of all machines of the class is divided among the cells in proportion to the GPUs that they use.
+    """
     cells = {c.name: c for c in problem.pool.cells}
     nodes = next(n for n in problem.pool.nodes if n.name == cells[name].nodes)
     gpus = {c: cells[c].gpus * n for c, n in solution.replicas.items() if n and cells[c].nodes == nodes.name}
@@ -38,7 +42,10 @@ def _cost_per_hour(problem: FormulatedProblem, solution: PoolSolution, name: str
 
 
 def done_hours(job: JobForecast, served: float, last_answer_s: float | None) -> float | None:
-    """Return the time from the first request to the last response, or None if unknown."""
+    """Return the time in hours from the job's first request to its last response.
+
+    Returns None if the plan was not simulated.
+    """
     if last_answer_s is None or served <= 0:
         return None
     return (job.requests / served + last_answer_s) / 3600

@@ -1,8 +1,9 @@
-"""Plans whose placed replicas survive the loss of any node (`rules.n_plus_one = "node"`).
+"""Searches for a plan whose placed replicas survive the loss of any node (`rules.n_plus_one = "node"`).
 
-The pool model limits a cell's replicas per node, but does not ensure that all services' replicas can be
-placed so. The replicas of a solution are placed and each node removed in turn. If the rest cannot carry the
-online work, this placement is excluded and the problem is solved again.
+The pool model limits a cell's replicas per node, but does not ensure that the replicas of all services can be
+placed within these limits. Therefore the replicas of a solution are placed, and the loss of each node is
+checked. If the other replicas cannot do the online work, this placement is excluded and the problem is solved
+again.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ HELD: Final = 1e-6
 def with_spare_nodes(
     problem: FormulatedProblem, report: Report, watch: Watch | None, *, near: PoolSolution | None = None
 ) -> tuple[FormulatedProblem, PoolSolution]:
-    """Solve with `with_simulated_capacities`, and survive any node's loss if the rules require it.
+    """Return the problem with simulated capacities, and its solution (`with_simulated_capacities`).
 
-    Raises its errors, and PlanUnfinished if no placement of `ROUNDS` solutions survives.
+    If the rules require it, the solution survives the loss of any node. Raises the errors of
+    `with_simulated_capacities`, and PlanUnfinished if `ROUNDS` solutions do not survive.
     """
     for _ in range(ROUNDS):
         problem, near = with_simulated_capacities(problem, report, watch, near=near)
@@ -53,8 +55,10 @@ def excluding(pool: OptimizationProblem, crowded: tuple[CrowdedNode, ...]) -> Op
 
 
 def unsurvived(pool: OptimizationProblem, solution: PoolSolution) -> tuple[CrowdedNode, ...]:
-    """Return the nodes without which the rest cannot carry the online work. Empty without
-    `limits.by_node`."""
+    """Return the nodes whose loss the other replicas cannot compensate for online work.
+
+    The result is empty if the loss of nodes is not limited (`limits.by_node`).
+    """
     if not pool.limits.by_node:
         return ()
     different = {(name, tuple(sorted(lost.items()))): lost for name, lost in node_losses(pool, solution)}
@@ -66,8 +70,10 @@ def unsurvived(pool: OptimizationProblem, solution: PoolSolution) -> tuple[Crowd
 
 
 def node_losses(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[tuple[str, Counter[str]]]:
-    """Yield each node's class and the number of replicas of each cell on it. A replica that spans several
-    nodes counts on each."""
+    """Yield (class, number of replicas by cell) for each node.
+
+    A replica that spans several nodes counts on each of these nodes.
+    """
     cells, slots = {c.name: c for c in pool.cells}, placement(pool, solution)
     for nodes in pool.nodes:
         on: dict[int, Counter[str]] = {}
@@ -82,10 +88,9 @@ def node_losses(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[t
 
 
 def survives(pool: OptimizationProblem, solution: PoolSolution, lost: Mapping[str, int]) -> bool:
-    """Return whether the other replicas can carry the online work up to the limit on the paths of the
-    solution.
+    """Return whether the replicas that are not lost can do the online work, up to the maximum utilisation.
 
-    Caches and network cards are assumed not to change.
+    The requests keep the solution's paths. Caches and network cards are assumed not to change.
     """
     online = {u.name for u in pool.demands if u.online}
     limits = replace(

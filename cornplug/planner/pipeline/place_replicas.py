@@ -1,11 +1,11 @@
-"""Placement of replicas on GPUs of nodes, exact because footprints divide each other.
+"""Places replicas on GPUs of nodes. This is exact, because the replicas' footprints divide each other.
 
-Footprints are 1/4, 1/2, 1, 2, 4 or 8 GPUs of a node with 1, 2, 4 or 8, or whole nodes. Each size divides the
-next larger size. Placed in decreasing order, every replica finds a multiple of its size free on a node
-(Coffman, Garey, Johnson 1987, "Bin packing with divisible item sizes"). So every solution of the pool model
-(sum of footprints <= GPUs of all nodes) can be placed on any nodes with enough free GPUs. A replica goes to
-the node with the fewest replicas of its service, and then with the most free GPUs, to limit a service's loss
-with a node.
+A footprint is the number of GPUs of a replica: 1/4, 1/2, 1, 2, 4 or 8 GPUs of a node with 1, 2, 4 or 8 GPUs,
+or complete nodes. Each size divides the next larger size. If replicas are placed in decreasing order of size,
+there is always a node whose free GPUs are a multiple of the replica's size (Coffman, Garey, Johnson 1987,
+"Bin packing with divisible item sizes"). So every solution of the pool model (sum of footprints <= GPUs of
+all nodes) can be placed on any nodes with enough free GPUs. A replica is placed on the node with the fewest
+replicas of its service, and then with the most free GPUs, so that a service loses few replicas with a node.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fractions import Fraction
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem, PoolSolution
 
 Slot = tuple[int, int]
-"""Index in the node's class, and first GPU."""
+"""(index of the node in its class, first GPU)."""
 
 
 def placement(pool: OptimizationProblem, solution: PoolSolution) -> dict[str, list[Slot]]:
@@ -31,7 +31,7 @@ def placement(pool: OptimizationProblem, solution: PoolSolution) -> dict[str, li
 
 
 def idle_gpus(pool: OptimizationProblem, solution: PoolSolution) -> dict[str, float]:
-    """Return the number of GPUs without replicas on the paid nodes of each class."""
+    """Return the number of GPUs without replicas on the solution's nodes, by node class."""
     idle = {n.name: float(n.gpus * solution.nodes.get(n.name, 0)) for n in pool.nodes}
     for cell in pool.cells:
         idle[cell.nodes] -= cell.gpus * solution.replicas.get(cell.name, 0)
@@ -46,9 +46,15 @@ def place(
 ) -> dict[str, list[Slot]]:
     """Assign a node and a first GPU to each replica.
 
-    `footprints` maps groups to (GPUs per replica, replicas), `services` groups to services, by default
-    themselves. A replica on several nodes has the first node's slot. Raises ValueError if `nodes` nodes of
-    `gpus` GPUs are too few, or for an indivisible footprint.
+    A replica on several nodes gets the slot of its first node.
+
+    Args:
+        footprints: group -> (GPUs per replica, number of replicas).
+        gpus: number of GPUs per node.
+        nodes: number of nodes.
+        services: group -> service. By default, each group is a service.
+
+    Raises ValueError if there are too few nodes, or if a footprint does not divide a node.
     """
     order = sorted(footprints, key=lambda group: -footprints[group][0])
     free = [Fraction(gpus)] * nodes
@@ -66,7 +72,9 @@ def place(
 
 
 def _fit(free: list[Fraction], size: Fraction, gpus: int, group: str, same: Mapping[int, int]) -> Slot:
-    """Return a slot. `same` counts this service's replicas by node."""
+    """Return a slot for a replica, and remove its GPUs from `free`. `same` counts its service's replicas by
+    node.
+    """
     if size > gpus:
         whole_nodes = int(size / gpus)
         for node in range(len(free)):

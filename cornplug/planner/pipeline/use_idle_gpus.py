@@ -1,8 +1,8 @@
-"""Additional replicas on GPUs that a solution pays for but leaves idle.
+"""Adds replicas on GPUs that a solution pays for but does not use.
 
-A node is paid for as a whole. The model uses the minimum number of replicas, because tight bounds on them
-keep its relaxation tight, and the rest of a node would be idle. Additional replicas of the fullest groups
-cost nothing, reduce waits and add headroom.
+Complete nodes are paid for. The model uses the minimum number of replicas, because tight bounds on the number
+keep its relaxation tight, so the other GPUs of a node would be idle. Additional replicas of the fullest
+groups cost nothing, reduce waits and add headroom.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from cornplug.planner.pipeline.place_replicas import idle_gpus
 
 
 def use_idle_gpus(pool: OptimizationProblem, solution: PoolSolution, settings: SolverOptions) -> PoolSolution:
-    """Return the solution with `extra` replicas at the same cost, or unchanged if none fits.
+    """Add replicas to a solution on GPUs that it pays for but does not use (`PoolSolution.extra`). Returns
+    the solution unchanged if no replica fits.
 
-    When re-planning, only running replicas that the solution would stop are added, because a start has a
-    cost.
+    When re-planning, only running replicas that the solution would stop are added, because starting a replica
+    has a cost.
     """
     extra = _extra_replicas(pool, solution)
     if not extra:
@@ -41,8 +42,10 @@ def use_idle_gpus(pool: OptimizationProblem, solution: PoolSolution, settings: S
 
 
 def _extra_replicas(pool: OptimizationProblem, solution: PoolSolution) -> Counter[str]:
-    """Return the extra replicas by cell. Each goes to the cell with the highest load per replica that
-    fits."""
+    """Return the number of extra replicas by cell.
+
+    Each extra replica is added to the cell with the highest load per replica for which GPUs are idle.
+    """
     idle, replicas, extra = idle_gpus(pool, solution), Counter(solution.replicas), Counter[str]()
     load, stopped = _loads(pool, solution), _stopped(pool.current, solution)
     while True:
@@ -62,7 +65,7 @@ def _extra_replicas(pool: OptimizationProblem, solution: PoolSolution) -> Counte
 
 
 def _loads(pool: OptimizationProblem, solution: PoolSolution) -> defaultdict[str, float]:
-    """Return the number of replicas that each cell's work fills."""
+    """Return the load of each cell, as the number of replicas that would be fully utilised."""
     cells, load = {c.name: c for c in pool.cells}, defaultdict[str, float](float)
     for f in solution.flows:
         load[f.cell] += f.rate / cells[f.cell].capacity[f.demand]
@@ -70,7 +73,7 @@ def _loads(pool: OptimizationProblem, solution: PoolSolution) -> defaultdict[str
 
 
 def _stopped(current: CurrentState | None, solution: PoolSolution) -> Counter[str]:
-    """Return the running replicas of each cell that the solution stops."""
+    """Return the number of running replicas that the solution stops, by cell."""
     if current is None:
         return Counter()
     left = Counter(current.replicas) + Counter(solution.started)
@@ -82,8 +85,11 @@ def _stopped(current: CurrentState | None, solution: PoolSolution) -> Counter[st
 
 
 def _sources(cell: Cell, current: CurrentState | None, stopped: Counter[str]) -> list[str]:
-    """Return cells whose replicas can become replicas of `cell` at no cost: itself, or when re-planning,
-    those with stopped replicas."""
+    """Return the cells whose replicas can become replicas of `cell` at no cost.
+
+    For a new plan, this is only the cell itself. When re-planning, these are cells with replicas that would
+    otherwise be stopped.
+    """
     if current is None:
         return [cell.name]
     same = [cell.name, *sorted(one for one, other in current.free if other == cell.name)]

@@ -1,4 +1,4 @@
-"""Validation of a plan by simulation: latencies of each request class, and missed bounds."""
+"""Validates a plan by simulation: determines the latencies of each request class, and missed bounds."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from cornplug.planner.simulator.simulator import Station
 from cornplug.planner.simulator.stations import QueuePeak
 
 REQUESTS: Final = 4000
-"""Requests of one class in a simulation. A 99th percentile is then based on 40 requests."""
+"""Number of requests of one class in a simulation. The 99th percentile then depends on 40 requests."""
 NOISE: Final = 0.02
-"""Relative noise of a percentile of that many requests. Smaller misses are ignored."""
+"""Relative noise of a percentile with this number of requests. Smaller misses are ignored."""
 
 
 @dataclass(frozen=True)
 class SloMiss:
-    """A bound that a class misses in simulation."""
+    """Bound that a class misses in simulation."""
 
     of: str
     what: str
@@ -48,14 +48,14 @@ class SloMiss:
 @dataclass(frozen=True)
 class ValidationRun:
     plan: Plan
-    """The plan, with simulated times in its latency forecasts."""
+    """Plan with simulated times in its latency forecasts."""
     misses: tuple[SloMiss, ...]
 
 
 def validate(problem: FormulatedProblem, solution: PoolSolution, plan: Plan) -> ValidationRun:
-    """Return the plan with simulated times, and the bounds that they miss.
+    """Return the plan with simulated times, and the bounds that these times miss.
 
-    Classes that visit a service with only a known throughput have no times.
+    Classes that visit a service for which only the throughput is known have no times.
     """
     stations = _stations(problem, solution)
     timed = [r for r in plan.routes if all(g in stations for s in r.stages for g in s.groups)]
@@ -79,7 +79,7 @@ def _name(route: PlanRoute) -> str:
 
 
 def _stations(problem: FormulatedProblem, solution: PoolSolution) -> dict[str, Station]:
-    """Return the stations of the groups whose times are known."""
+    """Return the simulator's stations for the groups whose times are known."""
     return {
         group_name(cell): problem.cells[cell].station(replicas)
         for cell, replicas in solution.replicas.items()
@@ -96,7 +96,10 @@ def _class(
 
 
 def delays(problem: FormulatedProblem) -> Callable[[str, str, SampledRequest], float]:
-    """Return the seconds between two stages as a function: embedding fetch or KV transfer."""
+    """Return a function that returns the seconds between two stages of a request.
+
+    This is the time to fetch an embedding or to transfer KV.
+    """
     table = problem.cell_builder.gpus
     slowest = min(nic_bytes_s(n, table[n.gpu]) for n in problem.nodes)
     per_token = max(

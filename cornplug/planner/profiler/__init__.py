@@ -1,1 +1,1 @@
-"""`cornplug profile`: measures a component's times on this machine."""
+"""Implementation of `cornplug profile`, which measures a component's times on this machine."""

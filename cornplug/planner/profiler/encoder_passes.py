@@ -1,4 +1,4 @@
-"""Measurement of an encoder service's latency, as its clients see it."""
+"""Measurement of an encoder service's latency for its clients."""
 
 from __future__ import annotations
 
@@ -25,25 +25,27 @@ _DEADLINE_S: Final = 600.0
 
 @dataclass(frozen=True, slots=True)
 class PassCounter:
-    """Number and total seconds of a service's tower passes, as the service reports them."""
+    """Number and total seconds of tower passes that an encoder service has run since it started."""
 
     count: float
     seconds: float
 
     def since(self, before: PassCounter) -> PassCounter:
+        """Return the number and seconds of the passes since the earlier counter `before`."""
         return PassCounter(self.count - before.count, self.seconds - before.seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRound:
-    """Result of images sent at the same time."""
+    """Measurement of a number of images that were sent at the same time."""
 
     images: int
     tokens: int
-    """Rows of all embeddings."""
+    """Total rows of the images' embeddings."""
     seconds: float
-    """Seconds from sending until the last response."""
+    """Seconds from sending the images until the last response."""
     passes: PassCounter
+    """Tower passes that the service ran for these images."""
 
 
 def rows(
@@ -57,11 +59,12 @@ def rows(
     progress: Callable[[str, float], None],
     **cell: str | int | None,
 ) -> list[ProfileRow]:
-    """Encode images of random noise, which no cache has.
+    """Measure the latency of encoding images, and return it as rows of a profile table. The images are random
+    noise, so no cache has their embeddings.
 
-    `edges` are the square images' sides in pixels, which towers with one input size resize. `batches` are
-    numbers of images sent together, and `cell` has the other fields of `ProfileRow`. Raises EncoderError and
-    CornplugError.
+    `edges` are the side lengths of the square images in pixels (towers with a fixed input size resize them).
+    `batches` are the numbers of images to send together, and `cell` has the other fields of `ProfileRow`.
+    Raises EncoderError and CornplugError.
     """
     rounds: list[BenchRound] = []
     with EncoderClient(url, deadline_s=_DEADLINE_S) as client:
@@ -78,11 +81,11 @@ def rows(
 def points(
     rounds: Sequence[BenchRound], patches_per_token: int, **cell: str | int | None
 ) -> list[ProfileRow]:
-    """Return the table's rows: a client's latency for a batch by its number of patches.
+    """Return rows of a profile table with a client's latency for each number of patches in a batch.
 
-    The latency is the tower's time for such a pass, as the service reports it, plus the overhead of a single
-    image beyond its pass: reading, resizing and transfer both ways. Images sent together may be in different
-    passes, so the mean of their passes is used, which is exact if a pass takes a + b * patches.
+    The latency is the time of the tower pass, as the service reports it, plus a single image's overhead for
+    reading, resizing and transfer in both directions. The service may encode images that were sent together
+    in different passes, so the mean of these passes is used, which is exact if a pass takes a + b * patches.
     """
     single = [r for r in rounds if r.images == 1]
     if not single:
@@ -99,8 +102,8 @@ def points(
 
 
 def passes(url: str) -> PassCounter:
-    """Return the pass counters from the service's /metrics. Raises CornplugError if it is not an encoder
-    service."""
+    """Return the counters of tower passes from /metrics of the service. Raises CornplugError if the address
+    is not that of an encoder service."""
     try:
         answer = httpx.get(f"{url}/metrics", timeout=10, trust_env=False, verify=tls_context())
         text = answer.raise_for_status().text
@@ -124,7 +127,7 @@ def passes(url: str) -> PassCounter:
 
 
 def _round(client: EncoderClient, url: str, model: str, edge: int, batch: int) -> BenchRound:
-    # Create the files before the measurement, as clients also have them ready.
+    # Create the images before the measurement, because a client's images also exist before it sends them.
     files = [_noise(edge) for _ in range(batch)]
     before, began = passes(url), time.perf_counter()
     tokens = 0
@@ -137,14 +140,15 @@ def _round(client: EncoderClient, url: str, model: str, edge: int, batch: int) -
 
 
 def _noise(edge: int) -> bytes:
-    """Return a PNG with new random pixels."""
+    """Return a square PNG of random pixels."""
     out = io.BytesIO()
     Image.frombytes("RGB", (edge, edge), os.urandom(3 * edge * edge)).save(out, "PNG", compress_level=1)
     return out.getvalue()
 
 
 def _served_name(client: EncoderClient, model: str) -> str:
-    """Return the service's name of the model. Raises ConfigError with the names that it serves."""
+    """Return the model's name if the service serves the model. Otherwise raises ConfigError with the names of
+    the models that it serves."""
     names = [str(row["name"]) for row in client.models()]
     if model in names:
         return model

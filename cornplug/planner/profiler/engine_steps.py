@@ -1,4 +1,4 @@
-"""Measurement of the iteration times of a language model's engine through its API."""
+"""Measurement of an engine's iteration times through its HTTP API."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from cornplug.planner.profiler.sample_grid import SampleGrid
 from cornplug.planner.profiler.vllm_bench import BenchedModel
 
 _CACHED_MAX = 0.02
-"""Share of prompt tokens in the engine's prefix cache above which the times are not prefill times."""
+"""Maximum fraction of prompt tokens from the engine's prefix cache. Above it, times of requests are not
+prefill times."""
 
 
 def served(url: str, tokenizer: str | None) -> BenchedModel:
-    """Return the model that an engine serves.
+    """Return the model that the engine at this URL serves.
 
-    `tokenizer` is needed if it is not the engine's tokenizer. Raises CornplugError if the engine does not
-    reply.
+    `tokenizer` is the folder or hub id of the tokenizer, or None to use the one of the engine's model. Raises
+    CornplugError if the engine does not reply or serves no model.
     """
     (model,) = _get_json(f"{url}/v1/models")["data"][:1] or [{}]
     if "id" not in model:
@@ -36,7 +37,8 @@ def served(url: str, tokenizer: str | None) -> BenchedModel:
 def rows(
     target: BenchedModel, grid: SampleGrid, progress: Callable[[str, float], None], **cell: str | int | None
 ) -> list[ProfileRow]:
-    """Measure every point of the grid. `cell` has the other fields of `ProfileRow`.
+    """Measure every point of the grid, and return the rows of a profile table. `cell` has the other fields of
+    `ProfileRow`.
 
     Raises CornplugError if a request fails or if the engine used its prefix cache.
     """
@@ -64,7 +66,7 @@ def rows(
 
 
 def capacity_tokens(url: str) -> int:
-    """Return the KV cache tokens that the engine reports, or 0 if it does not report them."""
+    """Return the capacity of the engine's KV cache in tokens, or 0 if the engine does not report it."""
     for family in text_string_to_metric_families(_metrics(url)):
         for sample in family.samples:
             if sample.name == "vllm:cache_config_info":
@@ -76,7 +78,7 @@ def capacity_tokens(url: str) -> int:
 
 
 def version(url: str) -> str:
-    """Return the engine's version, or "unknown"."""
+    """Return the engine's version, or "unknown" if the engine does not report it."""
     for path, field in (("/version", "version"), ("/get_server_info", "version")):
         try:
             return str(_get_json(url + path)[field])
@@ -86,7 +88,7 @@ def version(url: str) -> str:
 
 
 def _cached_tokens(url: str) -> float:
-    """Return the number of prompt tokens that the engine has found in a cache since it started."""
+    """Return the number of prompt tokens that the engine has taken from its prefix cache since it started."""
     names = ("vllm:prefix_cache_hits_total", "sglang:cached_tokens_total")
     return sum(
         sample.value
@@ -97,7 +99,8 @@ def _cached_tokens(url: str) -> float:
 
 
 def _metrics(url: str) -> str:
-    """Return the text of /metrics, or "" without metrics, as by default in SGLang."""
+    """Return the text of the engine's /metrics, or "" if the engine has no metrics, which is SGLang's
+    default."""
     try:
         answer = httpx.get(f"{url}/metrics", timeout=10, trust_env=False, verify=tls_context())
     except httpx.TransportError as e:

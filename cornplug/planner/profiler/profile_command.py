@@ -36,7 +36,8 @@ Report = Callable[[str, float], None]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, write the table and return 0. Raises CornplugError with the remedy."""
+    """Run the command: measure a component, write its profile table, and return 0. Raises CornplugError with
+    the remedy."""
     argv = list(argv)
     args = _parser().parse_args(argv)
     _check(args)
@@ -90,7 +91,8 @@ def _encoder(args: argparse.Namespace, report: Report) -> tuple[list[profile_tab
 
 
 def _patches_per_token(model: str) -> int:
-    """Return the tower's patches per token. Raises ConfigError if the tower's size is unknown."""
+    """Return the number of the tower's patches for one token of the LLM. Raises ConfigError if the size of
+    the tower is unknown."""
     tower = Component(name="tower", kind="encoder", model=model)
     shape = component_shapes.shape_of(tower, {tower.name: tower})
     assert isinstance(shape, TowerShape)
@@ -103,7 +105,7 @@ def _cell(args: argparse.Namespace) -> dict[str, str | int | None]:
 
 @contextmanager
 def _engine(args: argparse.Namespace, grid: SampleGrid, report: Report) -> Iterator[str]:
-    """Start an engine for the measurement, and yield its address."""
+    """Run an engine for the block, and yield its URL."""
     report("starting the engine", 0.0)
     command = server_under_test.engine(
         args.engine, args.model, grid, tp=args.tp, pp=args.pp, cores=_cores(args)
@@ -114,7 +116,7 @@ def _engine(args: argparse.Namespace, grid: SampleGrid, report: Report) -> Itera
 
 @contextmanager
 def _service(args: argparse.Namespace, report: Report) -> Iterator[str]:
-    """Start an encoder service for the measurement, and yield its address."""
+    """Run an encoder service for the block, and yield its URL."""
     report("starting the encoder service", 0.0)
     with tempfile.TemporaryDirectory(prefix="cp-profile-") as folder, _log(args) as log:
         command = server_under_test.encoder(args.model, folder=Path(folder), cores=_cores(args))
@@ -123,19 +125,21 @@ def _service(args: argparse.Namespace, report: Report) -> Iterator[str]:
 
 
 def _with(command: LaunchCommand, args: argparse.Namespace) -> LaunchCommand:
-    """Add the flags that the command line passes on."""
+    """Return the command with the flags that the user wrote after `--`."""
     return replace(command, argv=(*command.argv, *args.flags))
 
 
 def _cores(args: argparse.Namespace) -> Sequence[int]:
-    """Return the cores to use. Without a GPU a device is a core, and a component has one core per rank."""
+    """Return the CPU cores to run the server on, or none if the machine has a GPU. Without a GPU, each rank
+    of a component runs on one core."""
     mine = sorted(os.sched_getaffinity(0))
     return [] if has_gpu() else mine[: args.tp * args.pp]
 
 
 @contextmanager
 def _log(args: argparse.Namespace) -> Iterator[Path]:
-    """Yield the path of the server's log: next to the table with --keep-log, otherwise temporary."""
+    """Yield the path for the server's log. With --keep-log it is next to the table, otherwise in a temporary
+    folder that is removed after the block."""
     if args.keep_log:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         yield args.out.with_suffix(".log")
@@ -146,7 +150,8 @@ def _log(args: argparse.Namespace) -> Iterator[Path]:
 
 @contextmanager
 def _bar(console: Console, name: str) -> Iterator[Report]:
-    """Show a progress bar on stderr, which `(what, share done)` moves."""
+    """Show a progress bar for the block, and yield a function that updates it with the current step and the
+    share that is done."""
     columns = (
         TextColumn(name),
         BarColumn(),
@@ -172,7 +177,7 @@ def _show(console: Console, rows: Sequence[profile_tables.ProfileRow], path: Pat
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    """Parse "64,256" to (64, 256), sorted."""
+    """Parse a list of numbers such as "64,256" to the sorted tuple (64, 256)."""
     try:
         return tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError as e:

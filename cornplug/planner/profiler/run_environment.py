@@ -1,4 +1,4 @@
-"""Machine and package versions of a measurement, as text."""
+"""Description of the machine and the package versions with which a measurement is made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PACKAGES: Final = ("cornplug", "torch")
 
 
 def machine() -> dict[str, str]:
-    """Return provenance: the machine, its GPUs, the date and the package versions."""
+    """Describe this machine, its GPUs, the date and the package versions, for the provenance of a table."""
     found = {
         "machine": f"{len(os.sched_getaffinity(0))} cores of {_cpu()}",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -35,7 +35,7 @@ def _cpu() -> str:
 
 
 def _gpus() -> str:
-    """Return, for example, "2 x NVIDIA H100 80GB HBM3", or "" without GPUs."""
+    """Describe the machine's GPUs, as in "2 x NVIDIA H100 80GB HBM3". Returns "" if it has none."""
     if shutil.which("nvidia-smi") is None:
         return ""
     asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

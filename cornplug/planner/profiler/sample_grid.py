@@ -1,9 +1,11 @@
-"""Requests that determine an engine's iteration times, and the computation of these times from the results.
+"""Requests from which an engine's iteration times are found, and the computation of these times.
 
-one token in, one out       an iteration with one token, and all time off the device
-n tokens in, one out        an iteration with n prompt tokens
-many tokens out, b at once  iterations that give b requests one token each
-... after a long prompt     the same with more context
+The seconds of these requests contain the following times:
+
+1 prompt token, 1 output token           an iteration with one token, and all time off the device
+n prompt tokens, 1 output token          an iteration with n prompt tokens, and all time off the device
+many output tokens, b requests at once   iterations that generate one token for each of b requests
+many output tokens after a long prompt   the same iterations with more context
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from cornplug.errors import ConfigError, CornplugError
 from cornplug.planner.inputs.profile_tables import ProfileRow
 
 _SHORT_TOKENS = 16
-"""Prompt length for timing decode steps. Its context adds almost no time."""
+"""Prompt length of the requests that time decode iterations. So few context tokens add almost no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +34,23 @@ class TimedPoint:
     seconds: float
     """Seconds from sending the request until its last token.
 
-    Times of single tokens are unreliable: an engine whose API process is delayed sends several together.
+    The times of single tokens are not used, because an engine whose API process is delayed sends several
+    tokens together.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleGrid:
-    """Grid of points to measure."""
+    """Lengths and batch sizes of the requests to measure."""
 
     prompts: tuple[int, ...]
-    """Prompt tokens in ascending order."""
+    """Prompt lengths in tokens, ascending."""
     batches: tuple[int, ...]
-    """Ascending numbers of requests that decode together, from 1."""
+    """Numbers of requests that decode together, ascending. The first is 1."""
     output_tokens: int
+    """Output tokens of the requests that time decode iterations."""
     repeats: int
+    """Number of measurements of each request that is sent alone."""
 
     def __post_init__(self) -> None:
         for field, values in (("prompts", self.prompts), ("batches", self.batches)):
@@ -63,7 +68,8 @@ class SampleGrid:
             )
 
     def within(self, max_model_len: int) -> SampleGrid:
-        """Return the grid without prompts that are too long. Raises ConfigError if none is left."""
+        """Return the grid without the prompts that exceed `max_model_len` with their output. Raises
+        ConfigError if no prompt is left."""
         fitting = tuple(p for p in self.prompts if p + self.output_tokens <= max_model_len)
         if not fitting:
             raise ConfigError(
@@ -74,9 +80,10 @@ class SampleGrid:
         return replace(self, prompts=fitting)
 
     def isolated(self) -> list[GridPoint]:
-        """Return the requests to send one after another. The first of each kind is warm-up.
+        """Return the requests to send one after another. The first request with each pair of lengths is
+        warm-up.
 
-        Kinds alternate, so that other work on the machine affects all of them.
+        Requests with different lengths alternate, so that other work on the machine affects all of them.
         """
         kinds = [
             GridPoint(1, 1),
@@ -86,8 +93,8 @@ class SampleGrid:
         return list(dict.fromkeys(kinds)) * (self.repeats + 1)
 
     def batched(self, batch: int) -> list[GridPoint]:
-        """Return the requests to send `batch` at a time. They end together, in waves. The first two waves are
-        warm-up."""
+        """Return the requests to send `batch` at a time. Each wave of `batch` requests has the same lengths,
+        so the requests of a wave end together. The first two waves are warm-up."""
         wave = [GridPoint(_SHORT_TOKENS, n) for n in (1, self.output_tokens) for _ in range(batch)]
         return wave * (self.repeats // 2 + 2)
 
@@ -97,11 +104,12 @@ class SampleGrid:
         batched: Mapping[int, Sequence[TimedPoint]],
         **cell: str | int | None,
     ) -> list[ProfileRow]:
-        """Return the table's rows for these results, which include warm-up. `cell` has the other fields of
-        `ProfileRow`.
+        """Return the rows of a profile table for these results, which include the warm-up requests. `cell`
+        has the other fields of `ProfileRow`.
 
-        Decode times are for an empty context; its cost is a separate row. Time off the device is a one-token
-        prompt's, minus a decode iteration with one request, which its prefill equals.
+        Decode times are for an empty context, and the time for each context token is a separate row. The time
+        off the device is that of a request with one prompt token and one output token, minus a decode
+        iteration with one request, because the prefill of one token takes as long.
         """
         counted = isolated[len(isolated) // (self.repeats + 1) :]
         batches = {1: self._step_s(counted, _SHORT_TOKENS)}
@@ -125,7 +133,8 @@ class SampleGrid:
     def _step_s(self, timed: Sequence[TimedPoint], prompt_tokens: int) -> float:
         """Return the seconds of one decode iteration after prompts of this length.
 
-        Raises CornplugError if more tokens did not take more time, because noise then exceeds the work.
+        Raises CornplugError if more output tokens did not take more time, because noise then exceeds the
+        times.
         """
         many, one = (_seconds(timed, GridPoint(prompt_tokens, n)) for n in (self.output_tokens, 1))
         if many <= one:
@@ -138,8 +147,8 @@ class SampleGrid:
         return (many - one) / (self.output_tokens - 1)
 
     def _context_s(self, timed: Sequence[TimedPoint], short_s: float) -> float:
-        """Return the seconds that one token of context adds to an iteration, or 0 if it is below the
-        noise."""
+        """Return the seconds that one token of context adds to a decode iteration, or 0 if the noise exceeds
+        it."""
         longest = self.prompts[-1]
         if longest <= _SHORT_TOKENS:
             return 0.0

@@ -1,4 +1,4 @@
-"""A server that is started for a measurement and stopped with all its child processes."""
+"""Servers that are started for a measurement, and then stopped with all their child processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _QUIET: Final = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # Otherwise each /health request to SGLang computes a token.
+    # Without this, SGLang generates a token for each /health request.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
 }
 _CPU: Final[Mapping[Engine, Mapping[str, str]]] = {
@@ -29,12 +29,12 @@ _CPU: Final[Mapping[Engine, Mapping[str, str]]] = {
 def engine(
     kind: Engine, model: str, grid: SampleGrid, *, tp: int, pp: int, cores: Sequence[int]
 ) -> LaunchCommand:
-    """Return the command of an engine that computes each prompt in one iteration, and every batch of the grid
-    together.
+    """Return the command of an engine that computes each prompt of the grid in one iteration, and all
+    requests of a batch together.
 
-    `cores` are the cores of its threads, one per rank. Empty means GPUs.
+    `cores` are the CPU cores on which the engine runs, one for each rank. If empty, it runs on GPUs.
     """
-    # One token more than the longest prompt, for engines that add a token to the prompt.
+    # Allow one token more than the longest prompt, for engines that add a token to the prompt.
     most_tokens, most_requests = max(grid.prompts[-1] + 1, grid.batches[-1] * 32), grid.batches[-1]
     port = free_port()
     where = ("--host", "127.0.0.1", "--port", str(port))
@@ -56,7 +56,8 @@ def engine(
 
 
 def encoder(model: str, *, folder: Path, cores: Sequence[int]) -> LaunchCommand:
-    """Return the command of an encoder service for this model, without a store. Its socket is in `folder`."""
+    """Return the command of an encoder service for this model. The service has no store, and its socket is in
+    `folder`. `cores` are the CPU cores on which it runs. If empty, it runs on a GPU."""
     port = free_port()
     argv = ["cornplug", "encoder", "--model", model, "--no-store", "--port", str(port)]
     argv += ["--socket", str(folder / "encoder.sock")]
@@ -66,9 +67,10 @@ def encoder(model: str, *, folder: Path, cores: Sequence[int]) -> LaunchCommand:
 
 @contextmanager
 def running(command: LaunchCommand, *, log: Path, ready_s: float) -> Iterator[str]:
-    """Run a server for the block and yield its URL.
+    """Run a server for the block, and yield its URL.
 
-    Raises ProcessFailed with the end of `log` if it ends early or is not ready in time.
+    Raises ProcessFailed with the end of `log` if the server ends early, or is not ready after `ready_s`
+    seconds.
     """
     with CommandProcess(command, log, ready_s=ready_s):
         yield f"http://127.0.0.1:{command.port}"

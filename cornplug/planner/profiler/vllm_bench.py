@@ -1,8 +1,8 @@
-"""Request timing with `vllm bench serve`: sends a list of requests with a given concurrency and times each
-one.
+"""Request timing with `vllm bench serve`, which sends a list of requests with a given concurrency and times
+each request.
 
-It uses the completions API, so it also measures SGLang. Prompts are random tokens that no two requests share,
-so that a prefix cache has no hits.
+`vllm bench serve` uses the completions API, so it also measures SGLang. Prompts are random tokens that no two
+requests share, so that a prefix cache has no hits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CHUNK_TOKENS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class BenchedModel:
-    """A model that an engine serves."""
+    """Model that an engine serves, for `vllm bench serve`."""
 
     url: str
     name: str
@@ -36,10 +36,11 @@ class BenchedModel:
     tokenizer: str
     """Folder or hub id of the tokenizer."""
     max_model_len: int
+    """Maximum number of prompt and output tokens of a request."""
 
 
 def command(served: BenchedModel, trace: Path, result: Path, *, requests: int, concurrency: int) -> list[str]:
-    """Return the command that sends the trace's requests and writes `result`."""
+    """Return the command that sends the requests of the file `trace` and writes their times to `result`."""
     return [
         vllm(),
         *("bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions"),
@@ -50,7 +51,7 @@ def command(served: BenchedModel, trace: Path, result: Path, *, requests: int, c
         *("--timed-trace-label-input-length", "prompt_tokens"),
         *("--timed-trace-label-output-length", "output_tokens"),
         *("--num-prompts", str(requests), "--max-concurrency", str(concurrency)),
-        # The command's own test request would leave the first prompt in a prefix cache.
+        # Send no test request, because it would leave the first prompt in a prefix cache.
         *("--request-rate", "inf", "--ready-check-timeout-sec", "0", "--temperature", "0"),
         *("--save-result", "--save-detailed", "--result-dir", str(result.parent)),
         *("--result-filename", result.name, "--disable-tqdm"),
@@ -65,10 +66,10 @@ def measure(
     first_id: int = 0,
     timeout_s: float = 3600,
 ) -> list[TimedPoint]:
-    """Send `asks` in order and time them.
+    """Send the requests `asks` in order, and return their times.
 
-    Calls with different values of `first_id` use different prompts. Raises CornplugError with the end of the
-    command's output if it or any request fails.
+    Calls with different values of `first_id` use different prompts. Raises CornplugError if a request fails,
+    or with the end of the command's output if the command fails.
     """
     with tempfile.TemporaryDirectory(prefix="cornplug-bench-") as folder:
         trace, result = Path(folder) / "trace.jsonl", Path(folder) / "result.json"
@@ -106,9 +107,9 @@ def trace_lines(asks: Sequence[GridPoint], first_id: int) -> str:
 
 
 def timed(asks: Sequence[GridPoint], result: dict[str, Any]) -> list[TimedPoint]:
-    """Return each request with its time, from the command's detailed result.
+    """Return each of the requests `asks` with its time from the command's detailed result.
 
-    Raises CornplugError if a request failed or has other lengths than requested.
+    Raises CornplugError if a request failed, or if its prompt or output did not have the requested length.
     """
     for i, error in enumerate(result["errors"]):
         if error:
@@ -127,8 +128,8 @@ def timed(asks: Sequence[GridPoint], result: dict[str, Any]) -> list[TimedPoint]
 
 
 def vllm() -> str:
-    """Return the path of `vllm`, next to this interpreter or on the PATH. Raises ConfigError if it is not
-    installed."""
+    """Return the path of the `vllm` command, next to this Python interpreter or on the PATH. Raises
+    ConfigError if vLLM is not installed."""
     beside = Path(sys.executable).with_name("vllm")
     found = str(beside) if beside.exists() else shutil.which("vllm")
     if found is None:

@@ -1,1 +1,1 @@
-"""Re-planning: decides from engines' metrics whether a change to another plan pays off."""
+"""Re-planning: decides from engines' metrics whether changing to another plan is worthwhile."""

@@ -1,5 +1,7 @@
-"""Attribution of engines' metrics to request classes, by the running plan's routes. Engines do not report
-classes."""
+"""Attributes engines' metrics to request classes with the running plan's routes.
+
+This is necessary because engines do not report metrics by class.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from cornplug.planner.plan import Plan, PlanRoute
 from cornplug.planner.replan.observed_load import ObservedWindow
 
 EVERYTHING: Final = ""
-"""Scope of a source that covers all of the plan's engines."""
+"""Scope of metrics from all of the plan's engines together."""
 
 
 @dataclass(frozen=True)
 class ClassShare:
-    """One request class's share of a scope's window."""
+    """Share that one request class has in the observed load of a scope."""
 
     window: ObservedWindow
     rate: float
@@ -27,7 +29,8 @@ class ClassShare:
     name: str
     """Name of the class."""
     tasks: str
-    """Tasks of the scope's engines: "P" of a pair, "PD" if the scope is not one group."""
+    """Tasks of the scope's engines, for example "P" for the prefill group of a pair. "PD" if the scope is not
+    a single group."""
 
     @property
     def part(self) -> float:
@@ -35,23 +38,28 @@ class ClassShare:
 
     @property
     def exclusive(self) -> bool:
-        """Whether all of the scope's requests are of this class."""
+        """Whether all of the scope's requests belong to this class."""
         return self.part > 1 - 1e-9
 
     @property
     def answers(self) -> bool:
-        """Whether each request is counted once in the scope, with all of its output."""
+        """Whether the scope's engines count each request exactly once, with its complete output."""
         return "D" in self.tasks or self.tasks == "G"
 
     @property
     def prefills(self) -> bool:
-        """Whether its cache hits are real. A decode engine counts transferred tokens as hits."""
+        """Whether the scope's engines prefill, so that their cache hits are real.
+
+        A decode engine counts transferred tokens as hits.
+        """
         return "P" in self.tasks
 
 
 def scopes(plan: Plan) -> dict[str, frozenset[str]]:
-    """Return the request classes whose load each scope covers: everything, an application, a class, or a
-    group."""
+    """Return the request classes whose load each scope covers.
+
+    A scope is everything, an application, a request class, or a group.
+    """
     found: dict[str, frozenset[str]] = {EVERYTHING: frozenset()}
     for route in plan.routes:
         name = class_of(route)
@@ -65,7 +73,8 @@ def class_of(route: PlanRoute) -> str:
 
 
 def check(plan: Plan, scope: str) -> None:
-    """Raise ConfigError if the plan has no such scope, or if its engines would count a request twice."""
+    """Raise ConfigError if the plan has no scope with this name, or if its engines would count requests
+    twice."""
     known = scopes(plan)
     if scope not in known:
         names = ", ".join(name for name in known if name)
@@ -86,8 +95,10 @@ def check(plan: Plan, scope: str) -> None:
 def shares(
     name: str, plan: Plan, rates: Mapping[str, float], windows: Mapping[str, ObservedWindow]
 ) -> Iterator[ClassShare]:
-    """Yield the shares of class `name`. `rates` has the input's rate by class, `windows` the observed window
-    by scope."""
+    """Yield the share of the class `name` in each scope in which it has requests.
+
+    `rates` contains the input's rate of each class, and `windows` the observed load of each scope.
+    """
     tasks = _tasks(plan)
     for scope, window in windows.items():
         expected = rates_at(plan, scope, rates)
@@ -98,18 +109,17 @@ def shares(
 
 
 def planned_rates(plan: Plan, scope: str) -> dict[str, float]:
-    """Return the requests per second by class that the plan sends to the scope's engines."""
+    """Return the planned requests per second of each class for a scope's engines."""
     return rates_at(plan, scope, {f"{o.app}/{o.request}": o.served for o in plan.latency_forecasts})
 
 
 def does(plan: Plan, scope: str, task: str) -> bool:
-    """Return whether the scope's engines do this task ("P", "D"). A scope of several groups does all
-    tasks."""
+    """Return whether a scope's engines do a task ("P" or "D"). A scope with several groups does all tasks."""
     return task in _tasks(plan).get(scope, task)
 
 
 def sole_group(plan: Plan, scope: str, task: str) -> str | None:
-    """Return the group that does this task for all of the scope's requests, or None if there is not exactly
+    """Return the group that does a task for all of a scope's requests, or None if there is not exactly
     one."""
     if scope in _tasks(plan):
         return scope if does(plan, scope, task) else None
@@ -124,7 +134,8 @@ def _tasks(plan: Plan) -> dict[str, str]:
 
 
 def rates_at(plan: Plan, scope: str, rates: Mapping[str, float]) -> dict[str, float]:
-    """Return the requests per second by class that the scope would receive with the given rates."""
+    """Return the requests per second of each class that a scope would receive if the classes had these
+    rates."""
     planned: dict[str, float] = {}
     seen: dict[str, float] = {}
     inside, group = scopes(plan)[scope], scope in _tasks(plan)

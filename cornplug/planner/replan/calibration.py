@@ -1,8 +1,9 @@
-"""Factors on profiles' times for which the running plan's simulation matches the observed times.
+"""Determines factors for profiles' times, with which the simulation of the running plan matches the observed
+times.
 
-A first token that takes twice as long does not mean that prefill does: waits grow faster than the work. So
-the plan is simulated with the observed load, and the factors of all groups are fitted together. In
-logarithms, a time is nearly linear in its factor.
+If the first token takes twice as long, prefill does not necessarily take twice as long, because waits grow
+faster than the work. So the plan is simulated with the observed load, and the factors of all groups are
+fitted together. In logarithms, a time is nearly linear in its factor.
 """
 
 from __future__ import annotations
@@ -36,15 +37,18 @@ from cornplug.planner.simulator.simulator import Station
 
 ROUNDS: Final = 6
 CLOSE: Final = 0.03
-"""Deviation in logarithm up to which an observed time is explained."""
+"""Deviation of logarithms up to which the simulated time matches the observed time."""
 EXPLAINED: Final = 0.1
-"""Deviation above which, after all rounds, no factor explains the time, and none is used."""
+"""Deviation of logarithms above which, after all rounds, no factor explains the observed time. No factor is
+used."""
 SERVED: Final = 0.93
-"""Share of requests below which a simulation is overloaded, if fewer finish while requests arrive."""
+"""Share of requests that must finish while requests arrive. If fewer finish, the simulated plan is
+overloaded."""
 NOTICEABLE: Final = 0.05
-"""Logarithm of a factor below which it has no effect."""
+"""Logarithm of a factor below which the factor is not used."""
 FLATTEST, STEEPEST = 0.5, 8.0
-"""Limits on a time's slope over its factor, in logarithms: with other work, and near saturation."""
+"""Limits of a time's slope over its factor, in logarithms. It is flat if other work dominates, and steep near
+saturation."""
 MOST: Final = log(5.0)
 REQUESTS: Final = 4000
 """Number of requests in one simulation."""
@@ -52,18 +56,17 @@ REQUESTS: Final = 4000
 
 @dataclass
 class _Unknown:
-    """Logarithm of a factor, and the results of simulations with it."""
+    """Factor to determine, as its logarithm, and the results of simulations with this factor."""
 
     of: ObservedTime
     log_factor: float = 0.0
     left: float = inf
-    """Logarithm of observed over simulated time."""
+    """Logarithm of observed time / simulated time."""
     slope: float = 1.0
     overloaded: bool = False
-    """Whether the queue grows throughout the simulation with this factor, so that its times are not
-    usable."""
+    """Whether queues grow throughout the simulation with this factor, so that its times are not usable."""
     _last: tuple[float, float] | None = None
-    """Logarithm of the previous factor, and the remaining deviation with it."""
+    """(logarithm of the previous factor, `left` with this factor)."""
 
     def learn(self, simulated_s: float) -> None:
         if simulated_s <= 0:
@@ -83,9 +86,10 @@ class _Unknown:
 def calibrated(
     problem: FormulatedProblem, running: Plan, observed: Sequence[ObservedTime]
 ) -> list[TimesCorrection]:
-    """Return corrections of the observed groups' profiles, without those that no factor explains.
+    """Return corrections of the observed groups' profiles.
 
-    `problem` has the observed load, and the corrections that currently apply.
+    Observed times that no factor explains have no correction. `problem` contains the observed load, and the
+    corrections that currently apply.
     """
     simulation = _Simulation.of(problem, running)
     unknowns = [_Unknown(one) for one in observed if simulation.tells(one)]
@@ -109,20 +113,20 @@ def _corrections(
             continue
         at = place_of(groups[one.of.group])
         before = getattr(earlier[at], one.of.phase) if at in earlier else 1.0
-        # If two groups share a profile, the group with more requests determines the factor
+        # If two groups share a profile, the group with more requests determines the factor.
         found.setdefault(at, {}).setdefault(one.of.phase, round(before * exp(one.log_factor), 3))
     return [earlier.get(at, at_place(at)).model_copy(update=factors) for at, factors in found.items()]
 
 
 @dataclass(frozen=True)
 class _Simulation:
-    """The running plan with the observed load."""
+    """Simulation of the running plan with the observed load."""
 
     running: Plan
     cells: Mapping[str, CellSpec]
-    """Cells by group, for groups whose times are known."""
+    """Group -> cell, for groups whose times are known."""
     routes: Sequence[PlanRoute]
-    """Routes of classes that visit only such groups."""
+    """Routes of the classes that visit only groups in `cells`."""
     classes: Mapping[str, TrafficClass]
     delays: Delays
     seed: int
@@ -145,12 +149,12 @@ class _Simulation:
         return cls(running, cells, routes, classes, delays(problem), problem.rules.seed + 3)
 
     def tells(self, one: ObservedTime) -> bool:
-        """Return whether the simulation contains this time: the group, and all classes of its scope."""
+        """Return whether the simulation includes an observed time's group and all classes of its scope."""
         inside = attribution.scopes(self.running)[one.scope]
         return one.group in self.cells and inside <= self.classes.keys()
 
     def teach(self, unknowns: Sequence[_Unknown]) -> None:
-        """Simulate with the current factors, and update each factor with its simulated time."""
+        """Simulate the plan with the current factors, and record each factor's simulated time."""
         factors: dict[str, dict[str, float]] = {name: {} for name in self.cells}
         for one in unknowns:
             factors[one.of.group][one.of.phase] = exp(one.log_factor)
@@ -174,7 +178,7 @@ def _station(spec: CellSpec, replicas: int, factors: Mapping[str, float]) -> Sta
 
 
 def _traffic(problem: FormulatedProblem, running: Plan, of: RequestClass) -> TrafficClass:
-    """Return the class's observed load with the hit rates of the plan's caches."""
+    """Return a class's observed load, with the hit rates for the running plan's caches."""
     gib = {c.name: c.gib or 0.0 for c in running.caches}
     levels = {level.name for level in problem.levels if level.gib == gib.get(level.cache, 0.0)}
     base = problem.cell_builder.bases[of.name]

@@ -1,4 +1,7 @@
-"""Decision to change to a new plan: only if the running plan is overloaded or clearly more expensive."""
+"""Decides whether to change to a new plan.
+
+A change is recommended only if the running plan is overloaded or clearly more expensive than the new plan.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +24,25 @@ class ReplanDecision:
     reason: str
     steps: tuple[PlanStep, ...]
     saves_per_hour: float
-    """Dollars per hour, negative if the load has grown."""
+    """Savings in dollars per hour. Negative if the new plan is more expensive."""
     switching_cost: float
-    """One-time cost in dollars."""
+    """One-time cost of the change in dollars."""
 
     @property
     def signature(self) -> tuple[str, ...]:
-        """Steps and their groups, without numbers of replicas, on which two windows must agree."""
+        """Steps and their groups, without numbers of replicas. Two consecutive windows must have equal
+        signatures."""
         return tuple(sorted(f"{s.kind} {s.what}" for s in self.steps)) if self.act else ()
 
 
 def judge(
     old: Plan, decision: PlanDecision, change: ChangeRules, *, same_work: bool = False
 ) -> ReplanDecision:
-    """Return whether to change from the running plan `old` to `decision`, which was planned for the observed
+    """Decide whether to change from the running plan `old` to `decision`, which was planned for the observed
     load.
 
-    With `same_work` only rates differ from those that `old` was planned for. Each replica then keeps its
-    capacity, because a new simulation would add noise to the verdict.
+    `same_work` is True if only rates differ from the input of `old`. In this case each replica keeps its
+    capacity, because new simulations would add noise to the decision.
     """
     switched = _switched(decision)
     steps = tuple(plan_diff.between(old, decision.plan, switched))
@@ -74,9 +78,9 @@ def judge(
 
 
 def overloaded(old: Plan, decision: PlanDecision, *, same_work: bool = False) -> dict[str, float]:
-    """Return the overloaded groups' utilisation with the old routes and the new rates and capacities.
+    """Return the utilisation of the overloaded groups, with the old routes and the new rates and capacities.
 
-    It is infinite if a cell can no longer meet a class's bounds.
+    It is infinite if a group can no longer meet a class's bounds.
     """
     loads = {
         g.name: _load(g, old, decision, g.capacity if same_work else _capacity(g, decision))
@@ -107,10 +111,11 @@ def _load(g: ReplicaGroup, old: Plan, decision: PlanDecision, capacity: Mapping[
 
 
 def _capacity(g: ReplicaGroup, decision: PlanDecision) -> Mapping[str, float]:
-    """Return the capacity of one replica: the running plan's, or less with new lengths and hit rates.
+    """Return the capacity of one replica: the capacity in the running plan, or less with new lengths and hit
+    rates.
 
-    It never increases, because the old capacity's derating is unknown, and the new one's belongs to another
-    mix. Closed forms' capacities are not used.
+    It never increases, because the derating of the old capacity is not known, and the new derating is for
+    another mix of requests. Capacities from closed forms are not used.
     """
     for spec in decision.problem.cells.values():
         if group_name(spec.cell.name) == g.name and (spec.simulated_replicas or not spec.timed):
@@ -120,7 +125,8 @@ def _capacity(g: ReplicaGroup, decision: PlanDecision) -> Mapping[str, float]:
 
 
 def _switched(decision: PlanDecision) -> dict[tuple[str, str], int]:
-    """Return the role switches by group, without changes of tier only."""
+    """Return the number of role switches by (from group, to group), without switches that change only the
+    tier."""
     current = decision.pool.current
     free = current.free if current else frozenset()
     found: dict[tuple[str, str], int] = defaultdict(int)

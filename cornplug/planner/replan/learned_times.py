@@ -1,4 +1,4 @@
-"""Corrections of profiles' times that two windows agree on."""
+"""Decides from two windows whether profiles' times have to be corrected."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from cornplug.planner.replan.observed_times import ObservedTime
 from cornplug.planner.report import formatting
 
 NOTICED: Final = 1.2
-"""Ratio of observed to planned time, or its inverse, from which times are corrected."""
+"""Ratio of observed to planned time, or its inverse, at which times are corrected."""
 NEUTRAL: Final = 0.05
 
 
 def ratios(observed: Sequence[ObservedTime]) -> dict[str, float]:
-    """Return a window's ratios for the next window."""
+    """Return a window's ratios of observed to planned times, which the next window needs."""
     return {_name(one): one.ratio for one in observed}
 
 
 def agreed(
     observed: Sequence[ObservedTime], last: Mapping[str, float], explained: Mapping[str, float]
 ) -> list[ObservedTime]:
-    """Return all times of the window if one deviates by `NOTICED`, in the same direction as in the last
-    window.
+    """Return all times of a window if at least one has to be corrected, otherwise [].
 
-    All, because a correction of prefill changes decode. `last` has the last window's ratios, `explained`
-    those that corrections since the plan explain.
+    A time has to be corrected if it deviates by `NOTICED`, in the same direction as in the last window. All
+    times are returned, because a correction of prefill also changes decode. `last` contains the last window's
+    ratios, and `explained` the ratios that the current corrections explain.
     """
     for one in observed:
         name, usual = _name(one), explained.get(_name(one), 1.0)
@@ -37,8 +37,10 @@ def agreed(
 
 
 def without_neutral(corrections: Sequence[TimesCorrection]) -> list[TimesCorrection]:
-    """Return the corrections that have an effect. Factors return to about 1 if an engine matches its profile
-    again."""
+    """Return the corrections that have an effect.
+
+    If an engine matches its profile again, its factors return to about 1.
+    """
     return [c for c in corrections if max(abs(c.prefill - 1), abs(c.decode - 1)) > NEUTRAL]
 
 

@@ -1,7 +1,7 @@
-"""Rates by the time of day from earlier windows, and the rate to expect soon.
+"""Records rates by the time of day, and estimates the rate to expect soon.
 
-A replica takes minutes to start. A rise that occurs every morning is planned for in advance, from the usual
-rates of the next slots, scaled to today's level.
+A replica takes minutes to start. If the rate rises every morning, replicas are planned in advance, from the
+usual rates of the next slots of the day, scaled to today's level.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from cornplug.planner.latency_forecast import PlanRecord
 
 DAY_S: Final = 86_400
 SLOT_S: Final = 900
-"""Seconds of a slot. Windows in a slot are averaged."""
+"""Length of a slot in seconds. The rates of all windows in a slot are averaged."""
 NEWEST: Final = 0.5
 """Weight of the newest day in a slot's usual rate."""
 LEVELS: Final = (0.5, 2.0)
-"""Limits on the ratio of today's to the usual rate. An unusual day says little about its next hours."""
+"""Limits of the ratio between today's rate and the usual rate. The ratio of an unusual day does not predict
+its next hours."""
 
 
 class SlotMean(PlanRecord):
@@ -30,24 +31,27 @@ class SlotMean(PlanRecord):
 
 
 class DailyRates(PlanRecord):
-    """Rates of one request class."""
+    """Rates of one request class by the time of day."""
 
     usual: dict[int, float] = Field(default_factory=dict)
-    """Requests per second on earlier days, by slot of the day (UTC)."""
+    """Slot of the day (UTC) -> usual requests per second on earlier days."""
     day: int = 0
-    """Day number of `today` since 1970."""
+    """Number of the day of `today`, since 1970."""
     today: dict[int, SlotMean] = Field(default_factory=dict)
 
     def seen(self, rate: float, at_s: float) -> DailyRates:
-        """Return the rates with a window's. A new day adds the last to the usual rates."""
+        """Return the rates after a window with this rate. On a new day, the last day is added to the usual
+        rates."""
         day, slot = _slot(at_s)
         kept = self if day == self.day else DailyRates(usual=self._with_today(), day=day)
         today = {**kept.today, slot: kept.today.get(slot, SlotMean()).plus(rate)}
         return kept.model_copy(update={"today": today})
 
     def soon(self, rate: float, at_s: float, ahead_s: float) -> float | None:
-        """Return the highest rate to expect within `ahead_s`, given the current `rate`, or None if no earlier
-        day is known."""
+        """Return the highest rate to expect within `ahead_s` seconds, given the current `rate`.
+
+        Returns None if there are no rates of earlier days.
+        """
         _, slot = _slot(at_s)
         now = self.usual.get(slot)
         slots = [_slot(at_s + s)[1] for s in range(SLOT_S, int(ahead_s) + SLOT_S, SLOT_S)]

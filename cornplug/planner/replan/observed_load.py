@@ -1,7 +1,8 @@
-"""Load that engines report. Two snapshots of their Prometheus metrics define a window.
+"""Determines the load that engines report in their Prometheus metrics. Two snapshots of the metrics define a
+window.
 
-Reads the metrics of vLLM 0.32, SGLang 0.5.23 and `cornplug encoder` from the engines' own text, from files
-with it, or from the response of a Prometheus server's `/api/v1/query`.
+The metrics of vLLM 0.32, SGLang 0.5.23 and `cornplug encoder` are read from the engines' `/metrics`, from
+files with their text, or from the response of a Prometheus server's `/api/v1/query`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from cornplug.errors import ConfigError
 from cornplug.host import tls_context
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
-"""Name and sorted labels of a series."""
+"""(name, sorted labels) of a metric's series."""
 
 FINISHED: Final = ("vllm:request_success_total", "sglang:num_requests_total")
 REJECTED: Final = ("vllm:admission_rejections_total",)
@@ -61,12 +62,13 @@ class MetricsSnapshot:
 
 @dataclass(frozen=True)
 class HistogramCounts:
-    """A histogram of one window. `counts[i]` values are in (bounds[i-1], bounds[i]]."""
+    """Histogram of a metric's values in one window. `counts[i]` is the number of values in (bounds[i-1],
+    bounds[i]]."""
 
     bounds: tuple[float, ...]
     counts: tuple[float, ...]
     total: float
-    """Sum of the values."""
+    """Sum of all values."""
 
     @property
     def number(self) -> float:
@@ -77,7 +79,8 @@ class HistogramCounts:
         return self.total / self.number
 
     def quantile(self, q: float) -> float:
-        """Interpolate linearly within the bucket, as Prometheus' histogram_quantile."""
+        """Return a quantile, interpolated linearly within its bucket, as in Prometheus'
+        histogram_quantile."""
         left, low = q * self.number, 0.0
         for bound, count in zip(self.bounds, self.counts, strict=True):
             if left <= count and count:
@@ -92,21 +95,22 @@ class ObservedWindow:
 
     seconds: float
     requests: float
-    """Number of requests that arrived: finished, rejected, and the increase of requests in the engine."""
+    """Number of requests that arrived: finished and rejected requests, and the increase of requests in the
+    engines."""
     waiting: float
-    """Number of requests in queues at the end."""
+    """Number of requests in queues at the end of the window."""
     prompt: HistogramCounts | None = None
-    """Prompt tokens per request, including media tokens."""
+    """Prompt tokens of each request, including media tokens, or None if no request was counted."""
     output: HistogramCounts | None = None
     ttft: HistogramCounts | None = None
     tpot: HistogramCounts | None = None
-    """Seconds per token, one value per request."""
+    """Mean seconds per output token of each request."""
     restarted: bool = False
-    """Whether an engine's counters were reset, because its process is new."""
+    """Whether an engine's counters were reset, because its process was restarted."""
     cached_share: float | None = None
-    """Cached share of prompt tokens."""
+    """Share of prompt tokens that were cached, or None if no tokens were looked up."""
     embedding_hits: Mapping[str, float] | None = None
-    """Share of embeddings that were not computed, by application as the encoder service knows it."""
+    """Application -> share of embeddings that the encoder service did not have to compute."""
 
     @property
     def rate(self) -> float:
@@ -114,7 +118,11 @@ class ObservedWindow:
 
 
 def read(source: str) -> MetricsSnapshot:
-    """Read an http(s) address now, or a file at its modification time. Raises ConfigError if unreadable."""
+    """Read a snapshot from an http(s) address or from a file.
+
+    The time of a file's snapshot is the file's modification time. Raises ConfigError if the source cannot be
+    read.
+    """
     if source.startswith(("http://", "https://")):
         return parse(_get(source), time.time(), source)
     path = Path(source)
@@ -127,8 +135,10 @@ def read(source: str) -> MetricsSnapshot:
 
 
 def parse(body: str, at_s: float, source: str) -> MetricsSnapshot:
-    """Parse the series of `body` that windows use. Raises ConfigError if it is not metrics, or has no such
-    series."""
+    """Return the series in `body` that windows need.
+
+    Raises ConfigError if `body` is not Prometheus text or JSON, or contains none of these series.
+    """
     try:
         found = dict(_json(body) if body.lstrip().startswith("{") else _text(body))
     except (ValueError, KeyError, TypeError) as e:
@@ -147,7 +157,7 @@ def parse(body: str, at_s: float, source: str) -> MetricsSnapshot:
 
 
 def between(before: MetricsSnapshot, after: MetricsSnapshot) -> ObservedWindow:
-    """Return the window. Raises ConfigError if the second snapshot is not later."""
+    """Return the load between two snapshots. Raises ConfigError if the second snapshot is not later."""
     seconds = after.at_s - before.at_s
     if seconds <= 0:
         raise ConfigError(
@@ -204,7 +214,7 @@ def _json(body: str) -> Iterator[tuple[Series, float]]:
 
 
 def _grown(before: float, after: float) -> float:
-    """Return the increase. A counter that decreased was reset with its process."""
+    """Return the increase of a counter. A counter that decreased was reset when its process was restarted."""
     return after - before if after >= before else after
 
 
@@ -213,10 +223,10 @@ def _sum(values: Mapping[Series, float], names: Iterable[str]) -> float:
 
 
 def _counts(grown: Mapping[Series, float], names: tuple[str, ...]) -> HistogramCounts | None:
-    """Return all engines' histograms of these names as one, or None if nothing was counted.
+    """Return the sum of all engines' histograms with these names, or None if nothing was counted.
 
-    Histograms with different buckets are merged at all bounds: each cumulative count is a step function, and
-    step functions can be added.
+    Histograms with different buckets are merged at the bounds of all buckets. Each cumulative count is a step
+    function, and step functions can be added.
     """
     stairs: dict[Series, dict[float, float]] = {}
     for (name, labels), value in grown.items():

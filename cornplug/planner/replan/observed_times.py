@@ -1,7 +1,7 @@
-"""Times from engines' metrics, compared with those of the plan.
+"""Compares times from engines' metrics with the times in the plan.
 
-If the plan's times differ from those of the running engines, another plan does not help: with the same times
-it would be wrong too.
+If the plan's times differ from the times of the running engines, another plan does not help, because it would
+be computed from the same wrong times.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from cornplug.planner.replan.observed_load import HistogramCounts, ObservedWindo
 from cornplug.planner.report import formatting
 
 SLOWER: Final = 1.5
-"""Ratio to the planned mean above which engines are slow. Means of `LEAST_REQUESTS` and good profiles deviate
-less."""
+"""Ratio of observed to planned mean time above which engines are slow. With `LEAST_REQUESTS` requests and
+good profiles, means deviate less."""
 LEAST_REQUESTS: Final = 100
-"""Minimum requests in a window, to exclude cold starts."""
+"""Minimum number of requests in a window, to exclude cold starts."""
 MORE_LOAD: Final = 1.1
-"""Ratio to the planned rate above which the load explains slow tokens."""
+"""Ratio of observed to planned rate above which the load explains slow tokens."""
 
 Phase = Literal["prefill", "decode"]
 TASK: Final[dict[Phase, str]] = {"prefill": "P", "decode": "D"}
@@ -29,7 +29,7 @@ TASK: Final[dict[Phase, str]] = {"prefill": "P", "decode": "D"}
 
 @dataclass(frozen=True)
 class SlowEngines:
-    """Slow engines of one scope, with their mean TTFT."""
+    """Engines of one scope whose mean TTFT is longer than planned."""
 
     scope: str
     observed_s: float
@@ -51,7 +51,7 @@ class ObservedTime:
 
     group: str
     scope: str
-    """Scope: all of the group's requests, or some classes'."""
+    """Scope of the metrics, which covers all of the group's requests, or the requests of some classes."""
     phase: Phase
     seconds: float
     """Mean TTFT (prefill) or TPOT (decode) in seconds."""
@@ -79,11 +79,11 @@ def slow_engines(plan: Plan, windows: Mapping[str, ObservedWindow]) -> Iterator[
 def of_groups(
     plan: Plan, windows: Mapping[str, ObservedWindow], *, now: float, least_age_s: float
 ) -> list[ObservedTime]:
-    """Return times that belong to a single group at no more than the planned load, from the busiest source.
+    """Return the observed times of groups whose load does not exceed the plan's.
 
-    Cold engines are left out: groups younger than `least_age_s` at `now` (Unix time), engines that started in
-    the window, and engines with few requests. First tokens that wait for another service's encoding are left
-    out too.
+    If several scopes have times of a group, the scope with the most requests is used. Cold engines are
+    excluded: groups younger than `least_age_s` at `now` (Unix time), engines that started in the window, and
+    engines with few requests. TTFT is also excluded if requests wait for encoding in another service.
     """
     groups = {g.name: g for g in plan.groups}
     found: dict[tuple[str, Phase], ObservedTime] = {}
@@ -112,13 +112,13 @@ def _of_group(
 
 
 def _comparable(plan: Plan, scope: str, window: ObservedWindow, counts: HistogramCounts) -> bool:
-    """Return whether there are enough requests, at no more than the planned rate."""
+    """Return whether a window has enough requests, and a rate that does not exceed the planned rate."""
     planned = sum(attribution.planned_rates(plan, scope).values())
     return counts.number >= LEAST_REQUESTS and window.rate <= MORE_LOAD * planned
 
 
 def _planned_s(plan: Plan, scope: str, phase: Phase) -> float | None:
-    """Return the scope's mean in the plan's simulation, or None if a class's is unknown."""
+    """Return a scope's mean time in the plan's simulation, or None if a class has no simulated time."""
     rates = attribution.planned_rates(plan, scope)
     forecasts = {f"{f.app}/{f.request}": f for f in plan.latency_forecasts}
     total = 0.0

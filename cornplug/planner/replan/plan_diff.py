@@ -1,4 +1,5 @@
-"""Steps from a running plan to another: starts, stops, role switches, nodes and routing."""
+"""Determines the steps from a running plan to another plan: starts, stops, role switches, nodes and
+routing."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from cornplug.planner.plan import Plan, ReplicaGroup
 from cornplug.planner.report import formatting
 
 LEAST_WEIGHT = 0.05
-"""Minimum change of a weight to report."""
+"""Change of a routing weight above which it is reported."""
 
 Kind = Literal["start", "stop", "switch", "nodes", "route"]
 
@@ -26,13 +27,15 @@ class PlanStep:
 
     @property
     def replicas(self) -> bool:
-        """Whether it starts, stops or switches replicas. Routing alone costs nothing."""
+        """Whether the step starts, stops or switches replicas. A change of only the routing costs nothing."""
         return self.kind in ("start", "stop", "switch")
 
 
 def between(old: Plan, new: Plan, switched: Mapping[tuple[str, str], int]) -> list[PlanStep]:
-    """Return the steps in order. `switched` has the number of replicas that change their role, by groups
-    (from, to)."""
+    """Return the steps from one plan to another, in order.
+
+    `switched` contains the number of replicas that change their role, by (from group, to group).
+    """
     delta: dict[str, int] = defaultdict(int)
     groups = {_place(g): g for plan in (old, new) for g in plan.groups}
     for sign, plan in ((-1, old), (1, new)):
@@ -68,7 +71,7 @@ def _on(g: ReplicaGroup) -> str:
 
 
 def _nodes(old: Plan, new: Plan, *, more: bool) -> list[PlanStep]:
-    """Return the steps for added nodes (first) or removed nodes (last)."""
+    """Return the steps that add nodes (with `more`) or release nodes."""
     delta: dict[str, int] = defaultdict(int)
     for sign, plan in ((-1, old), (1, new)):
         for n in plan.nodes:
@@ -97,7 +100,7 @@ def _routing(old: Plan, new: Plan) -> list[PlanStep]:
 
 
 def _weights(plan: Plan) -> dict[str, dict[str, float]]:
-    """Return, for each class, the share of its requests by "service on nodes"."""
+    """Return the share of each class's requests on each "service on nodes"."""
     services = {g.name: f"{g.service} on {g.nodes}" for g in plan.groups}
     rates: dict[str, float] = defaultdict(float)
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))

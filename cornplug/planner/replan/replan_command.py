@@ -1,8 +1,9 @@
-"""`cornplug replan`: decides whether the observed load needs another plan, and whether the change pays off.
+"""`cornplug replan`: decide whether the observed load requires another plan, and whether the change is
+worthwhile.
 
-Each run closes one window: the engines' current metrics minus those at the last run, or minus those
-`--window` seconds ago. A change is recommended if two consecutive windows agree on it. Nothing is started or
-stopped here.
+Each run ends one window, which is the difference between the engines' current metrics and their metrics at
+the last run, or `--window` seconds ago. A change is recommended if two consecutive windows require the same
+change. This command does not start or stop anything.
 """
 
 from __future__ import annotations
@@ -56,8 +57,11 @@ _STALE: Final = 10
 
 
 def main(argv: list[str]) -> int:
-    """Return exit status 0 to keep the plan, 3 to change it, 1 if no plan carries the load. Raises
-    ConfigError for wrong input."""
+    """Run `cornplug replan`, and return the exit status.
+
+    It is 0 to keep the plan, 3 to change it, and 1 if no plan can serve the load. Raises ConfigError if the
+    input is invalid.
+    """
     args = _parser().parse_args(argv)
     plan_input, digest = plan_command.read(args.input)
     old = Plan.load(args.plan)
@@ -109,7 +113,8 @@ def _load(
     at_s: float,
     ahead_s: float,
 ) -> tuple[ReplanState, list[Application], list[FigureDifference]]:
-    """Return the state with this window's rates, the applications with their load, and the differences."""
+    """Return the state with this window's rates, the applications with the observed load, and the
+    differences."""
     given = plan_input.applications
     applications, differences = workload_update.updated(given, old, windows)
     rates = workload_update.observed_rates(given, old, windows)
@@ -132,8 +137,10 @@ def _times(
     *,
     keep: bool,
 ) -> tuple[ReplanState, list[TimesCorrection]]:
-    """Return the state with this window's times, and the corrections of profiles. With `keep` there are no
-    corrections."""
+    """Return the state with this window's times, and the corrections of profiles.
+
+    With `keep`, profiles are not corrected.
+    """
     if keep:
         return state.model_copy(update={"times": {}, "corrections": None, "explained": {}}), []
     known = old.corrections if state.corrections is None else state.corrections
@@ -162,8 +169,10 @@ def _digest(
 
 
 def aged(old: Plan, new: Plan, now: float) -> Plan:
-    """Return the new plan, in which unchanged replicas keep their age. A group with any new replica is
-    new."""
+    """Return the new plan with the time at which its replicas were started.
+
+    Unchanged groups keep their time. A group with a new replica counts as new.
+    """
     before = {of_group(g): g for g in old.groups}
     groups = []
     for g in new.groups:
@@ -174,7 +183,7 @@ def aged(old: Plan, new: Plan, now: float) -> Plan:
 
 
 def _source(text: str, plan: Plan) -> tuple[str, str]:
-    """Parse "SCOPE=ADDRESS", where SCOPE is a scope of the plan. Any other text is an address as a whole."""
+    """Parse "SCOPE=ADDRESS" if SCOPE is a scope of the plan. Any other text is an address without a scope."""
     scope, equals, address = text.partition("=")
     if equals and ("/" not in scope or scope in attribution.scopes(plan)) and ":" not in scope:
         attribution.check(plan, scope)
@@ -185,7 +194,11 @@ def _source(text: str, plan: Plan) -> tuple[str, str]:
 def _snapshots(
     addresses: Sequence[str], before: Mapping[str, MetricsSnapshot], window_s: float | None
 ) -> tuple[dict[str, MetricsSnapshot] | None, dict[str, MetricsSnapshot]]:
-    """Return the two ends of a window. For files, waiting does not help."""
+    """Return the snapshots at the beginning and the end of a window, by address.
+
+    Waits for a window to pass if the engines' earlier snapshots are missing or too old. Files are read once,
+    and if they are not newer than the earlier snapshots, the beginning is None.
+    """
     now = {a: observed_load.read(a) for a in addresses}
     live = all(a.startswith(("http://", "https://")) for a in addresses)
     fresh = all(a in before and now[a].at_s > before[a].at_s for a in addresses)
@@ -213,7 +226,7 @@ def _windows(
 
 
 def _merged(snapshots: Mapping[str, MetricsSnapshot], addresses: Sequence[str]) -> MetricsSnapshot:
-    """Merge several engines into one snapshot. Their series differ by source."""
+    """Merge the snapshots of several engines. The address is added to the labels of each series."""
     values = {
         (name, (*labels, ("source", address))): value
         for address in addresses
@@ -223,7 +236,7 @@ def _merged(snapshots: Mapping[str, MetricsSnapshot], addresses: Sequence[str]) 
 
 
 def _change_rules(in_file: ChangeRules | None, plan: Path) -> ChangeRules:
-    """Return the file's limits of change, with `plan` as the current deployment."""
+    """Return the change rules of the input file, with `plan` as the current deployment."""
     return ChangeRules(plan=plan) if in_file is None else in_file.model_copy(update={"plan": plan})
 
 

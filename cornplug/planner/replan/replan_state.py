@@ -1,4 +1,4 @@
-"""State that `cornplug replan` keeps between runs: the last snapshots, and the last window's verdict."""
+"""State that `cornplug replan` saves between runs: the last snapshots, and the last window's decision."""
 
 from __future__ import annotations
 
@@ -28,22 +28,25 @@ class KeptSnapshot(PlanRecord):
 class ReplanState(PlanRecord):
     format: Literal[1] = 1
     plan: str = ""
-    """SHA-256 of the plan.json that the other fields belong to."""
+    """SHA-256 of the plan.json to which the other fields belong."""
     snapshots: dict[str, KeptSnapshot] = Field(default_factory=dict)
     wanted: list[str] = Field(default_factory=list)
-    """Signature of the change that the last window requires, or empty."""
+    """Signature of the change that the last window requires, or [] if it requires none."""
     times: dict[str, float] = Field(default_factory=dict)
-    """Ratio of observed to planned mean time in the last window, by group and phase."""
+    """Group and phase -> ratio of observed to planned mean time in the last window."""
     corrections: list[TimesCorrection] | None = None
-    """Corrections of profiles' times that currently apply. None means those of the plan."""
+    """Corrections of profiles' times that currently apply, or None if the plan's own corrections apply."""
     explained: dict[str, float] = Field(default_factory=dict)
-    """Like `times`, for the windows in which the corrections were found."""
+    """Group and phase -> ratio as in `times`, in the windows from which the corrections were determined."""
     history: dict[str, DailyRates] = Field(default_factory=dict)
-    """Rates by the time of day for each request class. They are kept when the plan changes."""
+    """Request class -> rates by the time of day. They are kept when the plan changes."""
 
 
 def load(path: Path, plan: str) -> ReplanState:
-    """Return the state of this plan, or a new state. Raises ConfigError if the file is not a valid state."""
+    """Read the state for a plan, or return a new state if there is none.
+
+    `plan` is the SHA-256 of the plan.json. Raises ConfigError if the file is not a valid state.
+    """
     try:
         state = ReplanState.model_validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -58,8 +61,10 @@ def load(path: Path, plan: str) -> ReplanState:
 
 
 def save(path: Path, state: ReplanState, snapshots: Mapping[str, MetricsSnapshot]) -> None:
-    """Replace the file atomically, so that an interrupted run leaves the old one. `snapshots` are the
-    newest."""
+    """Write the state with the newest snapshots.
+
+    The file is replaced atomically, so that an interrupted run leaves the old state.
+    """
     stored = {
         source: KeptSnapshot(
             at_s=s.at_s, values=[(name, list(labels), v) for (name, labels), v in s.values.items()]

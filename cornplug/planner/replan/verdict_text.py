@@ -1,4 +1,4 @@
-"""Output of `cornplug replan`: the verdict and the observed values."""
+"""Creates the output of `cornplug replan`: the decision and the observed values."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from cornplug.planner.replan.workload_update import FigureDifference
 
 @dataclass(frozen=True)
 class WindowFindings:
-    """Findings from the metrics of a window."""
+    """Deviations from the plan in the metrics of a window."""
 
     differences: tuple[FigureDifference, ...]
     slow: tuple[str, ...]
-    """Messages about engines that are slower than in the plan."""
+    """Messages about engines that are slower than planned."""
     corrections: tuple[TimesCorrection, ...] = ()
-    """Corrections of profiles' times that the running plan was made without."""
+    """Corrections of profiles' times that the running plan does not contain."""
 
 
 def lines(old: Plan, new: Plan, told: WindowFindings, verdict: ReplanDecision, *, agreed: bool) -> list[str]:
-    """Return the lines to print: a single line if no action is required and no time deviates."""
+    """Return the lines to print. This is a single line if no action is required and no time deviates."""
     times = [*told.slow, *map(learned_times.text, told.corrections)]
     if not verdict.act:
         return [f"{verdict.reason[0].upper()}{verdict.reason[1:]}.", *times]

@@ -1,7 +1,8 @@
-"""A plan's input with observed values instead of assumed ones: rates, lengths and hit rates.
+"""Replaces assumed values in a plan's input by observed values: rates, lengths and hit rates.
 
-Engines do not report request classes. If several classes use the same engines, their load is divided by the
-running plan's routes: their rates grow by the same factor, and their lengths scale by the same factor.
+Engines do not report request classes. If several classes use the same engines, the load is divided among them
+by the running plan's routes. Their rates change by the same factor, and their lengths change by the same
+factor.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ from cornplug.planner.replan.attribution import ClassShare
 from cornplug.planner.replan.observed_load import HistogramCounts, ObservedWindow
 
 TOLERANCE: Final = 0.05
-"""Minimum relative difference for a change, which must also exceed twice its standard error."""
+"""Relative difference above which a value is changed. The difference must also exceed twice its standard
+error."""
 LENGTH_TOLERANCE: Final = 0.1
 SOON: Final = "expected rate"
 
 
 @dataclass(frozen=True)
 class FigureDifference:
-    """One value of the input that the metrics contradict."""
+    """Value of the input that differs from the metrics."""
 
     demand: str
     what: str
-    """"rate", "prompt", "output", "prefix" or "embedding", or "expected rate" for expected growth."""
+    """"rate", "prompt", "output", "prefix", "embedding", or "expected rate" for a rate that is expected
+    soon."""
     planned: float
     observed: float
 
@@ -40,8 +43,8 @@ def updated(
 ) -> tuple[list[Application], tuple[FigureDifference, ...]]:
     """Return the applications with observed values, and the values that changed.
 
-    `windows` has the metrics of each scope's engines. Raises ConfigError for a scope that is not in the plan,
-    or whose engines count a request twice.
+    `windows` contains the observed load of each scope. Raises ConfigError if a scope is not in the plan, or
+    if its engines count requests twice.
     """
     for scope in windows:
         attribution.check(plan, scope)
@@ -63,7 +66,7 @@ def updated(
 def observed_rates(
     applications: Sequence[Application], plan: Plan, windows: Mapping[str, ObservedWindow]
 ) -> dict[str, float]:
-    """Return the requests per second of the classes whose engines have metrics."""
+    """Return the observed requests per second of the classes whose engines have metrics."""
     known = {f"{a.name}/{r.name}": r for a in applications for r in a.requests}
     rates = {name: r.rate for name, r in known.items()}
     found = {}
@@ -77,7 +80,8 @@ def observed_rates(
 def with_rates_soon(
     applications: Sequence[Application], soon: Mapping[str, float]
 ) -> tuple[list[Application], tuple[FigureDifference, ...]]:
-    """Return the applications with the higher rates that are expected, and the changed rates."""
+    """Return the applications with the rates that are expected soon if they are higher, and the changed
+    rates."""
     differences, apps = list[FigureDifference](), []
     for app in applications:
         requests = []
@@ -93,7 +97,7 @@ def with_rates_soon(
 
 
 def _growth(shares: Sequence[ClassShare]) -> float:
-    """Return the ratio of observed to expected rate."""
+    """Return the ratio of a class's observed rate to the input's rate."""
     return sum(s.window.rate * s.part for s in shares) / sum(s.rate for s in shares)
 
 
@@ -104,7 +108,7 @@ def _changes(
     shares: Sequence[ClassShare],
     found: list[FigureDifference],
 ) -> dict[str, object]:
-    """Return the fields of one request class that the metrics contradict."""
+    """Return the fields of a request class that differ from the metrics, with their observed values."""
     request = known[name]
     changes: dict[str, object] = {}
     answering = [s for s in shares if s.answers]
@@ -135,8 +139,11 @@ def _lengths(
     shares: Sequence[ClassShare],
     found: list[FigureDifference],
 ) -> dict[str, object]:
-    """Return changed lengths. Lengths of several classes scale with their joint mean; a single class gets its
-    histogram."""
+    """Return the changed lengths of a class.
+
+    If several classes use the same engines, their lengths are scaled by the ratio of their joint mean. If the
+    class is the only class, it gets the observed histogram.
+    """
     changes: dict[str, object] = {}
     for what in ("prompt", "output"):
         seen = [(counts, s) for s in shares if (counts := getattr(s.window, what)) is not None]
@@ -162,7 +169,7 @@ def _lengths(
 
 
 def _tokens(request: RequestSpec, what: str) -> float:
-    """Return the mean tokens as the engine counts them. A prompt includes its media tokens."""
+    """Return the mean number of tokens as the engine counts them. A prompt includes its media tokens."""
     if what == "output":
         return length_distributions.mean(request.output)
     media = sum(
@@ -172,7 +179,7 @@ def _tokens(request: RequestSpec, what: str) -> float:
 
 
 def _histogram(seen: Sequence[HistogramCounts]) -> Histogram:
-    """Return a histogram with each bucket at its centre, scaled to the observed mean."""
+    """Return a histogram whose values are the centres of the buckets, scaled to the observed mean."""
     weights: dict[float, float] = {}
     for counts in seen:
         low = 0.0
@@ -202,9 +209,10 @@ def _scaled(length: Length, factor: float) -> Length:
 def _prefix(
     name: str, request: RequestSpec, shares: Sequence[ClassShare], found: list[FigureDifference]
 ) -> dict[str, object]:
-    """Return the observed hit rate of a class's prefix, from its engines' cached tokens.
+    """Return the changed hit rate of a class's prefix, from the cached tokens of its engines.
 
-    Rates from a catalogue stay, because they depend on cache sizes and not on the running plan.
+    Hit rates from a catalogue are not changed, because they depend on cache sizes and not on the running
+    plan.
     """
     seen = [(s.window.cached_share, s.window.requests) for s in shares if s.window.cached_share is not None]
     if not seen or request.prefix is None or request.prefix.hit_rate is None:

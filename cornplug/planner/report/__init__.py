@@ -1,1 +1,1 @@
-"""Presentation of a plan: on the terminal and as a page, with the reasons for it."""
+"""Presentation of a plan on the terminal and as an HTML page, with the reasons for its decisions."""

@@ -1,4 +1,4 @@
-"""Alternatives to a plan: each structural decision reversed, as a smaller pool."""
+"""Alternatives to a plan. Each reverses one structural decision by removing options from the pool."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from cornplug.planner.report.counterfactual import CounterfactualQuestion
 
 MONOLITH = "monolith"
 MONOLITHS, DIVIDED = "monolith everywhere", "divided everywhere"
-"""Names of the two questions about monoliths."""
+"""Names of the questions what the plan would cost with monoliths only, and without monoliths."""
 
 
 def is_monolith(structure: str) -> bool:
-    """Return whether a structure is a monolith. A separate generator leaves the language model's engine
-    whole."""
+    """Return whether a structure is a monolith. A structure with a separate generator may also be one,
+    because the language model still runs in a single engine."""
     return structure.removesuffix("+G") == MONOLITH
 
 
 def questions(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[CounterfactualQuestion]:
-    """Yield questions that each remove one choice of the plan."""
+    """Yield questions what the plan would cost without one of its choices."""
     yield from _structures(pool, solution)
     yield from _gpus(pool, solution)
     yield from _caches(pool, solution)
 
 
 def monoliths(pool: OptimizationProblem) -> OptimizationProblem:
-    """Return the pool with all of a request in one engine, for every class."""
+    """Return the pool without structures that divide a request among engines."""
     return _variants(pool, lambda v: is_monolith(v.structure))
 
 
 def divided(pool: OptimizationProblem) -> OptimizationProblem:
-    """Return the pool without monoliths for classes that have other structures."""
+    """Return the pool without the monoliths of those classes that have other structures."""
     able = {v.demand for v in pool.variants if not is_monolith(v.structure)}
     return _variants(pool, lambda v: not is_monolith(v.structure) or v.demand not in able)
 
@@ -64,7 +64,7 @@ def _gpus(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[Counter
             yield CounterfactualQuestion(
                 f"without {kind}", f"no {kind}", _on(pool, [k for k in kinds if k != kind])
             )
-    # With two kinds, this equals the question without the other kind.
+    # With two GPU types, "only A" would equal "without B".
     for kind in kinds if len(kinds) > 2 else ():
         if used != {kind}:
             yield CounterfactualQuestion(f"only {kind}", f"all on {kind}", _on(pool, [kind]))
@@ -99,7 +99,8 @@ def _on(pool: OptimizationProblem, gpus: Collection[str]) -> OptimizationProblem
 def without_engine(components: Iterable[Component], engine: Engine) -> list[Component] | None:
     """Return the components without this engine, or None if a language model has no other engine.
 
-    A pool cannot answer this question, because the pruned cells of the slower engine are missing.
+    The question without an engine needs a new pool, because the present pool lacks the slower engine's cells,
+    which were pruned.
     """
     others = []
     for c in components:

@@ -1,7 +1,7 @@
-"""Constraints that determine the cost. Each kind is relaxed separately, as a wider pool.
+"""Constraints that determine the plan's cost. The pool is solved again with one kind relaxed at a time.
 
-A row of an integer program may have slack and still increase the cost (half a node cannot be rented). The
-solver therefore determines which constraints bind, not the slacks alone.
+A constraint of an integer program may have slack and still increase the cost, because half a node cannot be
+rented. Slacks alone therefore do not show which constraints bind, and each is tested with a solve.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from cornplug.planner.report import formatting
 from cornplug.planner.report.counterfactual import CounterfactualQuestion
 
 FEWER = 0.1
-"""Fraction of a class's requests whose price is computed."""
+"""Fraction of a class's requests that is removed to compute what these requests cost."""
 
 
 @dataclass(frozen=True)
 class RelaxedConstraint:
     question: CounterfactualQuestion
     slack: float
-    """Smallest slack of the rows of this kind."""
+    """Smallest slack among the program's rows for this constraint."""
     price: bool = False
-    """Whether the saving is a price, which is reported whether or not the constraint binds."""
+    """Whether the saving is the price of some requests, which is reported even if no constraint binds."""
 
 
 def questions(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[RelaxedConstraint]:
+    """Yield the pool's constraints, each with the pool in which it is relaxed."""
     yield from _stock(pool, solution)
     yield from _limits(pool, solution)
     yield from _growth(pool, solution)
@@ -123,6 +124,7 @@ def _demand(pool: OptimizationProblem) -> Iterator[RelaxedConstraint]:
 
 
 def _least_slack(solution: PoolSolution, prefix: str) -> float:
-    """Return the smallest slack in rows of cells that are in use. Rows of other cells are 0 <= 0."""
+    """Return the smallest slack in the rows, named `prefix` and a cell, of cells with replicas. Rows of other
+    cells are 0 <= 0."""
     rows = (f"{prefix}{cell}]" for cell, n in solution.replicas.items() if n)
     return min((solution.slack[row] for row in rows if row in solution.slack), default=0.0)

@@ -1,6 +1,6 @@
-"""Bars and the cost curve of a report, as figures that `report.html.j2` draws.
+"""Sizes and labels of a report's bars and cost curve, which `report.html.j2` draws.
 
-A `kind` is a class of `report.css`, so that the charts follow the reader's light or dark theme.
+A `kind` is a CSS class in `report.css`, so that the charts follow the reader's light or dark theme.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from cornplug.planner.report import formatting
 from cornplug.planner.report.slo_checks import SloCheck
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84.0, 600.0, 16.0, 200.0
-"""Area of a cost curve's points in the drawing."""
+"""Edges of the area with a cost curve's points, in the units of the SVG."""
 
 
 @dataclass(frozen=True)
 class Bar:
     label: str
     share: float
-    """Length of the bar. 1 ends at the chart's limit."""
+    """Length of the bar as a fraction of the chart's limit. May exceed 1."""
     value: str
     kind: str
 
@@ -32,20 +32,20 @@ class Point:
     cost: str
     x: float
     y: float | None
-    """Height in the drawing, or None without a plan."""
+    """Vertical coordinate in the SVG, or None if there is no plan."""
 
 
 @dataclass(frozen=True)
 class Curve:
     levels: list[tuple[float, str]]
-    """Height and cost of each horizontal line."""
+    """Vertical coordinate and cost of each horizontal line."""
     points: list[Point]
     path: str
     """SVG path through all points that have a plan, or "" for fewer than two points."""
 
 
 def utilisation(groups: Sequence[ReplicaGroup]) -> list[Bar]:
-    """Return one bar per group. An estimate has the colour of a warning."""
+    """Return a bar with the utilisation of each group. Groups with estimated times have a warning colour."""
     return [
         Bar(
             f"{g.replicas} × {g.name}",
@@ -58,7 +58,7 @@ def utilisation(groups: Sequence[ReplicaGroup]) -> list[Bar]:
 
 
 def against_bounds(found: Sequence[SloCheck]) -> list[Bar]:
-    """Return one bar per bound: the simulated time as a share of the bound."""
+    """Return a bar for each bound, with the simulated time as a fraction of the bound."""
     return [
         Bar(
             f"{c.demand} {c.name} ≤ {c.bound_text}",
@@ -72,7 +72,7 @@ def against_bounds(found: Sequence[SloCheck]) -> list[Bar]:
 
 
 def cost_curve(curve: Sequence[CurvePoint]) -> Curve:
-    """Return the curve of dollars per hour over the factor on all bounds (log scale)."""
+    """Return the curve of dollars per hour over the factor that multiplies all bounds (log scale)."""
     factors = [math.log(p.slo_factor) for p in curve]
     low, span = min(factors), max(max(factors) - min(factors), 1e-9)
     top = ceiling(max((p.cost_per_hour or 0 for p in curve), default=1))

@@ -1,4 +1,4 @@
-"""Cost of a plan for a slightly different pool. Each question is one quick solve."""
+"""Cost of a plan for a slightly different pool, which takes one quick solve."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cornplug.planner.optimizer.solvers import SolverLimits
 from cornplug.planner.optimizer.solvers import solve as run_solver
 
 QUESTION_WORK: Final = 0.5
-"""Maximum solver work for one question."""
+"""Maximum solver work for one question, in the unit of `SolverOptions.work`."""
 BUILD_WORK: Final = 0.02
-"""Solver work counted for building the model of a question."""
+"""Solver work that is counted for building a question's model."""
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,21 @@ class CounterfactualQuestion:
 @dataclass(frozen=True)
 class CounterfactualAnswer:
     value: float | None
-    """Value of the pool's objective (dollars per hour, goodput, least share), or None if no plan was found
-    that is good enough.
+    """Value of the pool's objective (dollars per hour, goodput or least share), or None if no plan was found,
+    or none that reaches `at_least`.
     """
     proven: bool
-    """Whether the value is proved within the solver's gap, or, if it is None, that there is no such plan."""
+    """Whether the solver proved the value within its gap. If the value is None: whether it proved that there
+    is no such plan."""
     reason: str = ""
-    """If the value is None: the missing capacity or cell, if it is known without a search."""
+    """If the value is None: the capacity or cell that is missing, or "" if only a search would find it."""
     timed_out: bool = False
     """Whether the time limit ended the search. Another run may have another result."""
 
 
 class ExplanationBudget:
-    """Solver work that explanations may use. The same input gives the same explanations on any machine."""
+    """Solver work that explanations may still use. Work is counted, not time, so the same input has the same
+    explanations on any machine."""
 
     def __init__(self, work: float) -> None:
         """Create a budget of `work`, in the unit of `SolverOptions.work`."""
@@ -56,10 +58,11 @@ def ask(
     *,
     at_least: float | None = None,
 ) -> CounterfactualAnswer:
-    """Return the answer for the first objective, without tie-breaks and without a search for the shortfall.
+    """Solve the pool for its first objective only, and return the result. If the pool has no plan, the
+    shortfall is not searched.
 
-    With `at_least`, only plans of at least this value are considered, which prunes most of the search. The
-    work, at most `QUESTION_WORK`, is taken from the budget.
+    With `at_least`, only plans that are at least as good as this value are considered, which prunes most of
+    the search. The work, at most `QUESTION_WORK`, is subtracted from the budget.
     """
     budget.spend(BUILD_WORK)
     model = milp.build(pool)
@@ -79,7 +82,6 @@ def ask(
 
 
 def hours(pool: OptimizationProblem) -> float:
-    """Return the hours by which the objective is divided, because a re-plan's objective is dollars over its
-    horizon.
-    """
+    """Return the hours by which to divide the objective: a re-plan's horizon, because its objective is the
+    dollars over this horizon, and otherwise 1."""
     return pool.current.horizon_hours if pool.current is not None and pool.objective == "cost" else 1.0

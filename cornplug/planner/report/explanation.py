@@ -1,8 +1,8 @@
 """Explanation of a plan: the constraints that determine its cost, its alternatives, and the price of its
 SLOs.
 
-Each question is a separate solve, within a limit of solver work for all. The notes list the questions that
-the limit left open.
+Each question needs a separate solve. All solves together have a limit of solver work, and the notes list the
+questions that were skipped because of it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from cornplug.planner.report.counterfactual import (
 )
 
 WORK: Final = 15.0
-"""Default solver work, in the unit of `SolverOptions.work`."""
+"""Default solver work for all questions together, in the unit of `SolverOptions.work`."""
 _GAP: Final = 0.01
 _NAMED: Final = 3
-"""Number of questions that a note lists by name."""
+"""Maximum number of questions that a note lists by name."""
 
 Report = Callable[[str, float], None]
 
 
 @dataclass
 class _Asked:
-    """Decision with its input, and a solver that is limited to the remaining work."""
+    """Decision with its input, the remaining solver work, and the answers so far."""
 
     plan_input: PlanInput
     decision: PlanDecision
@@ -44,7 +44,7 @@ class _Asked:
     settings: SolverOptions
     skipped: list[str] = field(default_factory=list)
     timed_out: list[str] = field(default_factory=list)
-    """Questions whose search the time limit ended."""
+    """Names of the questions whose search the time limit ended."""
     answers: dict[str, CounterfactualAnswer] = field(default_factory=dict)
 
     @property
@@ -59,16 +59,17 @@ class _Asked:
 
     @property
     def noise(self) -> float:
-        """Differences below this value may come from the solver's gap."""
+        """Largest difference from `value` that the solver's gap alone can cause."""
         return max(self.settings.gap, self.decision.solution.gap) * abs(self.value) + 1e-6
 
     def ask(
         self, name: str, pool: OptimizationProblem, *, better: bool = False
     ) -> CounterfactualAnswer | None:
-        """Solve a question. Returns None if the work is used up. A second question with the same `name`
-        returns the first answer.
+        """Solve this pool, and return the answer, or None if no work is left. A second call with the same
+        `name` returns the first answer.
 
-        With `better`, only plans that are better than this plan by more than the noise count.
+        With `better`, only plans that are better than the decision's plan by more than the noise are
+        considered.
         """
         if name in self.answers:
             return self.answers[name]
@@ -83,7 +84,8 @@ class _Asked:
         return answer
 
     def gained(self, answer: CounterfactualAnswer) -> float | None:
-        """Return by how much the answer is better than the plan, or None if it has no plan."""
+        """Return by how much the answer's value is better than the plan's, or None if the answer has no
+        plan."""
         if answer.value is None:
             return None
         return (self.value - answer.value) if self.costs else (answer.value - self.value)
@@ -96,8 +98,8 @@ def explain(
     work: float = WORK,
     progress: Report | None = None,
 ) -> PlanExplanation:
-    """Return the plan's reasons. Half of the work is for questions about the pool, and the rest for the
-    price of the SLOs."""
+    """Return the explanation of a plan. Questions about the pool may use half of the solver work, and the
+    price of the SLOs the rest."""
     report = progress or (lambda _phase, _share: None)
     solver = plan_input.solver
     settings = solver.model_copy(update={"gap": max(solver.gap, _GAP)})
@@ -224,7 +226,7 @@ def _monolith(asked: _Asked) -> str:
 
 
 def _at_load(asked: _Asked, factor: float) -> monolith.MonolithCost | None:
-    """Return the costs at another load, or None if the work is used up."""
+    """Return the costs at a multiple of the planned rates, or None if no solver work is left."""
     pool, name = asked.decision.pool, f"load × {factor:g}"
     single = asked.ask(f"monolith at {name}", monolith.at(alternatives.monoliths(pool), factor))
     best = asked.ask(name, monolith.at(pool, factor)) if single else None
@@ -268,7 +270,7 @@ def _notes(decision: PlanDecision, asked: _Asked) -> Iterator[str]:
 
 
 def _names(questions: Iterable[str]) -> str:
-    """Return the first few names, and the number of further names."""
+    """Return the first few of the questions' names as text, with the number of further names."""
     names = list(dict.fromkeys(questions))
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{', '.join(names[:_NAMED])}{more}"

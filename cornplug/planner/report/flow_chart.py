@@ -1,6 +1,7 @@
-"""Chart of the flow of requests through the groups: classes on the left, and one column per task.
+"""Chart of the requests that flow through the groups. Request classes are on the left, and each task has a
+column.
 
-`report.html.j2` draws it.
+`report.html.j2` draws the chart.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Box:
     label: str
     under: str
     kind: str
-    """Class of the box in `report.css`."""
+    """CSS class of the box in `report.css`."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class FlowChart:
 
 
 def chart(plan: Plan) -> FlowChart:
-    """Return the chart of request classes and groups. A line's width is its share of the largest flow."""
+    """Return the chart of request classes and groups. The width of a line is proportional to its requests per
+    second."""
     boxes = _boxes(plan)
     edges = _edges(plan.routes)
     most = max(edges.values(), default=1.0)
@@ -66,8 +68,8 @@ def _classes(routes: Sequence[PlanRoute]) -> dict[str, float]:
 
 
 def _edges(routes: Sequence[PlanRoute]) -> dict[tuple[str, str], float]:
-    """Return the requests per second by (from, to). Between two stages they are proportional to both stages'
-    weights.
+    """Return the requests per second on each edge (from, to). Edges between two stages are proportional to
+    the weights of both stages' groups.
     """
     flows: dict[tuple[str, str], float] = defaultdict(float)
     for route in routes:
@@ -81,8 +83,8 @@ def _edges(routes: Sequence[PlanRoute]) -> dict[tuple[str, str], float]:
 
 
 def _boxes(plan: Plan) -> dict[str, Box]:
-    """Return a column of boxes for the classes, then one column for each first task in the order of a
-    request's life.
+    """Return the boxes by name: a column with the classes, then the groups in columns by their first task, in
+    the order in which a request needs the tasks.
     """
     boxes = {
         name: Box(4.0, 4 + n * _ROW, name, formatting.rate(flow), "c1")
@@ -103,6 +105,6 @@ def _path(a: Box, b: Box) -> str:
 
 
 def legend(routes: Sequence[PlanRoute]) -> Iterator[str]:
-    """Yield the same in words, such as "chat/short: 7.5/s as E+PD"."""
+    """Yield the chart's routes in words, such as "chat/short: 7.5/s as E+PD"."""
     for r in routes:
         yield f"{r.app}/{r.request}: {formatting.rate(r.rate)} as {r.structure}"

@@ -1,4 +1,4 @@
-"""Formats for the figures of a plan, used by the terminal, the report and messages."""
+"""Text for a plan's numbers on the terminal, in the HTML report and in messages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NONE = "–"
 
 
 def dollars(per_hour: float | None) -> str:
-    """Return dollars per hour, such as "$4.68/h"."""
+    """Format dollars per hour, such as "$4.68/h"."""
     return NONE if per_hour is None else f"${per_hour:,.2f}/h"
 
 
 def seconds(value: float | None) -> str:
-    """Return a time with three digits, such as "85 ms" or "1.24 s"."""
+    """Format a time with three digits, such as "85 ms" or "1.24 s"."""
     if value is None or math.isnan(value):
         return NONE
     if value < 1:
@@ -29,20 +29,20 @@ def seconds(value: float | None) -> str:
 
 
 def measured(value: float | None, *, slowdown: bool) -> str:
-    """Return a time, or a slowdown such as "2.5x"."""
+    """Format a time in seconds, or with `slowdown` a factor such as "2.5x"."""
     if not slowdown:
         return seconds(value)
     return NONE if value is None else f"{value:.3g}x"
 
 
 def job(of: JobForecast) -> str:
-    """Return a job in words, such as "500,000 requests in 7.9 h of 8 h, for $62.40"."""
+    """Describe a job, as in "500,000 requests in 7.9 h of 8 h, for $62.40"."""
     done = "" if of.done_hours is None else f" in {of.done_hours:.3g} h"
     return f"{of.requests:,} requests{done} of {of.deadline_hours:g} h, for ${of.dollars:,.2f}"
 
 
 def percent(share: float | None) -> str:
-    """Return a share in percent, such as "73 %" or "0.4 %"."""
+    """Format a fraction in percent, such as "73 %" or "0.4 %"."""
     if share is None:
         return NONE
     part = 100 * share
@@ -50,7 +50,7 @@ def percent(share: float | None) -> str:
 
 
 def percentile(name: str) -> str:
-    """Return the name of a percentile, such as "mean" or "P95"."""
+    """Return the name of a percentile as it is printed, such as "mean" or "P95"."""
     return name if name == "mean" else name.upper()
 
 
@@ -59,12 +59,12 @@ def rate(per_second: float) -> str:
 
 
 def count(n: int, noun: str) -> str:
-    """Return a number with its noun, such as "1 replica" or "2 replicas"."""
+    """Format a number with a noun, such as "1 replica" or "2 replicas"."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def proof(of: OptimalityProof) -> str:
-    """Return the proof's status in words. It is never "optimal" without a solver's proof."""
+    """Describe how good a plan is. The text contains "optimal" only if the solver proved it."""
     if of.status == "optimal":
         return "optimal (proved)" if of.gap < 1e-6 else f"optimal (proved to {percent(of.gap)})"
     bound = f"{of.bound:.4g} {of.unit}".rstrip()
@@ -73,7 +73,8 @@ def proof(of: OptimalityProof) -> str:
 
 
 def shape(at: Parallelism, share: float) -> str:
-    """Return one replica's GPUs, such as "1/4 GPU", "TP4", "TP8·PP2", "TP1·DP8", "TP8·DCP8" or "TP1·PCP8"."""
+    """Describe the GPUs of one replica, as in "1/4 GPU", "TP4", "TP8·PP2", "TP1·DP8", "TP8·DCP8" or
+    "TP1·PCP8"."""
     if share < 1:
         return f"1/{round(1 / share)} GPU"
     degrees = {"PP": at.pp, "DP": at.dp, "PCP": at.pcp, "DCP": at.dcp}
@@ -81,22 +82,23 @@ def shape(at: Parallelism, share: float) -> str:
 
 
 def mark(profile: str) -> str:
-    """Return the origin of times: "measured", "given", or "ESTIMATE" if they were not measured."""
+    """Return where a profile's times come from: "measured", "given", or "ESTIMATE" if computed from the GPU
+    table."""
     if profile.startswith("roofline"):
         return "ESTIMATE"
     return "measured" if profile.startswith("measured") else "given"
 
 
 def replicas(of: ReplicaGroup) -> str:
-    """Return the number of replicas, such as "4", or "3+1" for three replicas and one on GPUs that would be
-    idle.
-    """
+    """Format the number of replicas: "4", or "3+1" if one of them runs on GPUs that would otherwise be
+    idle."""
     extra = of.extra_replicas
     return f"{of.replicas - extra}+{extra}" if extra else f"{of.replicas}"
 
 
 def paid_gpus(plan: Plan) -> list[str]:
-    """Return sentences on the GPUs that the SLOs do not need: GPUs of extra replicas, and idle GPUs."""
+    """Return sentences about GPUs that are paid for, but that the SLOs do not need: those of extra replicas,
+    and idle GPUs."""
     found = []
     if any(g.extra_replicas for g in plan.groups):
         found.append(
@@ -115,12 +117,14 @@ class DayPart(NamedTuple):
     hours: str
     """Hours in words, such as "00 to 07 h"."""
     runs: str
+    """Machines that are needed in these hours, in words."""
     given_back: str
+    """Machines that can be returned in these hours, in words."""
     cost_per_hour: float
 
 
 def day_parts(plan: Plan) -> list[DayPart]:
-    """Return the parts of the plan's day. Hours with the same machines are one part."""
+    """Divide the plan's day into parts. Consecutive hours with the same machines are one part."""
     parts = []
     for _, same in groupby(plan.hours, key=lambda h: h.nodes):
         of = list(same)
@@ -132,7 +136,7 @@ def day_parts(plan: Plan) -> list[DayPart]:
 
 
 def day_cost(plan: Plan) -> str:
-    """Return a sentence on the cost of a day."""
+    """Return a sentence about the plan's cost for a day."""
     day = sum(h.cost_per_hour for h in plan.hours)
     whole = plan.cost_per_hour * len(plan.hours)
     if whole - day < 0.005:
@@ -145,7 +149,7 @@ def _machines(counts: Mapping[str, int]) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """Return the plan in one line."""
+    """Summarise the plan in one line: cost, goodput and nodes."""
     nodes = ", ".join(f"{n.count} × {n.name}" for n in plan.nodes if n.count)
     goodput = "" if plan.goodput is None else f", {rate(plan.goodput)} of goodput"
     return f"{dollars(plan.cost_per_hour)}{goodput}: {nodes or 'no nodes'}"

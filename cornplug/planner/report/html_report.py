@@ -1,4 +1,4 @@
-"""A plan as one HTML page, `report.html.j2`, which loads no external resources and runs no code."""
+"""HTML page of a plan, from `report.html.j2`. The page loads no external resources and runs no code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def html(plan: Plan) -> str:
-    """Return the page. All text from the plan is escaped."""
+    """Return the HTML page of a plan. All text from the plan is escaped."""
     found = slo_checks.of(plan)
     return (
         _environment()

@@ -1,7 +1,9 @@
-"""A plan's load test: its request classes as traces, the commands that replay them, and the expected times.
+"""Load test of a plan: a trace for each request class, the commands that replay the traces, and the expected
+times.
 
-`vllm bench serve` replays each trace at its own times, against vLLM and SGLang alike. The traces have the
-input's lengths, bursts and prefix hits. A medium's tokens are text there, so encoders are not loaded.
+`vllm bench serve` replays each trace with the trace's arrival times, on both vLLM and SGLang. Traces have the
+lengths, bursts and prefix hits of the plan's input. Media are replaced by text tokens, so encoders have no
+load.
 """
 
 from __future__ import annotations
@@ -24,31 +26,32 @@ from cornplug.planner.report import formatting, slo_checks
 from cornplug.planner.simulator import arrivals
 
 SECONDS: Final = 120.0
+"""Time that a trace spans, unless this needs fewer than `FEWEST` or more than `MOST` requests."""
 FEWEST: Final = 200
 MOST: Final = 5000
 """Maximum number of requests in one trace."""
 _CHUNK_TOKENS: Final = 16
-"""Tokens of one hash id, which are drawn together."""
+"""Number of tokens that one hash id of a trace stands for."""
 
 
 @dataclass(frozen=True)
 class LoadTest:
-    """Load test of one request class at one address."""
+    """Load test that sends the requests of one class to one address."""
 
     demand: str
     file: str
     trace: str
-    """JSON lines with the time, lengths and hash ids of each request."""
+    """JSON lines with the arrival time, lengths and hash ids of each request."""
     command: str
     expected: str
-    """Rate and expected times of the class, in words."""
+    """Rate, number of requests and expected times, in words."""
 
 
 def load_tests(plan_input: PlanInput, plan: Plan, *, transfer: Transfer = "nixl") -> list[LoadTest]:
-    """Return a load test for each class and address of routes.json. Classes without a language model's
-    address have none.
+    """Return a load test for each request class and each of its addresses in routes.json. Classes without the
+    address of a language model have no load test.
 
-    Raises ConfigError for a plan that is not placed.
+    Raises ConfigError if the plan has no placement.
     """
     routes = json.loads(command_lines.files(plan, transfer=transfer)["routes.json"])
     classes = request_classes(plan_input.applications)
@@ -60,7 +63,8 @@ def load_tests(plan_input: PlanInput, plan: Plan, *, transfer: Transfer = "nixl"
 
 
 def write(tests: Sequence[LoadTest], folder: Path) -> str:
-    """Write the traces into the folder, and return the commands with the expected times."""
+    """Write the traces to the folder, and return a shell script that replays them, with the expected times as
+    comments."""
     folder.mkdir(parents=True, exist_ok=True)
     for test in tests:
         (folder / test.file).write_text(test.trace, encoding="utf-8")
@@ -94,8 +98,8 @@ def _load_test(
 
 
 def _lines(requests: Sequence[SampledRequest], at_s: Sequence[float]) -> Iterator[dict[str, object]]:
-    """Yield the trace's lines. Requests that hit the prefix cache begin with the same hash ids, and all other
-    ids are new.
+    """Yield the lines of a trace. Requests that hit the prefix cache begin with the same hash ids. All other
+    hash ids occur once.
     """
     unused = 1_000_000
     for request, at in zip(requests, at_s, strict=True):
@@ -124,7 +128,7 @@ def _argv(model: str, url: str, requests: int) -> list[str]:
 
 
 def _model(plan: Plan, of: RequestClass) -> str:
-    """Return the model's name in the engines that the class enters."""
+    """Return the model's name in the engines to which the class's requests are sent."""
     return next(g.model for g in plan.groups if of.app.llm in g.components and "P" in g.tasks)
 
 

@@ -1,4 +1,4 @@
-"""Sentences on when the monolith is cheapest, from its cost here and at other loads."""
+"""Sentences that compare the cost of monoliths with the plan's, at the planned load and at other loads."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ from cornplug.planner.report import formatting
 from cornplug.planner.report.counterfactual import CounterfactualAnswer
 
 LOADS: Final = (0.25, 4.0, 0.5, 2.0)
-"""Multiples of all rates."""
+"""Factors on all request rates at which monoliths are compared with the best plan, in this order."""
 
 
 @dataclass(frozen=True)
 class MonolithCost:
-    """Dollars per hour at a multiple of the planned rates, None if there is no plan."""
+    """Dollars per hour at `factor` times the planned rates. A cost is None if there is no plan."""
 
     factor: float
     monolith: float | None
+    """Cost with monoliths only."""
     best: float | None
+    """Cost with any structures."""
 
 
 def at(pool: OptimizationProblem, factor: float) -> OptimizationProblem:
-    """Return the pool at another load, with enough additional stock to leave the question open."""
+    """Return the pool with all rates multiplied by `factor`, and with more stock for a larger load, so that
+    the stock does not decide the comparison."""
     demands = tuple(replace(d, rate=d.rate * factor) for d in pool.demands)
     nodes = tuple(replace(n, stock=ceil(n.stock * max(factor, 1.0))) for n in pool.nodes)
     return replace(pool, demands=demands, nodes=nodes, current=None)
 
 
 def it_wins(cost: float, divided: CounterfactualAnswer | None) -> str:
-    """Return the sentence for a plan of monoliths only, which has this `cost`."""
+    """Return the sentence for a plan with monoliths only, whose cost is `cost`."""
     if divided is None:
         return "The monolith wins here."
     if divided.value is None:
@@ -41,7 +44,7 @@ def it_wins(cost: float, divided: CounterfactualAnswer | None) -> str:
 
 
 def it_loses(cost: float, single: CounterfactualAnswer) -> str:
-    """Return the sentence for a plan that divides some requests, which has this `cost`."""
+    """Return the sentence for a plan that divides some requests among engines, whose cost is `cost`."""
     if single.value is None:
         reason = f" ({single.reason})" if single.reason else ""
         return f"The monolith loses here: no plan of monoliths only meets the SLOs with this pool{reason}."
@@ -51,7 +54,8 @@ def it_loses(cost: float, single: CounterfactualAnswer) -> str:
 
 
 def at_other_loads(loads: Sequence[MonolithCost], gap: float) -> str:
-    """Return the sentence on where the monolith is as cheap as the best plan, within the solver's gap."""
+    """Return a sentence about the loads at which monoliths are as cheap as the best plan, within the solver's
+    gap."""
     known = sorted((x for x in loads if x.best is not None), key=lambda x: x.factor)
     if not known:
         return ""

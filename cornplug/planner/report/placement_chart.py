@@ -10,7 +10,7 @@ from math import ceil
 from cornplug.planner.plan import Plan, PlannedNodes, ReplicaGroup
 
 MOST_NODES = 48
-"""Maximum number of nodes drawn per class. A plan may have hundreds."""
+"""Maximum number of nodes that are drawn for a class, because a plan may have hundreds."""
 SIDE = 26.0
 """Side of a GPU's square."""
 _GAP, _ACROSS = 3.0, 4
@@ -31,7 +31,8 @@ class GpuPart:
 
 
 def parts(plan: Plan, nodes: PlannedNodes) -> list[GpuPart]:
-    """Return the parts of all replicas on this class of nodes. Parts of one GPU are stacked."""
+    """Return the parts of GPUs that replicas use on this class of nodes. Replicas that share a GPU have
+    consecutive parts."""
     taken: dict[tuple[int, int], float] = defaultdict(float)
     found = []
     for g in plan.groups:
@@ -43,7 +44,8 @@ def parts(plan: Plan, nodes: PlannedNodes) -> list[GpuPart]:
 
 
 def _gpus(g: ReplicaGroup, of_node: int, node: int, first: int) -> Iterator[tuple[int, int]]:
-    """Yield the (node, GPU) of each of a replica's GPUs, which may continue on the next node."""
+    """Yield (node, GPU) for each GPU of a replica that starts at GPU `first` of `node`. The replica may
+    continue on the next node."""
     for n in range(g.ranks):
         more, gpu = divmod(first + n, of_node)
         yield node + more, gpu
@@ -51,7 +53,7 @@ def _gpus(g: ReplicaGroup, of_node: int, node: int, first: int) -> Iterator[tupl
 
 @dataclass(frozen=True)
 class Square:
-    """Part of a GPU on the page."""
+    """Rectangle on the page for a part of a GPU."""
 
     x: float
     y: float
@@ -77,7 +79,8 @@ class PlacementChart:
 
 
 def chart(plan: Plan, nodes: PlannedNodes) -> PlacementChart:
-    """Return the chart: one box per node, one square per GPU, and the parts of replicas."""
+    """Return the chart of a class of nodes: a box for each node, a square for each GPU, and the parts that
+    replicas use."""
     shown = min(nodes.count, MOST_NODES)
     columns = min(nodes.gpus, 4)
     wide, high = columns * (SIDE + _GAP) + 12, ceil(nodes.gpus / columns) * (SIDE + _GAP) + 26
@@ -109,5 +112,5 @@ def chart(plan: Plan, nodes: PlannedNodes) -> PlacementChart:
 
 
 def keys(plan: Plan) -> list[tuple[str, int]]:
-    """Return (group, number of its colour) for the legend."""
+    """Return each group with the number of its colour, for the legend."""
     return [(g.name, n % _COLOURS) for n, g in enumerate(plan.groups)]

@@ -1,4 +1,4 @@
-"""Folder into which a plan is written. A later run replaces only files of earlier runs."""
+"""Folder to which a plan is written. A later run replaces only the files that an earlier run wrote."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from cornplug.planner.plan import Plan
 from cornplug.planner.report import html_report, prometheus_files
 
 WRITTEN: Final = ".cornplug-plan.json"
-"""File with the names of the files that a run has written."""
+"""File that lists the names of the files that a run wrote."""
 
 
 def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> tuple[list[Path], str]:
     """Write plan.json, report.html, commands.txt with its files, and the files for Prometheus.
 
-    Returns their paths, and the reason if commands are missing. Raises ConfigError if a file with such a name
-    exists that no earlier run wrote.
+    Returns the paths of the files, and the reason if the commands could not be written, or "". Raises
+    ConfigError if a file with one of the names already exists and no earlier run wrote it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # Written next to their final location, so that each file is moved in one step and a failure leaves the
-    # old plan intact.
+    # First written to a subfolder, so that each file is moved to its final path in one step, and a failure
+    # leaves the old plan intact.
     with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as made:
         new = Path(made)
         plan.save(new / "plan.json")
@@ -67,5 +67,5 @@ def _written(folder: Path) -> set[str]:
         names = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise ConfigError(f"-o {folder}", f"{WRITTEN} cannot be read ({e})", "Choose another folder.") from e
-    # cornplug never writes a name that contains a path.
+    # cornplug writes only plain file names. Ignore others, so that no file outside the folder is deleted.
     return {name for name in names if Path(name).name == name}

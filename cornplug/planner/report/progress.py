@@ -1,4 +1,5 @@
-"""Progress line on a terminal while a plan is computed: the phase, and the solver's incumbent and bound."""
+"""Progress line on a terminal while a plan is computed. It shows the phase, and the solver's best plan and
+bound."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ PHASES: Final = {
 
 
 class ProgressLine:
-    """Progress line. `decide` and `explain` call `phase` and `watch`."""
+    """Line that shows the progress. `decide` and `explain` call `phase` and `watch`."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -40,7 +41,7 @@ class ProgressLine:
 
 
 def found(at: optimization_problem.SolveProgress) -> str:
-    """Return the solver's progress, such as "solving: 58.2 found, bound 57.9, gap 0.52 %"."""
+    """Describe the solver's progress, as in "solving: 58.2 found, bound 57.9, gap 0.52 %"."""
     bound = "no bound yet" if at.bound is None else f"bound {at.bound:.4g}"
     if at.incumbent is None:
         return f"solving: no plan yet, {bound}"
@@ -53,7 +54,7 @@ def found(at: optimization_problem.SolveProgress) -> str:
 
 @contextmanager
 def shown(console: Console, *, quiet: bool) -> Iterator[ProgressLine]:
-    """Show a progress line, which is removed at the end. Without a terminal, nothing is shown."""
+    """Show a progress line for the block, and remove it at the end. Without a terminal, show nothing."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),

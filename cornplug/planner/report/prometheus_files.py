@@ -1,6 +1,7 @@
-"""A plan for Prometheus: forecasts as recording rules, and engines as labelled targets.
+"""Files for Prometheus: recording rules with a plan's forecasts, and targets with the engines' addresses.
 
-`deploy/grafana/plan.json` shows them next to the engines' own metrics, joined by the label `cornplug_group`.
+The dashboard `deploy/grafana/plan.json` shows the forecasts next to the engines' own metrics, joined by the
+label `cornplug_group`.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ LABELS: Final[Mapping[str, tuple[str, ...]]] = {
     SECONDS: (GROUP, "app", "request", "quantity", "percentile"),
     BOUND: (GROUP, "app", "request", "quantity", "percentile"),
 }
-"""Labels by recorded series."""
+"""Label names of each recorded series."""
 _PERCENTILES: Final = ("mean", "p50", "p90", "p95", "p99")
 Rule = tuple[str, float, dict[str, str]]
 """Series, value and labels of a recording rule."""
 
 
 def write(plan: Plan, folder: Path) -> None:
-    """Write both files. Raises ConfigError as `sites` does."""
+    """Write the rules and the targets to the folder. Raises ConfigError as `sites` does."""
     targets = _targets(sites(plan))
     (folder / RULES).write_text(_rules(plan), encoding="utf-8")
     (folder / TARGETS).write_text(targets, encoding="utf-8")
 
 
 def _targets(placed: Sequence[ReplicaAddress]) -> str:
-    """Return `file_sd_configs` of each engine that serves /metrics: rank 0 of each replica."""
+    """Return the content for `file_sd_configs`: the addresses of all engines that serve /metrics, which are
+    rank 0 of each replica."""
     by_group: dict[str, list[str]] = defaultdict(list)
     for site in placed:
         if site.group.engine != "external" and site.rank == 0:
@@ -60,7 +62,8 @@ def _rules(plan: Plan) -> str:
 
 
 def _rates(plan: Plan) -> Iterator[Rule]:
-    """Yield the requests per second of each engine with a language model, as its own counters count them."""
+    """Yield the requests per second of each group that generates output, to compare with the counters of its
+    engines."""
     rates: dict[str, float] = defaultdict(float)
     for route in plan.routes:
         for group, share in _answering(plan, route):
@@ -70,8 +73,8 @@ def _rates(plan: Plan) -> Iterator[Rule]:
 
 
 def _times(plan: Plan) -> Iterator[Rule]:
-    """Yield TTFT and TPOT of each class at the engine that measures them. A decode-only engine measures only
-    TPOT.
+    """Yield TTFT and TPOT of each request class, for each group whose engines measure them. Engines that only
+    decode measure only TPOT.
     """
     forecasts = {(one.app, one.request): one for one in plan.latency_forecasts}
     seen = dict.fromkeys(
@@ -97,7 +100,8 @@ def _of_class(forecast: LatencyForecast, quantity: str, labels: dict[str, str]) 
 
 
 def _answering(plan: Plan, route: PlanRoute) -> Iterator[tuple[ReplicaGroup, float]]:
-    """Yield the groups whose engines generate the output, with their share of the route."""
+    """Yield the groups whose engines generate the route's output, each with its share of the route's
+    requests."""
     groups = {group.name: group for group in plan.groups}
     for stage in route.stages:
         for name, share in stage.groups.items():

@@ -13,27 +13,30 @@ from cornplug.planner.report import formatting
 
 @dataclass(frozen=True)
 class SloCheck:
-    """One bound of one class: seconds, or a slowdown against an idle replica. None if unknown."""
+    """Bound of a request class and the simulated time, both in seconds, or as a multiple of an idle replica's
+    time."""
 
     demand: str
     quantity: str
     """TTFT, TPOT or E2E, or the slowdown of one of them."""
     percentile: str
     bound: float | None
-    """Bound, or None if the input sets none. The time is shown anyway."""
+    """None if the input sets no bound, and only the simulated time is shown."""
     simulated: float | None
+    """Simulated time, or None if it is unknown."""
     slowdown: bool = False
+    """Whether both values are multiples of an idle replica's time."""
 
     @property
     def kept(self) -> bool | None:
-        """Whether the bound is kept. None without a bound, or without a time to compare with it."""
+        """Whether the simulated time keeps the bound, or None if either is None."""
         if self.bound is None or self.simulated is None:
             return None
         return self.simulated <= self.bound
 
     @property
     def name(self) -> str:
-        """Name of the check: "TTFT P95"."""
+        """Name of the time that is checked, such as "TTFT P95"."""
         return f"{self.quantity} {formatting.percentile(self.percentile)}"
 
     @property
@@ -46,19 +49,19 @@ class SloCheck:
 
 
 def of(plan: Plan) -> list[SloCheck]:
-    """Return all bounds and times of a plan, class by class."""
+    """Return the checks of all request classes of a plan."""
     return [check for forecast in plan.latency_forecasts for check in _of(forecast)]
 
 
 def verdict(check: SloCheck) -> tuple[str, Literal["good", "bad", "soft"]]:
-    """Return the verdict in one word, and its style."""
+    """Return the result of a check in one or two words, and its style."""
     if check.kept is None:
         return ("no bound" if check.bound is None else "unknown"), "soft"
     return ("kept", "good") if check.kept else ("MISSED", "bad")
 
 
 def _of(forecast: LatencyForecast) -> Iterator[SloCheck]:
-    """Yield the bounds, and the times without a bound at the first percentile."""
+    """Yield a check for each bound, and one at the SLO's first percentile for each time without a bound."""
     found = [b for b in forecast.bounds if b.bound is not None]
     quantities = {b.quantity for b in found}
     for b in forecast.bounds:

@@ -1,4 +1,4 @@
-"""Cost of the SLO: the same input is planned again with tighter and looser bounds."""
+"""Cost of the SLOs, which is found by planning the same input again with tighter and looser bounds."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from cornplug.planner.plan import BindingConstraint, CurvePoint
 from cornplug.planner.report.counterfactual import ExplanationBudget
 
 FACTORS: Final = (0.7, 1.5, 0.5, 2.0, 3.0)
-"""Factors on every bound, most important first. 1 is the plan itself."""
+"""Factors that multiply every bound, most important first. The plan itself has the factor 1."""
 LOOSER: Final = 1.5
-"""Factor on one application's bounds, to find their price."""
+"""Factor that multiplies one application's bounds to find what the bounds cost."""
 SOLVE_WORK: Final = 2.0
 """Solver work for one plan, in the unit of `SolverOptions.work`."""
 FORMULATION_WORK: Final = 0.5
-"""Work counted for a plan in addition to its solve, because its cells are computed again."""
+"""Solver work that is counted for computing a plan's cells again, in addition to its solve."""
 
 
 @dataclass
 class SloSweep:
-    """Repeated planning of the same input, while there is work left."""
+    """Repeated planning of the same input with other bounds, until the budget is used up."""
 
     plan_input: PlanInput
     budget: ExplanationBudget
     skipped: list[str] = field(default_factory=list)
+    """Names of the questions for which the solver work did not suffice."""
     timed_out: list[str] = field(default_factory=list)
     """Names of the questions whose search the time limit ended."""
 
     def cost(self, name: str, applications: list[Application]) -> SweepCost | None:
-        """Return the cost of the plan for these applications, without simulation, or None if no work is
-        left.
+        """Plan these applications without simulation, and return the cost, or None if the remaining work does
+        not suffice.
         """
         work = min(SOLVE_WORK, self.budget.left - FORMULATION_WORK)
         if work <= 0:
@@ -70,7 +71,8 @@ class SweepCost:
 
 
 def curve(sweep: SloSweep, cost: float) -> list[CurvePoint]:
-    """Return the points in order of the factor. `cost` is the plan's, at factor 1."""
+    """Return the cost for each factor on the bounds, in ascending order. `cost` is the cost of the plan, at
+    factor 1."""
     found = {1.0: SweepCost(cost)}
     for factor in FACTORS:
         one = sweep.cost(f"SLO × {factor:g}", scaled(sweep.plan_input.applications, factor))
@@ -80,10 +82,10 @@ def curve(sweep: SloSweep, cost: float) -> list[CurvePoint]:
 
 
 def monotone_points(found: Mapping[float, SweepCost]) -> Iterator[CurvePoint]:
-    """Yield points whose cost does not rise with looser bounds.
+    """Yield the points of the curve, such that the cost does not rise with looser bounds.
 
-    A plan that meets tighter bounds also meets looser ones. It replaces a more expensive plan of a solve that
-    was stopped early. The point at factor 1 is always the plan itself.
+    A plan that meets tighter bounds also meets looser bounds. It therefore replaces a more expensive plan
+    from a solve that was stopped early. The point at factor 1 is always the plan itself.
     """
     least = inf
     for factor, one in sorted(found.items()):
@@ -93,7 +95,8 @@ def monotone_points(found: Mapping[float, SweepCost]) -> Iterator[CurvePoint]:
 
 
 def slo_prices(sweep: SloSweep, cost: float, noise: float) -> Iterator[BindingConstraint]:
-    """Yield the applications whose own bounds increase the cost, with the savings by looser bounds."""
+    """Yield a constraint for each application whose bounds increase the cost, with the saving if its bounds
+    were looser. Savings up to `noise` are ignored."""
     for app in (applications := sweep.plan_input.applications):
         if not bounded(applications, app.name):
             continue
@@ -109,12 +112,13 @@ def slo_prices(sweep: SloSweep, cost: float, noise: float) -> Iterator[BindingCo
 
 
 def scaled(applications: Iterable[Application], factor: float, app: str | None = None) -> list[Application]:
-    """Return the applications with all bounds, of `app` or of every application, multiplied by `factor`."""
+    """Return the applications with the bounds of `app`, or of every application if it is None, multiplied by
+    `factor`."""
     return [_app(a, factor) if app in (None, a.name) else a for a in applications]
 
 
 def bounded(applications: Iterable[Application], app: str | None = None) -> bool:
-    """Return whether there is a bound to scale, of `app` or of any application."""
+    """Return whether `app`, or any application if it is None, has a bound."""
     apps = [a for a in applications if app in (None, a.name)]
     return any(slo.bounded for a in apps for slo in (a.slo, *(r.slo for r in a.requests if r.slo)))
 

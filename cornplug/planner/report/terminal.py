@@ -1,4 +1,4 @@
-"""A plan on a terminal: its groups and cost, its SLO checks, and the reasons for it."""
+"""Output of a plan on a terminal: the groups and cost, the SLO checks, and the reasons for the plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STYLES = {"good": "green", "bad": "bold red", "soft": "dim"}
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Print the plan. Names are printed as text and never parsed as markup."""
+    """Print the plan. Names in the plan are printed as plain text, never parsed as rich's markup."""
     console.print(_head(plan))
     for title, body in _sections(plan):
         console.print()

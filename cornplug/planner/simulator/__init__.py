@@ -1,1 +1,1 @@
-"""Discrete-event simulation of requests through stations of replicas: one station, or a whole plan."""
+"""Discrete-event simulation of requests that visit stations of replicas: one station, or a complete plan."""

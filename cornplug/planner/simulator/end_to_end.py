@@ -1,4 +1,4 @@
-"""Simulation of all classes of a plan through all of its stations.
+"""Simulates all request classes of a plan on all of its stations.
 
 Runs are repeated with other random numbers until the 95th percentiles of all classes are precise enough.
 """
@@ -22,7 +22,7 @@ from cornplug.planner.simulator.traffic import ClassTraffic, Delays, TrafficClas
 __all__ = ["Delays", "SimulatedPlan", "SimulatedTimes", "TrafficClass", "simulate_plan", "times_of"]
 
 PRECISION: Final = 0.02
-"""Relative standard error of a 95th percentile at which the runs stop."""
+"""Relative standard error of the 95th percentiles below which no further run is needed."""
 _NONE: Final = (math.nan, math.nan, math.nan)
 FEWEST_RUNS: Final = 4
 MOST_RUNS: Final = 16
@@ -30,7 +30,7 @@ MOST_RUNS: Final = 16
 
 @dataclass(frozen=True)
 class SimulatedTimes:
-    """Latencies of one class in seconds."""
+    """Simulated latencies of one class in seconds."""
 
     ttft: RequestTimes
     tpot: RequestTimes
@@ -38,32 +38,35 @@ class SimulatedTimes:
     slowdowns: tuple[RequestTimes, RequestTimes, RequestTimes]
     """Slowdowns of TTFT, TPOT and E2E. Empty if the requests have no idle latencies."""
     finished: float
-    """Requests per second that finished while requests arrived. Below the rate if the plan is overloaded."""
+    """Number of requests per second that finished while requests arrived. Below the rate if the plan is
+    overloaded.
+    """
 
 
 @dataclass(frozen=True)
 class SimulatedPlan:
     times: dict[str, SimulatedTimes]
-    """Latencies by request class."""
+    """Request class -> simulated latencies."""
     queues: dict[str, QueuePeak]
-    """Queue peaks of all runs by station."""
+    """Station -> peak of its queues in all runs."""
 
 
 @dataclass(frozen=True)
 class _EndToEndRun:
-    """Results of one run, with one entry per request of a class, in seconds. NaN if the request has no such
-    time.
+    """Latencies of a class in one run, in seconds, with one entry per request.
+
+    An entry is NaN if the request has no such latency.
     """
 
     ttft: NDArray[np.float64]
     tpot: NDArray[np.float64]
     e2e: NDArray[np.float64]
     idle: NDArray[np.float64]
-    """TTFT, TPOT and E2E of each request alone on its SLO's idle replica, shape (requests, 3). NaN without an
-    idle replica.
+    """TTFT, TPOT and E2E of each request alone on the idle replica of its SLO, shape (requests, 3). NaN if
+    the SLO has no idle replica.
     """
     finished: float
-    """Requests per second that finished while requests arrived."""
+    """Number of requests per second that finished while requests arrived."""
 
 
 def times_of(samples: NDArray[np.float64]) -> RequestTimes:
@@ -85,12 +88,14 @@ def simulate_plan(
     seed: int,
     most_runs: int = MOST_RUNS,
 ) -> SimulatedPlan:
-    """Simulate the plan with all classes sharing its stations.
+    """Simulate a plan in which all classes share the stations.
 
-    Each of 4 to `most_runs` runs counts about `requests` requests, divided among the classes by their rates.
-    The plan is warm before the first counted request and loaded after the last. A request's group at a stage
-    is random by weight. Raises ConfigError if a route's class or group is unknown, or a request's KV does not
-    fit on a replica.
+    There are 4 to `most_runs` runs. Each run counts about `requests` requests, divided among the classes in
+    proportion to their rates. Requests before the first and after the last counted request are simulated but
+    not counted. A request's group at a stage is chosen randomly by weight.
+
+    Raises ConfigError if a route's class or group does not exist, or if a request's KV does not fit on a
+    replica.
     """
     places = list(stations.values())
     all_traffic = traffic(stations, routes, classes, delays)
@@ -111,7 +116,7 @@ def _merged_jobs(
     rng: np.random.Generator,
     queues: dict[str, QueuePeak],
 ) -> dict[str, _EndToEndRun]:
-    """Return the times by class, and update `queues` with higher peaks."""
+    """Simulate one run, return the latencies by class, and update `queues` if queues were longer."""
     if not all_traffic:
         return {}
     counted, warm = horizon(stations, all_traffic, requests)
@@ -168,7 +173,7 @@ def _pooled(runs: Sequence[_EndToEndRun]) -> SimulatedTimes:
 
 
 def _error(runs: Sequence[Mapping[str, _EndToEndRun]]) -> float:
-    """Return the largest relative standard error of the classes' 95th percentiles."""
+    """Return the largest relative standard error of the 95th percentiles of all classes."""
     worst = 0.0
     for name in runs[0]:
         for what in ("ttft", "tpot", "e2e"):

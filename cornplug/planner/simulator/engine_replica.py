@@ -1,13 +1,13 @@
-"""One replica of a language model's engine, with iterations that prefill, decode, or both.
+"""Simulates one replica of a language model's engine, with iterations that prefill, decode, or do both.
 
 The scheduler (`group_scheduler.py`) decides what an iteration computes. Iterations without prefill differ
-only in their context, which grows by one token per request, so a run of them is one event: n iterations of b
-requests with c tokens of context take n·decode(b) + kv_token_s·(n·c + b·n·(n-1)/2). An admission ends the run
-at the current iteration.
+only in their context, which grows by one token per request, so consecutive iterations without prefill are one
+event: n iterations of b requests with c tokens of context take n·decode(b) + kv_token_s·(n·c + b·n·(n-1)/2).
+If a request is admitted, this event ends with the current iteration.
 
-With attention data parallelism a replica has several schedulers. A request goes to the scheduler with the
-fewest requests, as in vLLM's coordinator and SGLang's controller. The groups share the experts and so run in
-lockstep: each iteration takes as long as that of the busiest group.
+With attention data parallelism, a replica has several schedulers. A request goes to the scheduler with the
+fewest requests, as in vLLM's coordinator and SGLang's controller. The groups share the experts, so they run
+in lockstep: each iteration takes as long as the iteration of the busiest group.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ class EngineReplica:
         group.check_fits(request)
         self.outstanding += 1
         if not self._prefills and request.output_tokens == 1:
-            # Prefill produced the only token. A job may leave only through `wake`.
+            # Prefill has already generated the only token. Add an event, because a job may leave only in
+            # `wake`.
             self._agenda.add(now, self, -1 - job)
             return
         group.queue(job, request)
         if self._idle:
-            # An event instead of a call, so that requests that arrive at the same time share the iteration.
+            # Add an event instead of a call, so that requests that arrive at the same time share the
+            # iteration.
             self._schedule(now, 0, 0.0)
         elif not self._mixed and group.admits_next(job):
             self._cut_short(now)
@@ -69,7 +71,10 @@ class EngineReplica:
         return left
 
     def load(self, now: float) -> float:
-        """Return the remaining work: prompts as if alone, decodes as their share of a full batch."""
+        """Return the remaining work in seconds.
+
+        Prompts count as if they ran alone, and decoding requests with their share of a full batch.
+        """
         work_s = max(group.work_s for group in self._groups)
         return work_s + (max(self._until - now, 0.0) if self._mixed else 0.0)
 
@@ -103,14 +108,18 @@ class EngineReplica:
             self._idle = True
 
     def _schedule(self, start: float, count: int, seconds: float) -> None:
-        """Begin a piece of work at `start` that replaces the current one."""
+        """Begin a piece of work of `count` iterations at `start`. It replaces the current piece of work."""
         self._idle = False
         self._start, self._count, self._until = start, count, start + seconds
         self._version += 1
         self._agenda.add(self._until, self, self._version)
 
     def _decode_run_s(self, iterations: int) -> float:
-        """Return an upper bound: one group has the most requests and the most context of all groups."""
+        """Return the time of consecutive decode iterations.
+
+        With several groups, this is an upper bound, as if one group had the most requests and the most
+        context.
+        """
         b = self._most_running
         seconds = self._groups[0].decode_step_s(b)
         most = max(group.context for group in self._groups)
@@ -122,13 +131,13 @@ class EngineReplica:
         return max(len(group.running) for group in self._groups)
 
     def _cut_short(self, now: float) -> None:
-        """End a run of decode iterations after the current iteration."""
+        """End the consecutive decode iterations after the current iteration."""
         count = self._iterations_by(now - self._start)
         if count < self._count:
             self._schedule(self._start, count, self._decode_run_s(count))
 
     def _iterations_by(self, seconds: float) -> int:
-        """Return the smallest number of iterations of the run, at least 1, that take `seconds` or more."""
+        """Return the smallest number of consecutive iterations, at least 1, that take `seconds` or more."""
         square = self._steps.kv_token_s * self._most_running / 2
         linear = self._decode_run_s(1) - square
         if not linear:

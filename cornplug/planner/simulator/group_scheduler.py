@@ -1,9 +1,9 @@
-"""Queue, batch and KV of one engine scheduler, which serves a whole replica or one attention-DP group.
+"""Simulates one engine scheduler, which serves a complete replica or one attention-DP group.
 
-An iteration takes waiting prompts by priority, first in first out, up to `chunk_tokens` minus one token per
-decoding request. A request is admitted if fewer than `max_batch` are running and the KV of its whole prompt
-and output fits in the cache in addition to all reservations. The media items of a prompt (tasks with E) are
-encoded in the iteration of its first chunk.
+It has a queue, a batch and KV. An iteration computes waiting prompts by priority and in order of arrival, up
+to `chunk_tokens` minus one token per decoding request. A request is admitted if fewer than `max_batch`
+requests are running and the KV of its complete prompt and output fits into the cache in addition to all
+reservations. The media items of a prompt (tasks with E) are encoded in the iteration of its first chunk.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ class GroupScheduler:
         """Heap of (iteration after which the request leaves, job, request)."""
         self._iteration = 0
         self.context = 0
-        """Number of tokens that the running requests attend to."""
+        """Number of tokens to which the running requests attend."""
         self._reserved = 0
         self.work_s = 0.0
         self._prefilling = self._most_prefilling = self._most_waiting = 0
-        """Prompt tokens of requests in prefill or before, their peak, and the peak of waiting requests."""
+        """Number of prompt tokens of requests that have not finished prefill, its peak, and the peak number
+        of waiting requests."""
         self.outstanding = 0
 
     @property
@@ -52,7 +53,7 @@ class GroupScheduler:
     # Admission ------------------------------------------------------------------------------
 
     def queue(self, job: int, request: SampledRequest) -> None:
-        """Insert the request after those of the same or higher priority, as both engines do."""
+        """Insert a request after the requests of the same or higher priority, as both engines do."""
         self.outstanding += 1
         self.work_s += self._prefill_work_s(request) + self._decode_work_s(request)
         priority, at = self._log.priority, len(self._waiting)
@@ -69,7 +70,7 @@ class GroupScheduler:
         return first == job and self._admissible(request)
 
     def check_fits(self, request: SampledRequest) -> None:
-        """Raise ConfigError if the request's KV is larger than the whole cache."""
+        """Raise ConfigError if the request's KV is larger than the cache."""
         if self._needs(request) > self._station.kv_tokens:
             raise ConfigError(
                 f"{self._station.name}.kv_tokens",
@@ -79,7 +80,7 @@ class GroupScheduler:
             )
 
     def _needs(self, request: SampledRequest) -> int:
-        """Return the KV tokens that the request needs here in total."""
+        """Return the number of KV tokens that the request needs in total on this replica."""
         return request.prompt_tokens + request.output_tokens if self._decodes else request.prompt_tokens
 
     def _admissible(self, request: SampledRequest) -> bool:
@@ -99,7 +100,10 @@ class GroupScheduler:
     # An iteration ---------------------------------------------------------------------------
 
     def fill(self) -> tuple[int, float]:
-        """Return the next iteration's prompt tokens, and the seconds to encode their items."""
+        """Choose the requests of the next iteration.
+
+        Returns (number of prompt tokens, seconds to encode the prompts' media items).
+        """
         return self._pack() if self._prefills else self._join()
 
     def _join(self) -> tuple[int, float]:
@@ -178,8 +182,10 @@ class GroupScheduler:
     # Times ----------------------------------------------------------------------------------
 
     def decode_step_s(self, requests: int) -> float:
-        """Return the decode time of one token each for `requests` requests, without the time for their
-        context."""
+        """Return the time of an iteration that decodes one token for each of `requests` requests.
+
+        The time for the requests' context is not included.
+        """
         seconds = self._decode_s.get(requests)
         if seconds is None:
             seconds = self._decode_s[requests] = self._steps.decode(requests)

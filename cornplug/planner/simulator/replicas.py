@@ -1,7 +1,8 @@
-"""Replicas that serve requests one after another, and encoder replicas that serve batches.
+"""Simulated replicas that serve requests one after another, and simulated encoder replicas that serve
+batches.
 
-The event loop and the router use the same members of all kinds: `arrive`, `wake`, `load`, `outstanding` and
-`busy_s`. The replica of a language model's engine is in `engine_replica.py`.
+The event loop and the router use the same members of all kinds of replicas: `arrive`, `wake`, `load`,
+`outstanding` and `busy_s`. Replicas of a language model's engine are in `engine_replica.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from cornplug.planner.simulator.stations import QueuePeak, Station
 
 class SimulatedReplica(Protocol):
     outstanding: int
-    """Number of requests that have arrived and not left."""
+    """Number of requests that have arrived and have not left."""
     busy_s: float
-    """Busy seconds between the simulation's first and last arrival."""
+    """Time in seconds with work, between the simulation's first and last arrival."""
 
     @property
     def queue_peak(self) -> QueuePeak: ...
@@ -28,16 +29,22 @@ class SimulatedReplica(Protocol):
     def arrive(self, now: float, job: int, request: SampledRequest) -> None: ...
 
     def wake(self, now: float, token: int) -> Sequence[int]:
-        """Return the jobs that leave now. `token` is the value that the replica added to the event."""
+        """Handle an event of this replica, and return the jobs that leave now.
+
+        `token` is the value that the replica added to the event.
+        """
         ...
 
     def load(self, now: float) -> float:
-        """Return the seconds of work that have arrived and are not finished."""
+        """Return the unfinished work of requests that have arrived, in seconds."""
         ...
 
 
 class EventAgenda:
-    """Future events: (time, sequence number, replica, its token) or (time, sequence number, None, job)."""
+    """Future events of a simulation.
+
+    An event is (time, sequence number, replica, the replica's token) or (time, sequence number, None, job).
+    """
 
     def __init__(self) -> None:
         self.events: list[tuple[float, int, SimulatedReplica | None, int]] = []
@@ -48,8 +55,10 @@ class EventAgenda:
 
 
 class TokenLog:
-    """Priorities of jobs, times of their first and last tokens, and the window in which utilisation is
-    measured."""
+    """Priorities of jobs, and times of their first and last tokens.
+
+    Also the time window in which utilisation is measured.
+    """
 
     def __init__(self, since: float, until: float, priority: Sequence[int]) -> None:
         """Create an empty log. `priority` has one entry per job."""
@@ -58,18 +67,18 @@ class TokenLog:
         self.last_token = [float("nan")] * len(priority)
 
     def within(self, start: float, end: float) -> float:
-        """Return the seconds of [start, end] between the first and the last arrival."""
+        """Return how many seconds of [start, end] are between the first and the last arrival."""
         return max(min(end, self.until) - max(start, self.since), 0.0)
 
 
 class _Unlimited:
-    """A replica whose queue has no limit in a plan's commands."""
+    """Replica for which a plan's commands set no queue limit."""
 
     queue_peak = QueuePeak()
 
 
 class SerialReplica(_Unlimited):
-    """A replica that serves one whole request after another: a generator, or an engine with its generator.
+    """Replica that serves one request after another: a generator, or an engine with a generator.
 
     A monolith that generates (PDG) occupies its device for a request's prefill, decode and generation, as
     Cornfigurator's monoliths do.
@@ -105,9 +114,10 @@ class SerialReplica(_Unlimited):
 
 
 class EncoderReplica(_Unlimited):
-    """Encoder with batches of up to `max_patches` patches, first in first out.
+    """Encoder with batches of up to `max_patches` patches, in order of arrival.
 
-    Items of a request may share a batch or not. The request leaves when all are encoded.
+    Items of a request may be in the same batch or in different batches. The request leaves when all its items
+    are encoded.
     """
 
     def __init__(self, station: Station, agenda: EventAgenda, log: TokenLog) -> None:
@@ -126,7 +136,7 @@ class EncoderReplica(_Unlimited):
     def arrive(self, now: float, job: int, request: SampledRequest) -> None:
         self.outstanding += 1
         if not request.patches:
-            # Through the agenda, because a job may leave only through `wake`.
+            # Add an event, because a job may leave only in `wake`.
             self._agenda.add(now, self, job)
             return
         self._left[job] = len(request.patches)
@@ -134,7 +144,7 @@ class EncoderReplica(_Unlimited):
             self._items.append((job, patches))
             self._queued_s += self._encode(patches)
         if self._idle:
-            # An event instead of a call, so that requests that arrive at the same time share the batch.
+            # Add an event instead of a call, so that requests that arrive at the same time share the batch.
             self._idle = False
             self._start = self._until = now
             self._agenda.add(now, self, -1)
@@ -173,7 +183,7 @@ class EncoderReplica(_Unlimited):
 
 
 def batches_s(station: Station, patches: Sequence[int]) -> float:
-    """Return the seconds to encode items in consecutive batches of up to `max_patches`."""
+    """Return the time in seconds to encode items in consecutive batches of up to `max_patches` patches."""
     if station.encode is None or not patches:
         return 0.0
     total, batch = 0.0, 0
@@ -186,8 +196,10 @@ def batches_s(station: Station, patches: Sequence[int]) -> float:
 
 
 def off_device_s(station: Station, request: SampledRequest) -> float:
-    """Return the seconds per request at prefill that keep no replica busy: the engine's API and network, and
-    later pipeline stages for the last tokens."""
+    """Return the time in seconds that a request's prefill takes in addition, without occupying a replica.
+
+    This is the time of the engine's API and network, and of later pipeline stages for the last tokens.
+    """
     if station.steps is None or "P" not in station.tasks:
         return 0.0
     last = min(request.computed_tokens, station.chunk_tokens)
@@ -195,7 +207,7 @@ def off_device_s(station: Station, request: SampledRequest) -> float:
 
 
 def isolated_prefill_s(station: Station, request: SampledRequest) -> float:
-    """Return the seconds to encode and prefill one request alone."""
+    """Return the time in seconds to encode and prefill one request alone."""
     seconds = batches_s(station, request.patches) if "E" in station.tasks else 0.0
     if station.steps is None or "P" not in station.tasks:
         return seconds
@@ -206,7 +218,7 @@ def isolated_prefill_s(station: Station, request: SampledRequest) -> float:
 
 
 def isolated_decode_s(station: Station, request: SampledRequest) -> float:
-    """Return the seconds of a single request's iterations after the first token."""
+    """Return the time in seconds of a single request's decode iterations after the first token."""
     if station.steps is None or "D" not in station.tasks:
         return 0.0
     steps = request.output_tokens - 1
@@ -215,7 +227,7 @@ def isolated_decode_s(station: Station, request: SampledRequest) -> float:
 
 
 def isolated_latency_s(station: Station, request: SampledRequest) -> float:
-    """Return the seconds of a single request's visit."""
+    """Return the time in seconds of a request's visit to a station if it is the only request."""
     seconds = isolated_prefill_s(station, request) + isolated_decode_s(station, request)
     if station.generate is not None and "G" in station.tasks:
         seconds += station.generate(request.units)

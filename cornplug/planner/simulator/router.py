@@ -1,12 +1,12 @@
-"""A station's replicas, and the router that chooses a replica for each request.
+"""Simulates a station's router, which chooses a replica for each request.
 
-- power_of_two: of two random replicas, the replica with fewer requests, as in vllm-router and sglang-router.
-- random: any replica.
-- least_work: the fewest seconds of unfinished work, by the replicas' `load`.
-- join_shortest_queue: the fewest requests.
+- power_of_two: the replica with fewer requests, of two random replicas, as in vllm-router and sglang-router.
+- random: a random replica.
+- least_work: the replica with the fewest seconds of unfinished work (`load`).
+- join_shortest_queue: the replica with the fewest requests.
 
-Ties go to the first replica. Routers know no more than the first two policies use; the others are bounds for
-comparison.
+Among equal replicas, the first replica is chosen. Real routers have only the information that the first two
+policies use. The other policies are bounds for comparison.
 """
 
 from __future__ import annotations
@@ -70,8 +70,11 @@ class RouterDispatch:
         return one if one.outstanding <= other.outstanding else other
 
     def _below(self, n: int) -> int:
-        """Return a random index. Drawn in blocks, because a call of numpy's generator costs as much as a
-        simulated request."""
+        """Return a random index below `n`.
+
+        Random numbers are drawn in blocks, because a call of numpy's generator takes as long as a simulated
+        request.
+        """
         if not self._drawn:
             self._drawn = self._rng.random(_BLOCK).tolist()
         return int(self._drawn.pop() * n)

@@ -1,9 +1,9 @@
-"""Discrete-event simulation of requests through stations of engine replicas.
+"""Discrete-event simulation of requests that visit stations of engine replicas.
 
-An event is a request's arrival at a station, or the end of a replica's piece of work. An engine's run of
-decode iterations is one piece, so a request's cost does not grow with its output. Requests that arrive
-together share an iteration or a batch. Failures, preemption for lack of KV (admission reserves it), and the
-router's latency are not simulated.
+An event is a request's arrival at a station, or the end of a replica's piece of work. Consecutive decode
+iterations of an engine are one piece of work, so the simulation of a request does not take longer if its
+output is longer. Requests that arrive at the same time share an iteration or a batch. Failures, preemption
+for lack of KV (admission reserves KV), and the router's latency are not simulated.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ __all__ = ["JobOutcomes", "Station", "StationJob", "StationVisit", "simulate"]
 
 
 def simulate(stations: Sequence[Station], jobs: Sequence[StationJob], *, seed: int = 0) -> JobOutcomes:
-    """Run all jobs (sorted by `at_s`) until they finish, with long waits if a station is overloaded.
+    """Simulate all jobs until they finish, and return their latencies.
 
+    If a station is overloaded, jobs wait as long as necessary. The jobs must be sorted by `at_s`.
     `off_device_s` of the first station that prefills is added once to a job's TTFT and end-to-end latency.
+
     Raises ConfigError if a job's KV does not fit on a replica, and ValueError if the jobs are not sorted.
     """
     if any(b.at_s < a.at_s for a, b in pairwise(jobs)):
@@ -44,7 +46,7 @@ def _span(jobs: Sequence[StationJob]) -> tuple[float, float]:
 
 
 class _Run:
-    """The event loop, with the times at which each job arrived at and left its stations."""
+    """Event loop of a simulation. Records the times at which each job arrived at and left its stations."""
 
     def __init__(
         self, jobs: Sequence[StationJob], dispatches: Sequence[RouterDispatch], agenda: EventAgenda

@@ -22,27 +22,29 @@ class Station:
     tasks: str
     """Tasks of a visit, a subset of "EPDG" in this order."""
     steps: EngineStepTimes | None = None
-    """Required for P and D."""
+    """Times of iterations. Required for the tasks P and D."""
     encode: PiecewiseCurve | None = None
-    """Encode seconds by patches of a batch. Required for E. In an engine (EPD), encoding is part of the
-    iteration."""
+    """Time in seconds to encode a batch, by number of patches. Required for the task E. In an engine (EPD),
+    encoding is part of the iteration."""
     generate: PiecewiseCurve | None = None
-    """Generation seconds by units of a request. Required for G."""
+    """Time in seconds to generate a request's output, by number of units. Required for the task G."""
     kv_tokens: int = 1 << 60
     max_batch: int = 256
     """Maximum number of requests that decode together."""
     chunk_tokens: int = 8192
     max_patches: int = 16384
-    """Maximum patches of an encoder batch. A larger item is a batch of its own."""
+    """Maximum number of patches in an encoder batch. An item with more patches has its own batch."""
     router: Literal["least_work", "join_shortest_queue", "power_of_two", "random"] = "least_work"
     chunked: bool = True
-    """Whether prompts may be split. Otherwise a longer prompt is an iteration of its own."""
+    """Whether prompts may be divided among iterations. Otherwise a prompt longer than a chunk has its own
+    iteration."""
     groups: int = 1
-    """Attention-DP groups per replica. Steps, KV, batch and chunk are those of one group."""
+    """Number of attention-DP groups per replica. `steps`, `kv_tokens`, `max_batch` and `chunk_tokens` are
+    those of one group."""
 
     @property
     def schedulers(self) -> int:
-        """Number of queues of all replicas."""
+        """Number of schedulers, and thus queues, in all replicas."""
         return self.replicas * self.groups
 
     def __post_init__(self) -> None:
@@ -63,28 +65,29 @@ class Station:
 class StationVisit:
     station: int
     delay_s: float = 0.0
-    """Delay before the visit, to transfer the previous result."""
+    """Delay in seconds before the visit, to transfer the result of the previous visit."""
 
 
 @dataclass(frozen=True, slots=True)
 class StationJob:
     at_s: float
     kind: int
-    """Request class, for grouping by the caller."""
+    """Number of the request class, by which the caller groups results."""
     request: SampledRequest
     visits: tuple[StationVisit, ...]
     priority: int = 0
-    """Priority in an engine's queue. Larger goes first; equal priorities keep their order."""
+    """Priority in an engine's queue. Larger priorities are served first, and equal priorities keep their
+    order."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueuePeak:
-    """Longest queue of one replica at any time."""
+    """Maximum length of one replica's queue during a simulation."""
 
     requests: int = 0
     prompt_tokens: int = 0
-    """Prompt tokens of requests that have not finished prefill, including cached tokens, as vLLM counts
-    them."""
+    """Number of prompt tokens of requests that have not finished prefill, including cached tokens, as in
+    vLLM."""
 
     def __or__(self, other: QueuePeak) -> QueuePeak:
         return QueuePeak(max(self.requests, other.requests), max(self.prompt_tokens, other.prompt_tokens))
@@ -92,19 +95,23 @@ class QueuePeak:
 
 @dataclass(frozen=True)
 class JobOutcomes:
-    """Results by job, in the order of the jobs. Seconds are relative to the arrival; NaN means not
-    finished."""
+    """Results of a simulation. Arrays have one entry for each job, in the order of the jobs.
+
+    Times are in seconds. A time is NaN if it does not exist for the job.
+    """
 
     kind: NDArray[np.int64]
     ttft: NDArray[np.float64]
-    """Time to the first token, or the end of all visits without P."""
+    """Time from the job's arrival to the first token, or to the end of all visits if no station prefills."""
     tpot: NDArray[np.float64]
-    """(last token - first token) / (output tokens - 1), or NaN for one token. If a job decodes without
-    prefill, its first token is at its arrival."""
+    """(last token - first token) / (output tokens - 1), or NaN if the output has one token. If a job decodes
+    without prefill, the time of its first token is its arrival."""
     e2e: NDArray[np.float64]
     stage_s: NDArray[np.float64]
-    """(jobs, visits): seconds from the arrival at a station until leaving it. NaN beyond a job's visits."""
+    """Time from the arrival at a station until the job leaves the station, shape (jobs, visits). NaN beyond a
+    job's visits."""
     busy: dict[str, float]
-    """Share of the replicas' time with work between first and last arrival, by station."""
+    """Station -> share of the time between the first and last arrival in which the station's replicas have
+    work."""
     queues: dict[str, QueuePeak]
-    """Queue peaks by station."""
+    """Station -> largest queue of one of the station's replicas."""

@@ -1,4 +1,4 @@
-"""Duration of an engine's iterations on one replica, as numbers without a profile or a GPU table."""
+"""Durations of an engine's iterations on one replica. They do not depend on profiles or the GPU table."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ANY: Final = "*"
 
 @dataclass(frozen=True)
 class PiecewiseCurve:
-    """Piecewise linear curve, extrapolated from the first and last segments, and never below 0.
+    """Piecewise linear curve with values of at least 0.
 
-    A single point defines a line through the origin.
+    It is extrapolated with its first and last segments. A single point defines a line through the origin.
     """
 
     x: tuple[float, ...]
@@ -44,14 +44,14 @@ class PiecewiseCurve:
         xs, ys = self.x, self.y
         if len(xs) == 1:
             return ys[0] * x / xs[0]
-        # From 1 to the last index, so that the first and last segments extend beyond the points.
+        # Search from index 1 to the last index, so that the first and last segments extend beyond the points.
         i = bisect_left(xs, x, 1, len(xs) - 1)
         x0, y0 = xs[i - 1], ys[i - 1]
         y = y0 + (ys[i] - y0) * (x - x0) / (xs[i] - x0)
         return y if y > 0.0 else 0.0
 
     def on(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Evaluate the curve for an array."""
+        """Return the curve's values for an array."""
         xs, ys = np.array(self.x), np.array(self.y)
         if len(xs) == 1:
             return np.asarray(x * (ys[0] / xs[0]), dtype=np.float64)
@@ -69,10 +69,10 @@ class GroupPrefill:
     """Prefill times of an attention-DP group if the other groups have fewer tokens."""
 
     common: PiecewiseCurve
-    """Seconds by mean tokens of all groups. This is the part of `EngineStepTimes.prefill` in which the groups
-    work together on experts, including communication."""
+    """Time in seconds that the groups work together on experts, including communication, by mean number of
+    tokens of all groups. It is part of `EngineStepTimes.prefill`."""
     alone: PiecewiseCurve
-    """Seconds by prompt tokens of the iteration, if the other groups have none."""
+    """Time in seconds of an iteration by number of prompt tokens, if the other groups have no tokens."""
 
     def scaled(self, factor: float) -> GroupPrefill:
         return GroupPrefill(self.common.scaled(factor), self.alone.scaled(factor))
@@ -80,38 +80,47 @@ class GroupPrefill:
 
 @dataclass(frozen=True)
 class EngineStepTimes:
-    """Duration of an engine's iteration on one replica (all TP ranks), or on one attention-DP group with as
-    many tokens in every other."""
+    """Durations of an engine's iterations on one replica (all TP ranks).
+
+    With attention data parallelism, they are the durations on one group if every other group has as many
+    tokens.
+    """
 
     prefill: PiecewiseCurve
-    """Seconds by prompt tokens of the iteration."""
+    """Time in seconds of an iteration by number of prompt tokens."""
     decode: PiecewiseCurve
-    """Seconds by number of requests that get one token."""
+    """Time in seconds of an iteration by number of requests, each of which gets one token."""
     kv_token_s: float = 0.0
     mixed_factor: float = 1.0
     request_overhead_s: float = 0.0
     pipeline: int = 1
-    """Number of pipeline-parallel stages. `prefill` is then the time between iterations (one stage), so that
-    rates are correct. A prompt's last tokens still pass through the other stages."""
+    """Number of pipeline-parallel stages. With several stages, `prefill` is the time between iterations (the
+    time of one stage), so that rates are correct. A prompt's last tokens still pass through the other
+    stages."""
     group: GroupPrefill | None = None
-    """Present with attention data parallelism."""
+    """Prefill times of unequally loaded groups, or None without attention data parallelism."""
 
     @property
     def alone(self) -> PiecewiseCurve:
-        """`prefill` of a replica that does nothing else."""
+        """Prefill times if the other attention-DP groups have no tokens. Without groups, this is
+        `prefill`."""
         return self.prefill if self.group is None else self.group.alone
 
     def drain_s(self, prompt_tokens: int) -> float:
-        """Return the seconds from the end of a prompt's last iteration, with `prompt_tokens`, to its first
-        token."""
+        """Return the time in seconds from the end of a prompt's last iteration to its first token.
+
+        `prompt_tokens` is the number of prompt tokens in the last iteration.
+        """
         return (self.pipeline - 1) * self.prefill(prompt_tokens) if self.pipeline > 1 else 0.0
 
     def step_s(
         self, prompt_tokens: int, requests: int, kv_tokens: int = 0, *, mean: float | None = None
     ) -> float:
-        """Return the seconds of an iteration with both, 0 if empty.
+        """Return the time in seconds of an iteration with prompt tokens and decoding requests, or 0 if it is
+        empty.
 
-        `mean` is the mean tokens of both over all attention-DP groups.
+        `kv_tokens` is the context of the decoding requests. `mean` is the mean number of prompt tokens and
+        requests per attention-DP group.
         """
         decode = self.decode(requests) + self.kv_token_s * kv_tokens if requests else 0.0
         if not prompt_tokens:
@@ -126,7 +135,7 @@ class EngineStepTimes:
         return in_group_s(self.prefill, self.group.common, tokens, mean)
 
     def corrected(self, prefill: float, decode: float) -> EngineStepTimes:
-        """Return the times multiplied by a factor for each kind of iteration."""
+        """Return the times, multiplied by one factor for prefill and one for decode."""
         return replace(
             self,
             prefill=self.prefill.scaled(prefill),
@@ -136,35 +145,38 @@ class EngineStepTimes:
         )
 
     def scaled(self, factor: float) -> EngineStepTimes:
-        """Return the times of a slower replica (factor > 1). Times off the device do not change."""
+        """Return the times of a slower replica (factor > 1). The overhead per request does not change."""
         return self.corrected(factor, factor)
 
 
 def in_group_s(prefill: PiecewiseCurve, common: PiecewiseCurve, tokens: float, mean: float) -> float:
-    """Return the seconds of a group's iteration with `tokens`, with a `mean` over all groups.
+    """Return the time in seconds of a group's iteration with `tokens` tokens, if the mean over all groups is
+    `mean`.
 
-    It is at least the time with `mean` everywhere, because weights are read for any number of tokens.
+    It is at least the time of an iteration with `mean` tokens in each group, because weights are read for any
+    number of tokens.
     """
     return max(prefill(tokens) - common(tokens) + common(mean), prefill(mean))
 
 
 @dataclass(frozen=True)
 class CellHardware:
-    """Times (in seconds) and memory of a cell's replica. None for tasks outside its role."""
+    """Times and memory of a cell's replica. The times of tasks outside its role are None."""
 
     steps: EngineStepTimes | None = None
     encode: PiecewiseCurve | None = None
-    """Seconds by patches of one batch."""
+    """Time in seconds to encode one batch, by number of patches."""
     generate: PiecewiseCurve | None = None
-    """Seconds by units of one request."""
+    """Time in seconds to generate a request's output, by number of units."""
     kv_tokens: int = 0
-    """Tokens that fit in the KV cache. 0 with `steps` means that the model itself does not fit."""
+    """Number of tokens that fit into the KV cache. If `steps` is set, 0 means that the model itself does not
+    fit."""
     requests_per_s: dict[str, float] = field(default_factory=dict)
-    """Requests per second by "application/request" (or ANY), if only a throughput is known."""
+    """"application/request" (or ANY) -> requests per second, if only a throughput is known."""
     tpot_s: dict[str, float] = field(default_factory=dict)
-    """Seconds per token at that rate by "application/request", if measured under an SLO."""
+    """"application/request" -> seconds per token at this throughput, if it was measured under an SLO."""
     source: str = ""
-    """Profile's source, as "roofline (H100, 2026-11 table)", "measured: ..."."""
+    """Source of the profile, for example "roofline (H100, 2026-11 table)" or "measured: ..."."""
     measured: bool = False
 
     def rate_of(self, demand: str) -> float | None:

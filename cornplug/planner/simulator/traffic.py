@@ -1,4 +1,4 @@
-"""Requests of a plan's classes and the stations that they visit, before the simulation."""
+"""Generates the requests of a plan's classes, and the stations that they visit, for a simulation."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ class TrafficClass:
 
     name: str
     rate: float
-    """Arrivals per second. The routes' rates only determine the shares of the paths."""
+    """Number of arrivals per second. The rates of the plan's routes determine only how these requests are
+    divided among paths."""
     burst: float
     """Squared coefficient of variation of the interarrival times."""
     samples: Sequence[SampledRequest]
-    """Equally likely requests."""
+    """Sampled requests, which are equally likely."""
     priority: int = 0
-    """Priority in an engine's queue. Larger goes first."""
+    """Priority in an engine's queue. Larger priorities are served first."""
 
 
 @dataclass(frozen=True)
 class RouteStop:
-    """A stage of a route, with a station chosen at random by weight."""
+    """Stage of a route. Each request visits one of its stations, chosen randomly by weight."""
 
     tasks: str
     stations: tuple[int, ...]
     weights: tuple[float, ...]
     delays_s: NDArray[np.float64]
-    """Delay before the stage for each of the class's samples."""
+    """Delay in seconds before the stage, for each of the class's samples."""
 
     def choose(self, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
         if len(self.stations) == 1:
@@ -61,7 +62,7 @@ class TrafficPath:
 
 @dataclass(frozen=True)
 class ClassTraffic:
-    """A class and the paths of its requests."""
+    """Request class with the paths of its requests."""
 
     of: TrafficClass
     paths: tuple[TrafficPath, ...]
@@ -78,7 +79,7 @@ def traffic(
 ) -> list[ClassTraffic]:
     """Return the classes that have a route, in the order of `classes`.
 
-    Raises ConfigError if the class or a group of a route is unknown.
+    Raises ConfigError if the class or a group of a route does not exist.
     """
     places = {name: i for i, name in enumerate(stations)}
     by_class: dict[str, list[PlanRoute]] = {}
@@ -128,11 +129,11 @@ def _stop(
 def horizon(
     stations: Sequence[Station], all_traffic: Sequence[ClassTraffic], requests: int
 ) -> tuple[float, float]:
-    """Return the seconds in which about `requests` requests arrive, and the seconds before and after for
-    warm-up and cool-down.
+    """Return (time in which requests are counted, warm-up time before and after it), in seconds.
 
-    Up to 3 times as many arrive if a class would otherwise have fewer than 500. Warm-up is 3 times a
-    request's mean isolated latency plus a tenth of the counted time, and at most the counted time.
+    About `requests` requests arrive in the counted time. If a class would have fewer than 500 of them, the
+    time is up to 3 times longer. The warm-up is 3 times a request's mean isolated latency plus a tenth of the
+    counted time, but not longer than the counted time.
     """
     rates = [t.of.rate for t in all_traffic]
     counted = requests / sum(rates)
@@ -151,7 +152,7 @@ def horizon(
 
 
 def jobs_of(t: ClassTraffic, kind: int, seconds: float, rng: np.random.Generator) -> list[StationJob]:
-    """Return a class's requests over `seconds`, with their samples, paths and groups."""
+    """Return a class's requests in `seconds` seconds, with random samples, paths and groups."""
     at = arrivals.within(t.of.rate, t.of.burst, seconds, rng)
     n = len(at)
     paths, samples = t.choose(n, rng), arrivals.evenly(len(t.of.samples), n, rng)

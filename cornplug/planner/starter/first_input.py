@@ -1,4 +1,5 @@
-"""Text of a first plan input, with every table, marked placeholders, and optional keys as comments."""
+"""Text of a first plan input. It has every table, placeholders that are marked, and optional keys as
+comments."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _PROMPT_TOKENS: Final = 1000
 _TTFT_S: Final = (1.0, 2.0, 5.0, 10.0)
 _TPOT_S: Final = (0.05, 0.1, 0.2, 0.5)
 _SLACK: Final = 3.0
-"""Minimum ratio of a placeholder SLO to the pure compute time, to allow for queueing and batching."""
+"""Minimum ratio of a placeholder SLO to the time that the computation alone takes, to allow for queueing and
+batching."""
 
 _HEAD: Final = """\
 # Input of `cornplug plan`, written by `{command}`.
@@ -127,10 +129,10 @@ online_share = 0.8 # share of an engine's capacity for online work; the rest is 
 def first_input(
     model: StartingModel, gpus: Sequence[str], *, folder: str | None, file: str, command: str
 ) -> str:
-    """Return TOML that `cornplug plan` accepts unchanged.
+    """Return the text of a TOML file that `cornplug plan` accepts unchanged.
 
-    `folder` is the checkpoint's path in the file, or None for a hub id. Raises ConfigError for an unknown
-    GPU, or if the model does not fit on any.
+    `folder` is the checkpoint's path as the file refers to it, or None for a hub id. Raises ConfigError for
+    an unknown GPU, or if the model does not fit on any of the GPUs.
     """
     machines = priced_machines(gpus)
     options = hosting_options(model.llm, model.quantisation, machines)
@@ -176,7 +178,8 @@ def _tower(
 
 
 def _source(model: StartingModel, folder: str | None, shape: InputTable) -> str:
-    """Return the lines that name the model and give its size."""
+    """Return the lines of a component that set its model or checkpoint, and its shape if there is no
+    config.json to read it from."""
     if folder is not None:
         return f"checkpoint = {json.dumps(folder)} # its config.json gives the size"
     lines = f"model = {json.dumps(model.name)} # name on the engines' command lines"
@@ -184,7 +187,7 @@ def _source(model: StartingModel, folder: str | None, shape: InputTable) -> str:
 
 
 def _inline(shape: InputTable) -> str:
-    """Return a shape as an inline TOML table, without keys that have their default value."""
+    """Format a shape as an inline TOML table, without the keys that have their default value."""
     fields: dict[str, float] = shape.model_dump(exclude_defaults=True, exclude={"kind"})
     return "{ " + ", ".join(f"{key} = {_number(value)}" for key, value in fields.items()) + " }"
 

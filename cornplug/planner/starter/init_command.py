@@ -1,4 +1,4 @@
-"""`cornplug plan init`: writes a first plan input for a model and a list of GPUs."""
+"""Command `cornplug plan init`, which writes a first plan input for a model and a list of GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from cornplug.planner.starter.known_models import starting_model
 
 
 def main(argv: list[str]) -> int:
-    """Write the file and return the exit status. Raises ConfigError with the argument and the remedy."""
+    """Run the command: write a first plan input, and return the exit status. Raises ConfigError with the
+    wrong argument and the remedy."""
     args = _parser().parse_args(argv)
     out: Path = args.output
     if out.exists() and not args.force:
@@ -38,8 +39,7 @@ def main(argv: list[str]) -> int:
 
 
 def _from(start: Path, folder: Path) -> str:
-    """Return the folder as a file in `start` would refer to it: relative, unless it was given as an
-    absolute path."""
+    """Return the path by which a file in `start` refers to the folder. An absolute path stays absolute."""
     return str(folder) if folder.is_absolute() else os.path.relpath(folder, start)
 
 

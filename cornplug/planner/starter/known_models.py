@@ -1,4 +1,4 @@
-"""Shapes of published models by hub id, and of checkpoints on disk."""
+"""Models for a first plan input: published models by hub id, and checkpoints on disk."""
 
 from __future__ import annotations
 
@@ -17,46 +17,49 @@ from cornplug.planner.inputs import component_shapes
 from cornplug.planner.inputs.schema import Component, InputTable, LLMShape, Quantisation, TowerShape
 
 IMAGE_TOKENS: Final = 1024
-"""Placeholder for models whose image token count depends on the size: 1024 x 1024 pixels with Qwen3-VL's 32 x
-32 pixels per token."""
+"""Placeholder for the tokens of an image, for models in which they depend on the image's size. It is the
+number for 1024 x 1024 pixels with Qwen3-VL's 32 x 32 pixels per token."""
 _PACKED: Final = ("fp8", "awq", "gptq")
 
 
 class KnownModelRow(InputTable):
-    """A row of data/models.toml."""
+    """Row of data/models.toml."""
 
     ids: list[str]
-    """Hub ids of this shape."""
+    """Hub ids of the models with these shapes."""
     llm: LLMShape
     tower: TowerShape | None = None
     image_tokens: int | None = None
-    """Tokens per image, if the number is fixed."""
+    """Tokens per image, or None if they depend on the image's size."""
     quantisation: Quantisation = "none"
     """Quantisation of the published weights."""
     source: str
-    """Source of config.json. A test compares this row's parameters with the published number."""
+    """Source of the config.json from which the shapes are. A test compares the parameters with the published
+    number."""
 
 
 @dataclass(frozen=True)
 class StartingModel:
-    """A model, as a first plan input needs it."""
+    """Properties of a model that a first plan input needs."""
 
     name: str
     """Hub id or folder, as the user wrote it."""
     llm: LLMShape
     tower: TowerShape | None
+    """Shape of the model's tower, or None if the model has no tower."""
     quantisation: Quantisation
     """Quantisation of the published weights."""
     media_tokens: int
-    """Tokens of one image or audio clip. A placeholder unless `fixed_tokens`."""
+    """Tokens of one image or audio clip. A placeholder unless `fixed_tokens` is true."""
     fixed_tokens: bool
-    """Whether every medium has the same number of tokens."""
+    """Whether all images or audio clips have the same number of tokens."""
     from_checkpoint: bool
-    """Whether config.json is in the folder or the local hub cache, so that the input needs no shape."""
+    """Whether config.json is in the folder or the local Hugging Face cache, so that the plan input needs no
+    shape."""
 
 
 def starting_model(name: str) -> StartingModel:
-    """Return the model of a checkpoint folder, of a row of data/models.toml, or of the local Hugging Face
+    """Return the model in a checkpoint folder, or with a hub id in data/models.toml or the local Hugging Face
     cache.
 
     Raises ConfigError for any other name, or for a config.json that does not describe a language model.
@@ -84,7 +87,7 @@ def starting_model(name: str) -> StartingModel:
 
 @cache
 def known_models() -> Mapping[str, KnownModelRow]:
-    """Return the rows of data/models.toml by hub id."""
+    """Return the row of data/models.toml for each hub id in it."""
     rows = tomllib.loads((files("cornplug.planner") / "data" / "models.toml").read_text())["models"]
     read = [KnownModelRow.model_validate(row) for row in rows]
     return {one: row for row in read for one in row.ids}
@@ -106,7 +109,7 @@ def _of_checkpoint(name: str, checkpoint: Checkpoint) -> StartingModel:
 
 
 def _media_tokens(config: Mapping[str, Any], tower: TowerShape) -> int | None:
-    """Return the tokens per image if config.json fixes them."""
+    """Return the tokens per image, or None if config.json does not fix them."""
     for key in ("mm_tokens_per_image", "image_seq_length"):
         if isinstance(said := config.get(key), int) and said > 0:
             return said
@@ -118,8 +121,8 @@ def _media_tokens(config: Mapping[str, Any], tower: TowerShape) -> int | None:
 
 
 def _known(name: str) -> str:
-    """Return a remedy with the closest hub ids, compared case-insensitively by the whole id or the part after
-    the owner."""
+    """Return a remedy for an unknown name. It lists the hub ids whose text, or whose part after the owner, is
+    the most similar."""
     ids = list(known_models())
     by_text = {one.lower(): one for one in ids} | {one.rpartition("/")[2].lower(): one for one in ids}
     wanted = (name.lower(), name.rpartition("/")[2].lower())

@@ -1,4 +1,4 @@
-"""Machines of a list of GPUs with their prices, and whether a model fits on them."""
+"""Machines that have given GPUs, with their prices, and the GPUs on which a model fits."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from cornplug.planner.perf_model.device_efficiency import compute_efficiency
 
 _GIB: Final = 1 << 30
 _ROOM: Final = 0.8
-"""Share of a GPU's memory for weights. The rest is for the KV cache and the engine."""
+"""Fraction of a GPU's memory that weights may use. The rest is for the KV cache and the engine."""
 _ROOFLINE: Final = RooflineProfile()
 
 
 @dataclass(frozen=True)
 class PricedMachine:
-    """A machine with a number of GPUs of one type, and its rows of the price table."""
+    """Machine with a number of GPUs of one type, and the prices of such machines."""
 
     prices: tuple[GpuPrice, ...]
-    """Rows of the price table. `cornplug plan` uses the first if a file gives only the GPU and the number."""
+    """Rows of the price table. `cornplug plan` uses the first row if its input has only the GPU type and the
+    number of GPUs."""
 
     @property
     def gpu(self) -> str:
@@ -41,29 +42,31 @@ class PricedMachine:
 
 @dataclass(frozen=True)
 class HostingOption:
-    """The model on one GPU type, with weights as published, or in FP8 if only that fits."""
+    """GPU type on which the model fits, with the weights as published, or in FP8 if only FP8 weights fit."""
 
     gpu: GpuSpec
     quantisation: Quantisation
     most_tp: int
-    """Largest tensor-parallel degree on this GPU."""
+    """Largest tensor-parallel degree of the model in one machine with this GPU type."""
 
     def step_s(self, llm: LLMShape) -> float:
-        """Return the seconds to read a token's active weights once at `most_tp`."""
+        """Return the estimated seconds of a decode step at `most_tp`: the time to read the active weights
+        once."""
         active = (llm.active_parameters or llm.parameters) / llm.parameters
         read = weights_bytes(llm, self.quantisation, tp=self.most_tp) * active
         return read / (_ROOFLINE.bandwidth_efficiency * self.gpu.bandwidth_gb_s * 1e9)
 
     def prefill_s(self, llm: LLMShape, tokens: int) -> float:
-        """Return the compute time of a prompt in seconds at `most_tp`: two operations per weight and
-        token."""
+        """Return the estimated seconds to compute a prompt at `most_tp`, with two operations for each weight
+        and token."""
         flops = 2 * (llm.active_parameters or llm.parameters) * tokens
         efficiency = compute_efficiency(self.gpu, fp8=False, experts=llm.active_parameters is not None)
         return flops / (efficiency * self.gpu.bf16_tflops * 1e12 * self.most_tp)
 
 
 def priced_machines(gpus: Sequence[str]) -> list[PricedMachine]:
-    """Return the machines of the price table with these GPUs, in the order of the list, smallest first.
+    """Return the machines in the price table that have these GPUs, in the order of `gpus`. Machines with the
+    same GPU are in the order of their number of GPUs.
 
     Raises ConfigError for a GPU that is not in the table.
     """
@@ -82,7 +85,10 @@ def priced_machines(gpus: Sequence[str]) -> list[PricedMachine]:
 def hosting_options(
     llm: LLMShape, published: Quantisation, machines: Sequence[PricedMachine]
 ) -> list[HostingOption]:
-    """Return the GPUs of these machines that can hold the model. Raises ConfigError if there are none."""
+    """Return the GPU types of these machines on which the model fits. Raises ConfigError if there are none.
+
+    `published` is the quantisation of the published weights.
+    """
     if found := _able(llm, published, machines):
         return found
     every = priced_machines([row.gpu for row in gpu_catalog.price_table()])

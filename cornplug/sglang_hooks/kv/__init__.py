@@ -1,1 +1,1 @@
-"""KV pages between SGLang's hierarchical cache and the store."""
+"""Exchange of KV pages between SGLang's hierarchical cache and the store."""

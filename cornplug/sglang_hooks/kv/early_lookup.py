@@ -1,8 +1,9 @@
 """Looks up a request's pages on SGLang's scheduler thread, before a prefetch is queued.
 
-For an unknown prompt, looking up the first page is sufficient and takes 0.1 ms. If a far store may have that
-page, a prefetch is queued, whose thread waits for the far store. If the page is stored, the following pages
-are counted, and the time to fetch them is compared with the time to compute them.
+For a prompt that is not stored, looking up the first page is sufficient and takes 0.1 ms. If a far store may
+have that page, a prefetch is queued, and SGLang's prefetch thread waits for the far store. If the host's
+store has the page, the following stored pages are counted, and the time to fetch them is compared with the
+time to compute them.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageH
 from cornplug.sglang_hooks.kv_pages.reader import PageReader
 
 _NEAR_TOKENS: Final = 4096
-"""Tokens of a prompt that one lookup covers. A lookup takes about a millisecond."""
+"""Maximum number of prompt tokens that one lookup covers. A lookup takes about a millisecond."""
 
 
 class EarlyLookup:
-    """Early lookups of one rank."""
+    """Looks up requests' pages for one rank."""
 
     def __init__(
         self,
@@ -47,18 +48,22 @@ class EarlyLookup:
         in_pairs: bool = False,
     ) -> int:
         """Return how many of `tokens`, which follow `prefix` in a request, are stored and faster to fetch
-        than to compute. Counts the misses. Raises CornplugError."""
+        than to compute.
+
+        Pages that will not be fetched are counted as misses. Raises CornplugError.
+        """
         first = first_page(self._index, tokens, prefix, last_hash, space, in_pairs=in_pairs)
         begins = self._reader.begins(first, len(tokens))
         if begins is None:
-            # Assume one page if other hosts may have some. The actual number is known after the prefetch.
+            # Other hosts may have pages. Assume one page, because only the prefetch determines how many.
             return self._index.page_size
         if not begins:
             return 0
         near = tokens[: _NEAR_TOKENS + in_pairs]
         names = pages(self._index, near, prefix, last_hash, space, in_pairs=in_pairs)
         count, on_disk = self._reader.count(names)
-        # The storage's thread looks up a window after these pages together with the window's own pages.
+        # A window that ends after the looked-up pages is not checked here: the storage's thread looks it up
+        # with all of its pages.
         if self._windows is not None and (count < len(names) or len(tokens) <= _NEAR_TOKENS):
             count = self._windows.reach(names[:count], at_start=not prefix)
             if not count:
@@ -83,9 +88,9 @@ def pages(
     *,
     in_pairs: bool = False,
 ) -> list[str]:
-    """Return SGLang's hashes of the pages of `tokens`, which follow `prefix`. Records the pages in the index.
+    """Return SGLang's hashes of the pages of `tokens`, which follow `prefix`, and record them in the index.
 
-    `in_pairs`: hashes cover pairs of adjacent tokens, so the last token does not begin a pair.
+    With `in_pairs`, hashes cover pairs of adjacent tokens, so the last token does not begin a pair.
     """
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.utils import get_storage_hash_str
@@ -100,7 +105,8 @@ def pages(
         return found
 
     if last_hash is not None and prefix and index.find([last_hash])[0] is None:
-        # Hash again without `last_hash`, which may be for other tokens. The result is then not recorded.
+        # Record the prefix from its first token, because `last_hash` may be the hash of other tokens. If it
+        # is, the pages of `tokens` are not recorded.
         hashed([*prefix, *tokens[:in_pairs]], None)
     return hashed(tokens, last_hash)
 
@@ -114,9 +120,9 @@ def first_page(
     *,
     in_pairs: bool = False,
 ) -> str | None:
-    """Return SGLang's hash of the first page of `tokens`, or None if there is no whole page.
+    """Return SGLang's hash of the first page of `tokens`, or None if they do not fill a page.
 
-    Records every SGLang page inside the store page in which that page begins.
+    Records every SGLang page of the store page in which this first page begins.
     """
     whole = max(index.page_size, index.page_tokens - len(prefix) % index.page_tokens)
     names = pages(index, tokens[: whole + in_pairs], prefix, last_hash, space, in_pairs=in_pairs)

@@ -1,6 +1,6 @@
 """Settings, models, drafts and deployments that exclude KV sharing.
 
-They are checked at the end of SGLang's own resolution of its settings (`hicache_config.settle`), before
+`hicache_config.settle` checks these exclusions at the end of SGLang's own resolution of its settings, before
 cornplug changes any setting. A server that cannot share therefore runs with exactly its stock settings.
 Properties of the loaded model are checked before the host pools are allocated (`late_exclusions.py`).
 """
@@ -18,7 +18,8 @@ from cornplug.kv_page import QUANTISED
 from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS, runs_generic_backend
 
 _LEAST_ROOM_BYTES: Final = 1 << 30
-"""Minimum memory for all host pools. Less would share little, and may be needed to load the model."""
+"""Minimum memory for all host pools. Smaller pools would share little, and loading the model may need the
+memory."""
 _HALF_PAGES: Final = "each rank holds a part of a page that is not a range of heads"
 _NO_CPU: Final = "not tested: SGLang 0.5.23 needs a GPU for it"
 _REFUSES: Final = "SGLang does not start with HiCache and this flag"
@@ -27,15 +28,16 @@ WINDOWS: Final = (
     "heads. With --disable-hybrid-swa-memory (default for Gemma 2 and 3, OLMo 3, EXAONE 4) their KV is "
     "shared, unless the model is multimodal"
 )
-"""Reason for some models with sliding windows."""
+"""Reason why some models with sliding windows do not share KV."""
 BESIDE_WINDOWS: Final = "not tested: with sliding windows in a separate pool"
-"""Reason for settings that are otherwise supported, in models with sliding windows."""
+"""Reason why models with sliding windows exclude some settings that are supported for other models."""
 NO_PAGE_OF_PAIR: Final = (
     "--disaggregation-mode prefill without --page-size (SGLang transfers KV only between servers with the "
     "same page size: set `--page-size 64` on prefill and decode servers)"
 )
-"""Otherwise a decode server fails at the first request, if its prefill server has another page size."""
-# Fields of a text config which show that a token's state is not only in K and V of full attention.
+"""Reason why a prefill server needs an explicit page size: a decode server fails at its first request if its
+prefill server has another page size."""
+# Fields of a text config that indicate state of a token other than K and V of full attention.
 HYBRID_FIELDS: Final = (
     "attention_chunk_size",
     "attn_type_list",
@@ -49,26 +51,27 @@ HYBRID_FIELDS: Final = (
     "ssm_state_size",
 )
 _KV_DTYPES: Final = frozenset({"auto", "bf16", "bfloat16"})
-"""Settings under which cache values have a dtype in `codec.ITEM_BYTES`. All others quantise: those in
-`kv_page.QUANTISED`, with the same names, by a cast, and the rest with separate scales."""
+"""Values of `--kv-cache-dtype` with which the cache has a dtype in `codec.ITEM_BYTES`. All other values
+quantise the cache: values in `kv_page.QUANTISED` by a cast, and the rest with separate scales."""
 _WINDOWED: Final = "not tested: a draft model that attends to a window"
 DRAFTS: Final = "not tested. EAGLE, STANDALONE and NGRAM can be shared"
-"""Reason for values of `--speculative-algorithm` other than `_DRAFTERS`."""
+"""Reason why values of `--speculative-algorithm` other than `_DRAFTERS` exclude sharing."""
 _WITH_DRAFT_KV: Final = frozenset({"EAGLE", "STANDALONE"})
 _DRAFTERS: Final = frozenset({"", "NGRAM", *_WITH_DRAFT_KV})
 DRAFT_TREES: Final = "not tested: drafts with more than one branch. Set --speculative-eagle-topk 1"
-"""Reason for a draft model that proposes several tokens per position."""
+"""Reason why a draft model that proposes several tokens per position excludes sharing."""
 BESIDE_DRAFT: Final = {
     "mla": "not tested: a draft model with an MLA model",
     "images": "not tested: a draft model with a multimodal model",
     "fp8": "not tested: a draft model with an fp8 KV cache",
 }
-"""Reasons for some combinations of model and draft model."""
+"""Reasons why some combinations of model and draft model exclude sharing."""
 TREES: Final = (
     "with more than one branch, SGLang needs pages of one token, or flashinfer: set "
     "--speculative-ngram-max-bfs-breadth 1, or --attention-backend flashinfer"
 )
-"""Reason for NGRAM with its default breadth and other attention backends."""
+"""Reason why NGRAM with its default breadth excludes sharing with attention backends other than
+flashinfer."""
 
 
 class ExcludedFlag(NamedTuple):
@@ -76,11 +79,11 @@ class ExcludedFlag(NamedTuple):
 
     field: str
     plain: object
-    """Value of the field that does not exclude sharing."""
+    """Default value of the field, which does not exclude sharing."""
     flag: str
     why: str
     also: tuple[object, ...] = ()
-    """Further values that do not exclude sharing."""
+    """Other values that do not exclude sharing."""
 
 
 DEPLOYMENTS: Final = (
@@ -121,10 +124,11 @@ DEPLOYMENTS: Final = (
 
 
 def excluded(server_args: Any, page_tokens: int) -> str:
-    """Return the reason why this server's KV cannot be shared, or "" if no exclusion is known.
+    """Return the reason why this server's KV cannot be shared, or "" if no exclusion applies.
 
-    `server_args` are resolved up to SGLang's HiCache step, or not at all. `page_tokens` is the number of
-    tokens of a store page.
+    Args:
+        server_args: SGLang's settings, either unresolved or resolved up to the HiCache step.
+        page_tokens: number of tokens in a store page.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -143,16 +147,18 @@ def excluded(server_args: Any, page_tokens: int) -> str:
 
 
 def fits(page_size: int, page_tokens: int) -> bool:
-    """Return whether an SGLang page is a multiple of a store page, or a store page a multiple of an SGLang
-    page."""
+    """Return whether SGLang pages of this size can be converted to store pages.
+
+    One of the two page sizes must be a multiple of the other.
+    """
     divides = page_size % page_tokens == 0 or page_tokens % max(page_size, 1) == 0
     return page_size > 0 and page_size % LINK_TOKENS == 0 and divides
 
 
 def page_for(settled: Any, page_tokens: int) -> int:
-    """Return the page size to set if neither operator nor model has chosen one, or 0 if no size fits.
+    """Return SGLang's page size for servers whose operator and model set none, or 0 if no size fits.
 
-    A prefill chunk consists of whole pages, so this is the largest page size that divides the chunk.
+    A prefill chunk must consist of complete pages, so the result is the largest page size that divides it.
     """
     chunk = settled.chunked_prefill_size
     for size in (page_tokens, *(n for n in (64, 32, LINK_TOKENS) if n < page_tokens)):
@@ -162,7 +168,7 @@ def page_for(settled: Any, page_tokens: int) -> int:
 
 
 def is_free(server_args: Any) -> bool:
-    """Return whether the page size is SGLang's plain default, which neither operator nor model has chosen."""
+    """Return whether the page size is SGLang's default, because neither operator nor model has set it."""
     for source, declared in reversed(getattr(server_args, "_resolved_overrides", None) or ()):
         if "page_size" in declared:
             return bool(source == "_page_size_default")
@@ -170,7 +176,7 @@ def is_free(server_args: Any) -> bool:
 
 
 def deployment(settings: Any) -> str:
-    """Return the flag and value of the deployment that exclude sharing, or ""."""
+    """Return the reason why the deployment excludes sharing, with the flag and its value, or ""."""
     for each in DEPLOYMENTS:
         if (value := getattr(settings, each.field)) not in (each.plain, *each.also):
             return f"{each.flag} {value} ({each.why})"
@@ -182,8 +188,10 @@ def deployment(settings: Any) -> str:
 
 
 def _not_together(settings: Any) -> str:
-    """Return the flags that can be shared individually but are not tested together, or "" if at most one is
-    set.
+    """Return the reason why the combination of two or more of certain flags excludes sharing, or "" if at
+    most one of these flags is set.
+
+    Each of these flags alone does not exclude sharing.
     """
     ways = {
         "--pp-size": settings.pp_size > 1,
@@ -198,13 +206,13 @@ def _checkpoint(server_args: Any, settled: Any) -> str:
     try:
         config = Checkpoint.open(settled.model_path, settled.revision).config
     except CheckpointError:
-        return ""  # A model that cannot be identified later is not shared.
+        return ""  # KV of this model is not shared, because its identity cannot be computed later.
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     hybrid = [name for name in HYBRID_FIELDS if text.get(name)]
     kinds = {str(kind) for kind in text.get("layer_types") or ()} - {"full_attention"}
-    # With a single pool, layers with windows also keep K and V of every token. For multimodal models with
-    # windows, some attention backends let the tokens of an image attend to each other and some do not (Gemma
-    # 3).
+    # With a single pool, layers with windows also keep K and V of every token. Multimodal models with windows
+    # are excluded, because only some attention backends let the tokens of an image attend to each other
+    # (Gemma 3).
     in_one = settled.disable_hybrid_swa_memory and kinds and not _is_multimodal(server_args)
     if in_one or (kinds == {"sliding_attention"} and keeps_windows_apart(server_args)):
         kinds.discard("sliding_attention")
@@ -299,11 +307,11 @@ def _cache(server_args: Any, settled: Any, page_tokens: int) -> str:
 
 
 def _images_look_alike(server_args: Any) -> str:
-    """Return the reason if SGLang cannot distinguish two prompts that differ only in their images, or "".
+    """Return why SGLang cannot distinguish prompts that differ only in their images, or "" if it can.
 
-    SGLang's models replace placeholder tokens by values of the image's hash. The generic backend does not
-    (0.5.23, `MultiModalMixin.pad_input_ids`). SGLang then runs without a radix cache, but decides this only
-    after it has set up cornplug's storage.
+    SGLang's own models replace placeholder tokens by values of the image's hash. The generic backend does not
+    (0.5.23, `MultiModalMixin.pad_input_ids`). With this backend, SGLang runs without a radix cache, but
+    decides so only after it has set up cornplug's storage.
     """
     from sglang.srt.arg_groups.overrides import model_config_of
 
@@ -314,17 +322,17 @@ def _images_look_alike(server_args: Any) -> str:
 
 
 def _no_room() -> str:
-    """Return the reason why host memory is too small for HiCache, or "".
+    """Return the reason why host memory is too small for HiCache, or "" if it is large enough.
 
-    SGLang excludes a reserve of host memory (10 GiB) from its host pools. With HiCache, a server does not
-    start if no memory is left after the reserve. Without HiCache it does.
+    SGLang keeps a reserve of host memory (10 GiB) out of its host pools. A server with HiCache does not start
+    if no memory is left after the reserve. A server without HiCache does.
     """
     from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
     from sglang.srt.mem_cache.pool_host import base
 
     try:
         free, reserve = available_host_memory_bytes(), base.HICACHE_HOST_MEMORY_RESERVE_BYTES
-    except RuntimeError as e:  # The cgroup's limits are not readable. SGLang's own sizing would fail.
+    except RuntimeError as e:  # The cgroup's limits are not readable, so SGLang could not size its pools.
         return str(e)
     if free - reserve >= _LEAST_ROOM_BYTES:
         return ""
@@ -375,7 +383,8 @@ def drafter(settings: Any) -> str:
 
 
 def branches(settings: Any) -> str:
-    """Return the reason why a server with a draft would not start with pages of several tokens, or ""."""
+    """Return why a server with NGRAM drafts would not start with pages of several tokens, or "" if it
+    would."""
     if str(settings.speculative_algorithm or "").upper() != "NGRAM":
         return ""
     if settings.speculative_ngram_max_bfs_breadth <= 1 or settings.attention_backend == "flashinfer":
@@ -384,8 +393,9 @@ def branches(settings: Any) -> str:
 
 
 def beside_draft(server_args: Any, settled: Any) -> str:
-    """Return the reason why KV of this model is not shared with a draft model, or "" if it is or if there is
-    no draft.
+    """Return the reason why this model's KV is not shared if the server has a draft model.
+
+    Returns "" if KV is shared, or if there is no draft model.
     """
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.configs.model_config import AttentionArch

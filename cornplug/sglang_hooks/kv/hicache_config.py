@@ -1,12 +1,12 @@
-"""Settings of SGLang's hierarchical cache (HiCache) for sharing KV pages.
+"""Configures SGLang's hierarchical cache (HiCache) for sharing KV pages.
 
-Operator flags that exclude sharing cause an error before any process starts (`check`). The other settings are
-decided during SGLang's own resolution, after it has resolved model, dtype and attention backend (`settle`).
-If KV can be shared, settings that the operator did not set are declared. If not, none is declared, and the
-server runs with exactly its stock settings.
+If an operator's flags exclude sharing, `check` raises an error before any process starts. `settle` decides
+the remaining settings during SGLang's own resolution, after SGLang has resolved the model, dtype and
+attention backend. If KV can be shared, `settle` declares the settings that the operator did not set. If KV
+cannot be shared, the server runs with exactly its stock settings.
 
-The host pool's layout and copy engine stay SGLang's own. With each of them, the contiguous ranges between a
-host page and a shared page `[kv_head][layer][K,V][token][dim]` have `dim` values.
+SGLang's layout of the host pool and its copy engine are not changed. With every host layout, copies between a
+host page and a shared page `[kv_head][layer][K,V][token][dim]` consist of contiguous ranges of `dim` values.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ BACKEND: Final = {
     "class_name": "CornplugStorage",
     "interface_v1": 1,
 }
-"""Names of `CornplugStorage` for SGLang's "dynamic" storage."""
+"""Settings with which SGLang's "dynamic" storage loads `CornplugStorage`."""
 
 SECOND_SIGHT: Final = "write_through_selective"
-"""SGLang's write policy with which its tree offers a page at its second request."""
+"""SGLang's write policy that offers a page to the storage when a second request uses the page."""
 
 _EMBEDDINGS_ONLY: Final = "or set CORNPLUG_ENGINE_SHARE_KV=false to share only embeddings"
 
@@ -43,17 +43,17 @@ RIVALS: Final = (
     ("enable_flexkv", False, "--enable-flexkv"),
     ("enable_hisparse", False, "--enable-hisparse"),
     ("radix_cache_backend", None, "--radix-cache-backend"),
-    # Its backups bypass the hook that names a page, and it treats a page as stored even if a full store
-    # refused it.
+    # In other modes, backups bypass the hook that records a page's hash, and SGLang treats a page as stored
+    # even if a full store rejected it.
     ("hicache_host_memory_mode", "cache", "--hicache-host-memory-mode"),
 )
 
 
 def check(server_args: Any, config: Config) -> None:
-    """Raise ConfigError that names both flags, if an operator flag excludes sharing.
+    """Raise ConfigError if an operator's flag cannot be combined with cornplug.
 
-    `server_args` are the operator's own, not yet resolved. A deployment that shares no KV anyway is accepted,
-    and `settle` logs the reason.
+    `server_args` are the operator's settings before SGLang resolves them. A deployment that cannot share KV
+    for another reason is accepted, and `settle` logs that reason.
     """
     if not config.engine.share_kv or exclusions.deployment(server_args):
         return
@@ -66,9 +66,9 @@ def check(server_args: Any, config: Config) -> None:
 
 
 def settle(server_args: Any) -> None:
-    """Declare the settings that KV sharing needs, or log in one line why KV is not shared.
+    """Declare the settings that KV sharing needs, or log why KV is not shared.
 
-    Runs inside SGLang's resolution, after it has resolved model and attention backend.
+    Called during SGLang's resolution, after SGLang has resolved the model and attention backend.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
@@ -96,13 +96,13 @@ def settle(server_args: Any) -> None:
 
 
 def storage_settings(page_size: int, config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the extra config of SGLang's storage for sharing pages, merged with the operator's values."""
+    """Return the extra config with which SGLang's storage shares pages, merged with the operator's values."""
     return {
         # Even a prefix of a single page is worth a lookup, because the store replies in 0.1 ms.
         "prefetch_threshold": page_size,
-        # Time that SGLang waits for a prefetch before it computes. It increases with each page.
+        # Time in seconds that SGLang waits for a prefetch before it computes. SGLang adds time for each page.
         "prefetch_timeout_base": config.store.background_timeout_s,
-        # Without this setting, a backup names only its own hash, and not the hashes of its prefix.
+        # Without this setting, a backup has only the hashes of its own pages, and not those of its prefix.
         "hicache_storage_pass_prefix_keys": True,
         **given,
         **BACKEND,
@@ -110,8 +110,10 @@ def storage_settings(page_size: int, config: Config, given: Mapping[str, Any]) -
 
 
 def _write_policy(resolved: str, config: Config) -> str:
-    """Return SGLang's write policy for `engine.save`. "write_through_selective" copies a page to host memory
-    and offers it to the storage when a second request uses it. "write_back" is kept if the operator set it.
+    """Return SGLang's write policy for `engine.save`.
+
+    "write_through_selective" copies a page to host memory and offers it to the storage when a second request
+    uses the page. "write_back" is kept if the operator set it.
     """
     if config.engine.save == "second" and resolved == "write_through":
         return SECOND_SIGHT
@@ -136,7 +138,7 @@ def named_extra(text: str | None) -> dict[str, Any] | None:
     """Return the extra config of SGLang's "dynamic" storage, if it names cornplug's storage, else None."""
     try:
         extra = json.loads(text or "{}")
-    # The value is "@FILE", or invalid JSON, for which SGLang raises its own error.
+    # The value is "@FILE", or invalid JSON, for which SGLang raises an error.
     except json.JSONDecodeError:
         return None
     ours = isinstance(extra, dict) and extra.get("class_name") == BACKEND["class_name"]
@@ -177,8 +179,9 @@ def _given_extra(server_args: Any) -> dict[str, Any]:
 def compile_hash() -> None:
     """Compile SGLang's page hash, once per machine.
 
-    Otherwise SGLang compiles it at the first call, in the thread that handles lookups, and for half a minute
-    every request would wait for its timeout. Raises ConfigError if it cannot be compiled.
+    Otherwise SGLang would compile the hash at its first call, in the thread that handles lookups, and for
+    half a minute every request would wait until its lookup times out. Raises ConfigError if the compilation
+    fails.
     """
     from sglang.srt.mem_cache.utils import get_hash_str
 

@@ -1,7 +1,7 @@
 """Storage backend "cornplug" for SGLang's hierarchical cache, using the host's store.
 
-SGLang calls it on its storage threads, reads and writes batches of at most 128 pages, and computes pages that
-it does not get. No call raises if the store fails, and every call has a deadline.
+SGLang calls the backend on its storage threads, in batches of at most 128 pages, and computes pages that the
+backend does not return. No call raises an exception if the store fails, and every call has a deadline.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ _MOST_ERRORS: Final = 8
 
 
 class CornplugStorage(FurtherPools):
-    """Storage of one rank. An exclusion is logged once, and SGLang then runs with only its host pool."""
+    """Storage backend of one rank.
+
+    If KV cannot be shared, the reason is logged once, and SGLang then uses only its host pool.
+    """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         if not activation.is_on():
@@ -82,16 +85,17 @@ class CornplugStorage(FurtherPools):
         self._errors = 0
         """Number of unexpected errors so far."""
         self.why_off = ""
-        """Reason why this rank does not share KV, or ""."""
+        """Reason why this rank does not share KV, or "" if it does."""
         self._has_draft_pool = False
         self._context: PoolContext | None = None
         self._writer: PageWriter | None = None
         self._ahead: EarlyLookup | None = None
         self._host_page_bytes = 0
         self.pace: LoadPace | None = None
-        """Durations of loads and steps on this rank, or None before the pools are known."""
+        """Durations of loads and steps on this rank, or None until SGLang has registered its pools."""
         self.idle: IdleBackups | None = None
-        """Set on a server that saves pages while it is idle, after the pools are known."""
+        """Backups while the server is idle. None until SGLang has registered its pools, and on servers that
+        do not save pages while they are idle."""
         self._extra_pools: dict[str, Any] = {}
         self._controller = page_hash_hooks.attaching()
 
@@ -99,7 +103,7 @@ class CornplugStorage(FurtherPools):
 
     @property
     def is_open(self) -> bool:
-        """Whether this rank shares KV, including the pool of a draft model, if there is one."""
+        """Whether this rank's storage has started and was not stopped."""
         return not self._off
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
@@ -118,8 +122,8 @@ class CornplugStorage(FurtherPools):
             self._off = ""
         except CornplugError as e:
             self._stop(e.reason, str(e))
-        # At start, the draft's pool is registered later. For a storage that is attached at run time, it was
-        # registered before.
+        # At startup, SGLang registers the draft model's pool after this call. For a storage that is attached
+        # at run time, SGLang has already registered it.
         self._share_draft()
 
     def _share_draft(self) -> None:
@@ -144,7 +148,7 @@ class CornplugStorage(FurtherPools):
         tokens = self._run.config.engine.page_tokens
         pages = host_pages(self.mem_pool_host)
         if groups is not None:
-            # SGLang keeps windows up to the ends of its pages. Larger store pages rarely end there.
+            # SGLang keeps windows that end at the ends of its own pages. Larger store pages rarely end there.
             tokens = min(tokens, pages.page_size)
         kv_heads = model.get_total_num_kv_heads()
         full_layers = model.num_hidden_layers if groups is None else len(groups.full.layers)
@@ -163,8 +167,8 @@ class CornplugStorage(FurtherPools):
             index = page_hash_hooks.open_index(pages.page_size, tokens)
         except ValueError as e:
             raise LayoutError(str(e), reason="page_size") from e
-        # Compile again in this process. Otherwise SGLang would load it on a thread that it may have to stop
-        # in the meantime.
+        # Load the compiled hash in this process now. Otherwise SGLang would load it on a thread that it may
+        # have to stop in the meantime.
         compile_hash()
         roots = NamespaceRoots(self._run.secret, page, _identify)
         layers = place.layers if groups is None else range(page.layers)
@@ -175,7 +179,7 @@ class CornplugStorage(FurtherPools):
         self.pace = LoadPace(self._run.config.store.load_when, token_bytes)
         stops = self._controller.storage_stop_event.is_set
         threads = copy_threads(self._controller.mem_pool_device.device, place.ranks)
-        # Pages that SGLang's own tree offers at their second request are saved without further conditions.
+        # If SGLang's own tree offers pages only at their second request, cornplug does not count requests.
         only_seen = self._only_seen()
         self._context = PoolContext(self._run, index, self._tally, self.pace, stops, only_seen)
         pool = RankPool(mine, pages, threads)
@@ -190,8 +194,8 @@ class CornplugStorage(FurtherPools):
             )  # fmt: skip
         whole: PageSize = page if self._windows is None else self._windows.with_full(page)
         own_tokens = self._controller.mem_pool_device.size
-        # Copies of an idle server begin on all ranks in the same turn, but pipeline stages have idle turns at
-        # different times.
+        # An idle server's copies must begin on all ranks in the same turn, but pipeline stages have idle
+        # turns at different times.
         if self._run.config.engine.save == "second" and not only_seen and len(place.layers_of_stages) == 1:
             self.idle = IdleBackups(partial(self._free_tokens, whole), own_tokens)
         self._ahead = EarlyLookup(
@@ -230,14 +234,17 @@ class CornplugStorage(FurtherPools):
         logger.info("cornplug: KV of the draft model is shared with servers that have the same draft model")
 
     def _only_seen(self) -> bool:
-        """Return whether the store counts the requests that use a page, because SGLang's tree does not."""
+        """Return whether cornplug must count the requests that use a page, because SGLang's tree does not.
+
+        Pages are counted only if they are saved at their second request.
+        """
         by_tree = self._controller.write_policy == SECOND_SIGHT
         return self._run.config.engine.save == "second" and not by_tree
 
     @staticmethod
     def _part(place: RankPlace, page: PageGeometry, group: bytes, *, latent: bool) -> WriterPart | None:
-        """Return this rank's part of a page. Raises LayoutError."""
-        # For pages of latents, the first rank of each stage writes everything that the stage holds.
+        """Return the part of a page that this rank writes, or None. Raises LayoutError."""
+        # Every rank of a stage holds the same latents (MLA), so only the stage's first rank writes them.
         size, rank = (1, 0) if latent else (place.tp_size, place.tp_rank)
         stages = len(place.layers_of_stages)
         if size * stages > 1 and not group:
@@ -250,7 +257,7 @@ class CornplugStorage(FurtherPools):
         logger.warning("cornplug: KV of this engine is not shared: %s", why)
 
     def close(self) -> None:
-        """End KV sharing. The process keeps its store connection for embeddings."""
+        """Stop sharing KV. The process keeps its store connection for embeddings."""
         self._off = "closed"
         page_hash_hooks.close_index()
         for part in (self._reader, self._writer, self._windows, self._draft):
@@ -270,8 +277,8 @@ class CornplugStorage(FurtherPools):
     ) -> int:
         """Return how many of `tokens`, which follow `prefix` in a request, are worth fetching.
 
-        `in_pairs`: SGLang hashes pairs of tokens, as with an EAGLE draft. Called on the scheduler's thread.
-        Does not raise if the store fails.
+        Called on the scheduler's thread. Returns 0 if the store fails. With `in_pairs`, SGLang hashes pairs
+        of tokens, as it does with an EAGLE draft.
         """
         found = 0
         if self._ahead is not None and self._may_share():
@@ -280,15 +287,18 @@ class CornplugStorage(FurtherPools):
         return found
 
     def queued(self, request: Any, tokens: int) -> None:
-        """Record that SGLang fetches `tokens` tokens for a request."""
+        """Record that SGLang has queued a prefetch of `tokens` tokens for a request."""
         if self.pace is not None:
             self.pace.queued(request, tokens)
             if said := self.pace.news():
                 logger.info("cornplug: %s", said)
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Return how many leading pages the store has. Returns 0 for a model with windows if no window is
-        queried, because full attention alone is not sufficient to continue."""
+        """Return how many leading pages the store has.
+
+        Returns 0 for a model with sliding windows, because pages of full attention without a window are not
+        sufficient to continue a request (`batch_exists_v2`).
+        """
         found = 0
         if self._may_share() and self._reader is not None and self._windows is None:
             with self._fenced("lookup"), miss(self._tally, self._run.app, KV_PAGE):
@@ -301,7 +311,7 @@ class CornplugStorage(FurtherPools):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Fill host pages. Returns True for each page that now has verified KV."""
+        """Fill host pages from the store. Returns True for each page that now has verified KV."""
         done = 0
         if self._may_share() and self._reader is not None:
             began = time.monotonic()
@@ -314,8 +324,9 @@ class CornplugStorage(FurtherPools):
         return [True] * done + [False] * (len(keys) - done)
 
     def _free_tokens(self, page: PageSize) -> int | None:
-        """Return the number of tokens that fit into the store without an eviction, 0 if none are shared, None
-        if the store does not reply.
+        """Return the number of tokens that fit into the store without an eviction.
+
+        The result is 0 if KV is not shared, and None if the store does not reply.
         """
         if self._off or weights_guard.replaced():
             return 0
@@ -364,8 +375,8 @@ class CornplugStorage(FurtherPools):
     ) -> list[bool]:
         """Offer pages to the store.
 
-        Always returns True, because SGLang would log each page that a full or absent store did not accept,
-        and does nothing else with the result. Metrics count the outcomes.
+        Always returns True for each page. SGLang uses the result only to log each page that the storage did
+        not accept, which would flood the log if the store is full or absent. Metrics count the outcomes.
         """
         if self._writer is not None and self._may_save():
             with self._fenced("save"):

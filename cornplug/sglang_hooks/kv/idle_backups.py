@@ -1,17 +1,16 @@
-"""Saves of an idle SGLang server: prompts of finished requests that were not worth copying while requests
-ran.
+"""Saves prompts of finished requests while an SGLang server is idle.
 
-With `engine.save = "second"` the first use of a page saves nothing, so a prompt that one app sent once would
-be computed again for another app. An idle server backs up such prompts like SGLang does at their second
-request, one request at a time, if the store has free capacity. No page is evicted for them.
+With `engine.save = "second"`, a page is not saved at its first use, so a prompt that one app sent once would
+be computed again for another app. An idle server backs up these prompts as SGLang does at their second
+request, one prompt at a time, as long as the store has free capacity. No page is evicted for them.
 
-    a request is finished ──> its key in SGLang's tree is remembered
-    the server idles for 50 ms ──> its tree copies the pages of the newest prompt that are still on the device
-                                   to the host pool, and from there to the store
+    a request finishes ──> its key in SGLang's tree is remembered
+    the server idles for 50 ms ──> the newest prompt's pages that are still on the device are copied to the
+                                   host pool, and from there to the store
     a flush, or a release of memory ──> waits for the copy in progress, because it needs an idle server
 
-All ranks of a tensor-parallel group copy in the same turn of the scheduler's loop. Their turns are in step,
-and they vote.
+All ranks of a tensor-parallel group copy in the same turn of the scheduler's loop. The ranks run their turns
+in step, and vote on each copy.
 """
 
 from __future__ import annotations
@@ -27,20 +26,22 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
 _SETTLE_S: Final = 0.05
-"""Time without a batch before the first copy, because a pause between two requests is not idleness."""
+"""Time in seconds without a batch before the first copy, so that no copy begins in a short pause."""
 _VOTE_TURNS: Final = 8
-"""Number of idle turns between two votes of a group's ranks. SGLang synchronizes several times per turn,
-which takes 30 ms if there are more ranks than cores."""
+"""Number of idle turns from one vote of a group's ranks to the next. SGLang synchronizes several times per
+turn, which takes 30 ms if there are more ranks than cores."""
 _NOT_YET: Final = -1
 
 
 class IdleBackups:
-    """Idle backups of one rank. Used by the scheduler's thread.
+    """Backs up prompts of one rank while the server is idle. Used by the scheduler's thread.
 
     Args:
         free_tokens: returns the number of tokens that fit into the store without an eviction, 0 if nothing
-            should be saved, None if the store does not reply.
-        clock: returns seconds.
+            should be saved, or None if the store does not reply.
+        most_tokens: maximum number of tokens of the prompts that are remembered. Usually the size of the
+            device pool.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -49,12 +50,9 @@ class IdleBackups:
         most_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the backups. `most_tokens` is the size of the device pool, which limits the prompts that are
-        remembered.
-        """
         self._free_tokens, self._most_tokens, self._clock = free_tokens, most_tokens, clock
         self._finished: deque[RadixKey] = deque()
-        """Oldest first."""
+        """Keys of finished requests, oldest first."""
         self._tokens = 0
         """Number of tokens in `_finished`."""
         self._idle_since: float | None = None
@@ -63,21 +61,21 @@ class IdleBackups:
         self._turns = 0
 
     def remember(self, key: RadixKey) -> None:
-        """Remember the key of a finished request, which is in SGLang's tree."""
+        """Remember the key of a finished request whose pages are in SGLang's tree."""
         self._finished.append(key)
         self._tokens += len(key)
         while self._tokens > self._most_tokens:
             self._tokens -= len(self._finished.popleft())
 
     def turn(self, scheduler: Any) -> None:
-        """Handle an idle turn of the scheduler's loop: begin a copy if it is due."""
+        """Begin a copy if it is due. Called in each idle turn of the scheduler's loop."""
         if not self._finished:
             return
         cache = scheduler.tree_cache
         self._turns += 1
         if cache.tp_world_size > 1:
-            # A server that sleeps between turns has one turn per second, and eight turns are longer than most
-            # pauses.
+            # A server that sleeps between turns has one turn per second, so it votes in each turn. Eight
+            # turns would take longer than most pauses.
             if self._turns % _VOTE_TURNS and not scheduler.server_args.sleep_on_idle:
                 return
             vote = torch.tensor([self._room(scheduler)], dtype=torch.int64)
@@ -92,11 +90,15 @@ class IdleBackups:
             self._back_up(cache, room)
 
     def worked(self) -> None:
-        """Record that a batch has run, so the server is not idle."""
+        """Record that a batch has run, so the server was not idle."""
         self._idle_since, self._unanswered = None, False
 
     def _room(self, scheduler: Any) -> int:
-        """Return the number of tokens that may be copied now, or `_NOT_YET` if the server has other work."""
+        """Return how many tokens may be copied now.
+
+        The result is `_NOT_YET` if the server has other work, became idle only recently, or the store did not
+        reply.
+        """
         if not scheduler.is_fully_idle():
             return _NOT_YET
         now = self._clock()
@@ -105,12 +107,13 @@ class IdleBackups:
         if self._unanswered or now - self._idle_since < _SETTLE_S:
             return _NOT_YET
         free = self._free_tokens()
-        # Retry in the next pause, because the scheduler's thread waits for each reply.
+        # If the store does not reply, retry only in the next pause, because the scheduler's thread waits for
+        # each reply.
         self._unanswered = free is None
         return _NOT_YET if free is None else free
 
     def _back_up(self, cache: Any, room: int) -> None:
-        """Let SGLang copy the newest prompt that is only on the device."""
+        """Let SGLang copy the newest prompt that is only on the device and has at most `room` tokens."""
         tree = cache.tree_core
         while self._finished:
             key = self._finished.pop()
@@ -118,6 +121,6 @@ class IdleBackups:
             _, node, path_tokens = tree.match_full_device_prefix(key)
             if tree.is_root(node) or tree.is_backuped(node) or path_tokens > room:
                 continue
-            # Same as at a node's second hit: its ancestors without a copy are copied too.
+            # As at a node's second hit, SGLang also copies the node's ancestors that have no copy.
             cache._execute_and_commit_kv_backup(tree.build_backup_kv_action(node))
             return

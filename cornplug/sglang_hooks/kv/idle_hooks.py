@@ -19,9 +19,9 @@ _WANT_IDLE: Final = frozenset(
         "ReleaseMemoryOccupationReqInput",
     }
 )
-"""Requests that SGLang rejects, or for which it exits, unless nothing is in progress."""
+"""Requests that SGLang can handle only if nothing is in progress. Otherwise it rejects them or exits."""
 _END_ROUNDS, _ROUND_S = 1000, 0.002
-"""Number of checks of a copy in progress before a flush, and the pause between two checks."""
+"""Maximum number of checks whether a copy has ended before a flush, and seconds between two checks."""
 
 
 def _of(cache: Any) -> IdleBackups | None:
@@ -31,7 +31,7 @@ def _of(cache: Any) -> IdleBackups | None:
 
 
 def _finished(_result: None, *args: Any, **kwargs: Any) -> None:
-    """Remember a finished request's key, after its pages were added to the tree."""
+    """Remember the key of a finished request whose pages were just added to the tree."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -41,7 +41,7 @@ def _finished(_result: None, *args: Any, **kwargs: Any) -> None:
     if idle is None or not request.finished():
         return
     if cache.buffer_pipeline is not None:
-        return  # These copies bypass the host pool.
+        return  # This cache's copies bypass the host pool.
     key = RadixKey(
         request.full_untruncated_fill_ids[: call["up_to"]],
         request.extra_key,
@@ -53,18 +53,18 @@ def _finished(_result: None, *args: Any, **kwargs: Any) -> None:
 
 
 def _idles(scheduler: Any) -> None:
-    """Handle an idle turn, before SGLang's housekeeping, after which the scheduler may sleep."""
+    """Run an idle turn before SGLang's housekeeping, after which the scheduler may sleep."""
     idle = _of(scheduler.tree_cache)
     if idle is not None:
         idle.turn(scheduler)
 
 
 def _ended(scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Wait for the copy in progress before a flush of the caches, which would otherwise fail."""
+    """Wait for the copy in progress before SGLang flushes its caches. Otherwise the flush would fail."""
     cache = scheduler.tree_cache
     if _of(cache) is None:
         return
-    # The number is equal on all ranks, which count the ends of copies together.
+    # All ranks make the same number of checks, because they determine together which copies have ended.
     for _ in range(_END_ROUNDS):
         copies = cache.ongoing_write_through or cache.ongoing_backup
         if not copies or scheduler.waiting_queue or not scheduler.running_batch.is_empty():

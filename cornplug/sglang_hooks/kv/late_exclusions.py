@@ -1,15 +1,15 @@
-"""Exclusions that depend on the loaded model. They turn off HiCache, or its storage.
+"""Turns off HiCache or its storage if the loaded model's KV cannot be shared.
 
-    model and device pools exist ──> their kind or dtype excludes sharing: HiCache is not set up
-    storage is attached ──> a rank could not verify its layout: storage is detached
-    a draft model's host pool exists ──> the same check for the draft's pool
-    storage is attached while SGLang runs (PUT /hicache/storage-backend) ──> all checks again: a server that
-                                   cannot share refuses the request with the reason
+    model and device pools exist ──> if their kind or dtype excludes sharing, HiCache is not set up
+    storage is attached ──> if a rank could not verify its layout, all ranks detach their storage
+    a draft model's host pool exists ──> the same check for the draft model's pool
+    storage is attached while SGLang runs (PUT /hicache/storage-backend) ──> all checks run again, and the
+                                   server rejects the request with the reason if it cannot share
 
-All checks run in SGLang's scheduler processes. The first depends only on properties that are equal on every
-rank. The others are votes of all ranks, over SGLang's own group, in functions that all ranks call anyway.
-Therefore no rank enters a collective of cornplug for which another rank's storage is not open. HiCache stays
-on if the operator enabled it explicitly.
+All checks run in SGLang's scheduler processes. The first check depends only on properties that are equal on
+every rank. In the other checks all ranks vote over SGLang's own group, in functions that all ranks call
+anyway. Therefore no rank waits in one of cornplug's collectives for a rank whose storage is not open. HiCache
+stays on if the operator enabled it explicitly.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _schedulers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
 def unshareable(pool: Any, model: torch.nn.Module | None = None) -> str:
-    """Return the reason why a device pool of SGLang cannot be shared as pages, or "".
+    """Return the reason why the KV in a device pool of SGLang cannot be shared, or "" if it can.
 
-    `model` is the model that writes it, needed if its KV has fp8 values.
+    `model` is the model that writes to the pool. It is needed if the KV has fp8 values.
     """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
@@ -44,7 +44,7 @@ def unshareable(pool: Any, model: torch.nn.Module | None = None) -> str:
 
     if (pools := window_pools(pool)) is not None:
         return unshareable(pools[0]) or unshareable(pools[1])
-    # Subclasses store something else: block scales, asymmetric heads, sparse slots, other orders.
+    # Subclasses have other contents, such as block scales, asymmetric heads, sparse slots or another order.
     if type(pool) not in (MHATokenToKVPool, MLATokenToKVPool):
         return f"KV pool {type(pool).__name__} has no pages"
     if quantised_format(pool.dtype) and type(pool) is MHATokenToKVPool:
@@ -59,7 +59,7 @@ def unshareable(pool: Any, model: torch.nn.Module | None = None) -> str:
 
 
 def _scaled(model: torch.nn.Module | None) -> str:
-    """Return the reason why a model's fp8 values are scaled, or "" if every scale is 1."""
+    """Return the reason why a model's fp8 KV is or may be scaled, or "" if every scale is 1."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     layers = [layer for layer in model.modules() if isinstance(layer, RadixAttention)] if model else []
@@ -75,7 +75,10 @@ def _scaled(model: torch.nn.Module | None) -> str:
 
 
 def _pools_made(_result: None, scheduler: Any) -> None:
-    """Turn off HiCache if the device pools cannot be shared. Called before the host pools are allocated."""
+    """Turn off HiCache if KV in the device pools cannot be shared.
+
+    Called before SGLang allocates the host pools.
+    """
     if not activation.is_on() or not scheduler.enable_hicache_storage:
         return
     _schedulers.add(scheduler)
@@ -95,9 +98,10 @@ def _unshareable(scheduler: Any) -> str:
 
 
 def _draft_seen(scheduler: Any) -> str:
-    """Announce the draft model with its own KV, if any, to the storage of this process.
+    """Announce the draft model to this process's storage, if there is one.
 
-    Returns the reason why its KV cannot be shared, or "" if it can or if there is no draft.
+    Returns the reason why the draft model's KV cannot be shared, or "" if it can or if there is no draft
+    model.
     """
     from cornplug.sglang_hooks.kv_pages import draft_pages
 
@@ -113,12 +117,15 @@ def _draft_seen(scheduler: Any) -> str:
 
 
 def _host_pools_made(_result: None, cache: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Vote on the model's storage, after it was created. All ranks call it in step."""
+    """Vote on the model's storage after it was created. All ranks call this at the same point."""
     _vote(cache, with_draft=False)
 
 
 def _draft_pools_made(_result: None, *_args: Any, tree_cache: Any, **_kwargs: Any) -> None:
-    """Vote on the draft's storage, after the draft's host pool was created. All ranks call it in step."""
+    """Vote on the storage after the draft model's host pool was created.
+
+    All ranks call this at the same point.
+    """
     _vote(tree_cache, with_draft=True)
 
 
@@ -146,14 +153,17 @@ def _vote(cache: Any, *, with_draft: bool) -> None:
 
 
 def _attaching(original: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
-    """Wrap SGLang's attaching of a storage at run time. All ranks call it in step, but pipeline stages do
-    not."""
+    """Wrap the function that attaches a storage at run time, and reject cornplug's storage if KV cannot be
+    shared.
+
+    All ranks of a pipeline stage call this at the same point, but the stages do not.
+    """
     call = arguments(original, args, kwargs)
     cache, extra = call["self"], hicache_config.named_extra(call["storage_backend_extra_config_json"])
     named = activation.is_on() and call["storage_backend"] == "dynamic"
     if not named or extra is None or cache.enable_storage:
         return original(*args, **kwargs)
-    # From here to the original's call, every rank computes the same result.
+    # Until the call of `original`, every rank takes the same branches.
     scheduler = next((one for one in _schedulers if one.tree_cache is cache), None)
     if scheduler is None:
         return False, f"cornplug: this server was started without KV sharing. {_RESTART}"
@@ -172,14 +182,17 @@ def _attaching(original: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
         why = "the draft model's KV has no pages" if storage.lacks_draft else ""
     if agreed(cache, not why):
         return ok, said
-    # This is needed after a failure in SGLang too: its controller may still hold a storage that the cache
+    # Detach after a failure in SGLang too, because its controller may still hold a storage that the cache
     # ignores.
     cache.detach_storage_backend()
     return False, f"cornplug: KV of this engine is not shared: {why or 'another rank cannot share'}"
 
 
 def _clearing(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap POST /hicache/storage-backend/clear, to which SGLang replies 200 whatever a storage does."""
+    """Reject POST /hicache/storage-backend/clear for cornplug's storage.
+
+    SGLang itself would reply with status 200 although the storage does not clear the store.
+    """
     scheduler = arguments(original, args, kwargs)["self"]
     controller = getattr(scheduler.tree_cache, "cache_controller", None)
     if not isinstance(getattr(controller, "storage_backend", None), CornplugStorage):
@@ -194,7 +207,7 @@ def _clearing(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _without_storage(scheduler: Any) -> None:
-    """Do the same as SGLang when a storage is detached at run time."""
+    """Change SGLang's settings as SGLang does when a storage is detached at run time."""
     from sglang.srt.runtime_context import get_context
 
     scheduler.enable_hicache_storage = False
@@ -204,8 +217,10 @@ def _without_storage(scheduler: Any) -> None:
 
 
 def _given(scheduler: Any) -> bool:
-    """Return whether the operator enabled HiCache explicitly. Declared settings leave the raw field
-    unchanged."""
+    """Return whether the operator enabled HiCache explicitly.
+
+    Settings that cornplug declares do not change the field that this reads.
+    """
     return bool(scheduler.server_args.enable_hierarchical_cache)
 
 

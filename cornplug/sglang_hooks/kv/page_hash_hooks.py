@@ -1,8 +1,8 @@
 """Hooks that fill the page hash index with the tokens of SGLang's lookups and backups.
 
-The tree core computes SGLang's page hashes itself (in Rust), so nothing is replaced here. A lookup calls
-`get_storage_hash_str` with its tokens. A backup calls `write_storage` with its node's tokens and, because
-`hicache_storage_pass_prefix_keys` is set, with the hashes before them.
+SGLang's tree core computes page hashes itself (in Rust), so these hooks record hashes and do not replace
+them. A lookup calls `get_storage_hash_str` with its tokens. A backup calls `write_storage` with its node's
+tokens and, because `hicache_storage_pass_prefix_keys` is set, with the hashes of the pages before them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ def attaching() -> Any:
 
 
 def open_index(page_size: int, page_tokens: int) -> PageHashIndex:
-    """Create an index, which this process's hooks fill from now on. Raises ValueError as `PageHashIndex`."""
+    """Create an index that this process's hooks fill from now on.
+
+    Raises ValueError in the same cases as `PageHashIndex`.
+    """
     global _index
     _index = PageHashIndex(
         page_size, page_tokens, is_unkeyed=placeholder_tokens.is_unkeyed, advance=_fastest_chain()
@@ -39,8 +42,10 @@ def open_index(page_size: int, page_tokens: int) -> PageHashIndex:
 
 
 def _native_chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
-    """Compute `identity.chain` with SGLang's page hash, which gives the same result but is compiled and
-    releases the GIL."""
+    """Compute `identity.chain` with SGLang's page hash.
+
+    SGLang's hash has the same result, but is compiled and releases the GIL.
+    """
     from sglang.srt.mem_cache.utils import get_hash_str
 
     if len(tokens) % LINK_TOKENS:
@@ -59,7 +64,7 @@ def _fastest_chain() -> Callable[[bytes, Sequence[int]], list[bytes]]:
 
 
 def close_index() -> None:
-    """Drop the index. The hooks do nothing from now on."""
+    """Drop the index. The hooks record nothing from now on."""
     global _index
     _index = None
 
@@ -71,15 +76,15 @@ def forget_pages() -> None:
 
 
 def _hashed(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap SGLang's hashing of the tokens for a storage lookup."""
+    """Wrap the function that hashes the tokens of a storage lookup, to record the hashes."""
     result = original(*args, **kwargs)
     index = _index
     if index is None or not activation.is_on() or not isinstance(result, list):
         return result
     call = arguments(original, args, kwargs)
     key = call["key"]
-    # With an EAGLE draft, pages consist of pairs of tokens, whose last token is beyond the page. The model's
-    # KV does not depend on it, so the index leaves it out.
+    # With an EAGLE draft, SGLang hashes pairs of adjacent tokens, so a page's hash also depends on the token
+    # after the page. The model's KV does not depend on that token, so the index omits it.
     if call["page_size"] == index.page_size:
         index.record(
             call["prior_hash"], result, key.raw_token_ids(), CacheNamespace(key.extra_key, key.cache_salt)
@@ -88,7 +93,7 @@ def _hashed(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _backing_up(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap a node's backup, because `_writing_storage` needs its namespace."""
+    """Wrap a node's backup, to pass the node's namespace to `_writing_storage`."""
     call = arguments(original, args, kwargs)
     cache = call["self"]
     if _index is None or not activation.is_on():
@@ -103,14 +108,16 @@ def _backing_up(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _know_prefix(index: PageHashIndex, cache: Any, node_id: Any, space: CacheNamespace) -> None:
-    """Record the pages before a node that the index lacks. They were backed up before this storage was
-    attached, or were evicted from the index."""
+    """Record the pages before a node if the index lacks them.
+
+    They were backed up before this storage was attached, or were evicted from the index.
+    """
     before = cache.tree_core.get_prefix_hash_values(node_id)
     if not before or index.find(before[-1:])[0] is not None:
         return
     (path,) = cache.tree_core.collect_path_info([node_id])
     for node in path[:-1]:
-        # None for a node without a copy on the host, which does not occur in a sequence of backups.
+        # None for a node without a copy on the host. All nodes before one that is backed up have copies.
         spec = cache.tree_core.build_storage_backup_spec(node.node_id, True)
         if spec is None:
             return
@@ -124,13 +131,13 @@ def _record(
     prefix: Sequence[str] | None,
     space: CacheNamespace,
 ) -> None:
-    # Pairs of tokens end one token later.
+    # If SGLang hashes pairs of tokens, there is one token more.
     if hashes and prefix is not None and len(tokens) - len(hashes) * index.page_size in (0, 1):
         index.record(prefix[-1] if prefix else None, hashes, tokens, space)
 
 
 def _writing_storage(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the queueing of a backup, to record its pages first."""
+    """Wrap the function that queues a backup, to record the backup's pages first."""
     index, space = _index, getattr(_writing, "space", None)
     if index is not None and space is not None:
         call = arguments(original, args, kwargs)
@@ -139,7 +146,10 @@ def _writing_storage(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _attach(original: Any, controller: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the creation of a storage backend. cornplug's storage verifies the layout with the controller."""
+    """Wrap the creation of a storage backend, to pass the controller to cornplug's storage.
+
+    The storage needs the controller to verify the layout.
+    """
     token = _attaching.set(controller)
     try:
         return original(controller, *args, **kwargs)
@@ -151,8 +161,8 @@ _CONTROLLER: Final = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller"
 _CACHE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 
 HOOKS: tuple[Hook, ...] = (
-    # Hook this module's binding of the function, because it does not see a hook on the function in
-    # mem_cache.utils.
+    # Hook the controller module's binding of the function, because a hook on the function in mem_cache.utils
+    # would not affect this binding.
     Hook(f"{_CONTROLLER}.get_storage_hash_str", "around", _hashed, ("key", "prior_hash", "page_size")),
     Hook(f"{_CACHE}.write_backup_storage", "around", _backing_up, ("self", "node_id")),
     Hook(

@@ -1,5 +1,7 @@
-"""Hooks on SGLang's prefetch for a request, which look up pages before it is queued, and measure its
-duration."""
+"""Hooks on SGLang's prefetch for a request.
+
+They look up the request's pages before the prefetch is queued, and measure the duration of the prefetch.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,12 @@ _CACHE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 
 
 def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap SGLang's prefetch for a request, on the scheduler's thread, to look up its pages first.
+    """Look up a request's pages on the scheduler's thread, and let SGLang prefetch only if this is
+    worthwhile.
 
-    SGLang queues the lookup, and a request that waits for its result misses the current batch. While other
-    requests decode, this costs one step, for a hit and for a miss. The store replies in 0.1 ms, so a prefetch
-    is queued only if the store has the first page that the engine lacks.
+    SGLang queues its own lookup, and a request that waits for the result misses the current batch. While
+    other requests decode, this delays the request by one step, for a hit and for a miss. The store replies in
+    0.1 ms, so a prefetch is queued only if the store has the first page that the engine lacks.
     """
     call = arguments(original, args, kwargs)
     cache = call["self"]
@@ -27,7 +30,7 @@ def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(storage, CornplugStorage) or call["storage_hit_end"]:
         return original(*args, **kwargs)
     if len(call["new_input_tokens"]) < cache.prefetch_threshold:
-        return original(*args, **kwargs)  # SGLang does not prefetch such short runs.
+        return original(*args, **kwargs)  # SGLang does not prefetch fewer tokens than its threshold.
     ahead = storage.ahead(
         call["new_input_tokens"],
         call["matched_prefix_tokens"] or (),
@@ -38,14 +41,14 @@ def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
     fetches = ahead > 0
     if cache.tp_world_size > 1 or cache.pp_size > 1:
         # SGLang's own collectives would wait for a prefetch that is queued only on some ranks. With several
-        # stages, the first decides, in the order in which each stage handles the requests.
+        # pipeline stages, the first stage decides, in the order in which each stage handles the requests.
         vote = torch.tensor([fetches], dtype=torch.int32)
         cache._all_reduce(vote, torch.distributed.ReduceOp.MIN)
         fetches = bool(vote.item())
     if fetches:
         storage.queued(call["request"], ahead)
         return original(*args, **kwargs)
-    # Do the same as SGLang for a request without a page to fetch, including everything that it records.
+    # Call SGLang as for a request without a page to fetch, so that it records the same state.
     return original(**(call | {"new_input_tokens": call["new_input_tokens"][:0]}))
 
 
@@ -56,9 +59,7 @@ def _storage(cache: Any) -> CornplugStorage | None:
 
 
 def _stepped(_result: Any, scheduler: Any, batch: Any, result: Any) -> None:
-    """Measure the duration of a batch after its result was processed, and record that the server is not
-    idle.
-    """
+    """Measure the duration of a batch whose result was processed, and record that the server was busy."""
     storage = _storage(scheduler.tree_cache)
     if storage is None:
         return
@@ -71,7 +72,7 @@ def _stepped(_result: Any, scheduler: Any, batch: Any, result: Any) -> None:
 
 
 def _progress(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap SGLang's check whether a request's prefetch is done, to measure its delay."""
+    """Wrap SGLang's check whether a request's prefetch is done, to measure how long the request waited."""
     done = original(*args, **kwargs)
     call = arguments(original, args, kwargs)
     storage = _storage(call["self"])

@@ -1,4 +1,7 @@
-"""SGLang's storage interface without the model's own pages: additional pools, and unsupported operations."""
+"""SGLang's storage interface, except for the pages of the model's main pool.
+
+It has the operations for additional pools, and operations that are not supported.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from cornplug.sglang_hooks.kv_pages.reader import PageReader
 
 
 class PagesOnly(HiCacheStorage):
-    """Storage that SGLang accesses only in batches of pages."""
+    """Storage whose operations on single values do nothing, because pages are transferred in batches."""
 
     def exists(self, key: str) -> bool:
         """Return whether the store has this page."""
@@ -39,7 +42,7 @@ class PagesOnly(HiCacheStorage):
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None] | int:
-        """Return only None, like `get`."""
+        """Return None for each key, like `get`."""
         return [None] * len(keys)
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -63,8 +66,11 @@ class PagesOnly(HiCacheStorage):
 
 
 class FurtherPools(PagesOnly):
-    """Storage whose own pages are copied by `batch_get_v1` and `batch_set_v1`, and the pages of one
-    additional pool by the corresponding `v2` functions."""
+    """Storage for the model's main pool and one additional pool.
+
+    `batch_get_v1` and `batch_set_v1` copy the pages of the main pool, and the corresponding `v2` functions
+    copy the pages of the additional pool (windows, or a draft model's KV).
+    """
 
     def __init__(self, runtime: EngineRuntime, tally: Tally) -> None:
         self._run, self._tally = runtime, tally
@@ -86,7 +92,10 @@ class FurtherPools(PagesOnly):
 
     @abstractmethod
     def _fenced(self, what: str) -> AbstractContextManager[None]:
-        """Count an unexpected error of a "lookup", "load" or "save", which would end a thread of SGLang."""
+        """Catch and count an unexpected error in a "lookup", "load" or "save".
+
+        Otherwise the error would end one of SGLang's threads.
+        """
 
     def batch_exists_v2(
         self,
@@ -94,8 +103,12 @@ class FurtherPools(PagesOnly):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return how many leading pages the store has together with the window at their end, or with the
-        draft's pages. It has no pages of other pools."""
+        """Return how many leading pages of the main pool the store has, together with their pages of the
+        additional pool.
+
+        For windows, the store needs only the window at the end of the leading pages. For any other pool than
+        windows or a draft model's KV, the result is empty.
+        """
         if not pool_transfers:
             return PoolTransferResult(self.batch_exists(keys, extra_info), {})
         if self._windows is not None:
@@ -122,7 +135,10 @@ class FurtherPools(PagesOnly):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Fill host pages of an additional pool. Returns True for each page that now has verified KV."""
+        """Fill host pages of an additional pool from the store.
+
+        Returns, for each pool, True for each page that now has verified KV.
+        """
         done = {str(transfer.name): [False] * len(transfer.keys or ()) for transfer in transfers}
         if self._windows is not None and self._may_share():
             began = time.monotonic()
@@ -137,7 +153,10 @@ class FurtherPools(PagesOnly):
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Offer pages of an additional pool to the store. Returns True for each page, like `batch_set_v1`."""
+        """Offer pages of an additional pool to the store.
+
+        For windows, always returns True for each page, like `batch_set_v1`.
+        """
         kept = self._windows is not None
         if self._windows is not None and self._may_save():
             with self._fenced("save"):

@@ -1,9 +1,9 @@
 """Pages of SGLang's separate pool for sliding windows.
 
-A hit at token n needs all pages of full attention before n, and the window pages that contain the window
-before n. SGLang queries both together, fetches the window last, and discards a prefix whose window it did not
-get. It keeps windows at the ends of a prompt's prefill steps and of finished requests, so most pages of a
-long prompt have none.
+A request can continue at token n if all pages of full attention before n and the window pages with the window
+before n are available. SGLang queries both kinds of pages together, fetches the window last, and discards a
+prefix without a window. SGLang keeps windows only at the ends of a prompt's prefill steps and of finished
+requests, so most pages of a long prompt have no window page.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ class LayerGroup:
 
     device: Any
     layers: tuple[int, ...]
-    """Their numbers in the model, in the pool's order."""
+    """Numbers of the layers in the model, in the pool's order."""
     window: int
-    """Number of tokens that they attend to, or 0 for all."""
+    """Number of tokens that the layers attend to, or 0 for all tokens."""
 
     def page(self, page: PageGeometry) -> PageGeometry:
-        """Return the geometry of this group's pages. Other engines do not read them, because that is not
-        tested.
+        """Return the geometry of this group's pages.
+
+        Only SGLang reads these pages, because other engines are not tested with them.
         """
         return replace(page, engine="sglang", group=self.layers, window=self.window)
 
@@ -58,13 +59,14 @@ class LayerGroups(NamedTuple):
 
 
 def window_pools(pool: Any) -> tuple[Any, Any] | None:
-    """Return SGLang's device pools of full attention and of windows, if pages of both can be shared, else
-    None.
+    """Return SGLang's device pools for full attention and for windows.
+
+    Returns None if the pages of one of them cannot be shared.
     """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-    # Subclasses store something else: compressed states, scales, asymmetric heads.
+    # Subclasses have other contents, such as compressed states, scales or asymmetric heads.
     if type(pool) is not SWAKVPool:
         return None
     pools = (pool.full_kv_pool, pool.swa_kv_pool)
@@ -79,10 +81,10 @@ def layer_groups(
 
     Args:
         controller: SGLang's cache controller.
-        further: host pools other than that of full attention, by SGLang's names.
-        model: SGLang's config of the whole model.
+        further: host pools other than the pool of full attention, by SGLang's names.
+        model: SGLang's config of the complete model.
 
-    Raises LayoutError for pools that cannot be shared.
+    Raises LayoutError if a pool cannot be shared.
     """
     if not further:
         return None
@@ -111,13 +113,14 @@ def layer_groups(
 
 
 class WindowPool:
-    """Windows of one rank, looked up, fetched and saved together with the pages of full attention, with the
-    same hashes.
+    """Looks up, fetches and saves the window pages of one rank.
+
+    A window page has the same hash as the page of full attention for the same tokens.
 
     Args:
-        page: store page of the windows.
-        page_size: tokens of SGLang's page.
-        least: minimum number of SGLang pages in a window.
+        page: geometry of the windows' store pages.
+        page_size: number of tokens in an SGLang page.
+        least: minimum number of SGLang pages that contain a window.
     """
 
     def __init__(
@@ -127,29 +130,31 @@ class WindowPool:
         self._page_size, self._least = page_size, least
 
     def with_full(self, full: PageGeometry) -> PageSize:
-        """Return the size of a page of full attention plus a page of windows, the maximum for the tokens of a
-        page.
+        """Return the size of a page of full attention plus a window page.
+
+        This is the maximum size of a page's tokens in the store.
         """
         return WholePage(full.page_tokens, full.page_bytes + self._page.page_bytes)
 
     def close(self) -> None:
-        """Close the connection of the scheduler's thread, and end the copying threads."""
+        """Close the store connection of the scheduler's thread, and stop the threads that copy pages."""
         self._reader.close()
         self._writer.close()
 
     def hits(
         self, full: PageReader, hashes: Sequence[str], transfers: Sequence[PoolTransfer], *, at_start: bool
     ) -> list[int]:
-        """Return the numbers of leading pages after which a request can continue, because the store has these
-        pages and, in this pool, the window before that position.
+        """Return the numbers of leading pages after which a request can continue.
 
-        Only the longest hit's window is read from disk. Counts the absent pages. Raises CornplugError.
+        A request can continue after n pages if the store has these pages and the window at their end. Only
+        the longest hit's window is read from disk. Absent pages are counted as misses. Raises CornplugError.
 
         Args:
-            full: reader of full attention.
-            transfers: SGLang's queries: only windows, with as many keys as a window has pages.
-            at_start: the pages begin a sequence, so a shorter sequence is its own window. After pages that it
-                already has, SGLang does not use a part of a window from them.
+            full: reader for the pages of full attention.
+            transfers: SGLang's queries. Only a query for windows is supported, which has as many keys as a
+                window has pages.
+            at_start: whether the pages begin a sequence, so that a sequence shorter than a window is its own
+                window. Otherwise SGLang needs a complete window after the pages that it already has.
         """
         if not _of_windows(transfers):
             return []
@@ -164,19 +169,24 @@ class WindowPool:
         asked = ends[-1] if ends else 0
         most = full.present(hashes[:asked]) if asked else 0
         ends = [end for end in ends if end <= most]
-        # `present` has counted the pages before `asked` that full attention lacks.
+        # `present` has already counted the missing pages of full attention before `asked`.
         full.count_absent(len(hashes) - asked + most - (ends[-1] if ends else 0))
         return ends
 
     def reach(self, hashes: Sequence[str], *, at_start: bool) -> int:
-        """Return the largest number of leading pages whose window the store has, including on disk. Called on
-        the scheduler's thread, and reads no page. Raises CornplugError.
+        """Return the largest number of leading pages for which the store has the window at their end.
+
+        Windows on disk count too. This reads no page, because it is called on the scheduler's thread. Raises
+        CornplugError.
         """
         ends = _ends(self._reader.tiers(hashes, asking=True), self._least, at_start)
         return ends[-1] if ends else 0
 
     def fetch(self, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
-        """Fill the host pages of a window. Returns, by pool, True for each page that now has verified KV."""
+        """Fill the host pages of a window from the store.
+
+        Returns, for each pool, True for each page that now has verified KV.
+        """
         if not _of_windows(transfers):
             return {}
         keys, slots = self._pages(transfers[0])
@@ -189,8 +199,9 @@ class WindowPool:
             self._writer.save(*self._pages(transfers[0]))
 
     def _pages(self, transfer: PoolTransfer) -> tuple[list[str], list[int]]:
-        """Return the hashes and first slots of a transfer's pages, or none if SGLang passes an unexpected
-        number of slots.
+        """Return the hashes and the first slots of a transfer's pages.
+
+        Both lists are empty if SGLang passes an unexpected number of slots.
         """
         keys, at = transfer.keys or [], transfer.host_indices
         if at is None or at.numel() != len(keys) * self._page_size:
@@ -203,7 +214,10 @@ def _of_windows(transfers: Sequence[PoolTransfer]) -> bool:
 
 
 def _ends(tiers: Sequence[Tier], window: int, at_start: bool) -> list[int]:
-    """Return the numbers of leading pages whose last `window` pages are available."""
+    """Return the numbers of leading pages of which the last `window` pages are available.
+
+    With `at_start`, fewer than `window` leading pages are sufficient if all of them are available.
+    """
     ends: list[int] = []
     run = 0
     for end, tier in enumerate(tiers, 1):
@@ -226,11 +240,11 @@ def open_windows(
     """Create the window pool of one rank, and verify its layout with test writes.
 
     Args:
-        roots: roots of full attention's pages.
-        heads: KV heads of the whole model.
-        rank: (number of tensor-parallel ranks, number of this rank, their group name).
+        roots: roots for the pages of full attention.
+        heads: number of KV heads of the complete model.
+        rank: (number of tensor-parallel ranks, number of this rank, name of the ranks' group).
 
-    Raises LayoutError if SGLang's copies differ from what this release expects.
+    Raises LayoutError if SGLang's copies differ from the layout that this release expects.
     """
     pages, index = host_pages(host_pool), context.index
     if pages.latent or pages.page_size != index.page_size:
@@ -245,6 +259,6 @@ def open_windows(
     mine = RankPool(RankPages(page, in_page, context.runtime.store), pages)
     reader = PageReader(context, roots.of(page), mine, counts_tokens=False)
     writer = PageWriter(context, reader, mine, part_of(page, size, number, name))
-    # Some models count a token's own position as part of the window, some do not.
+    # Some models count a token's own position as part of the window and some do not.
     least = max(1, -(-(group.window - 1) // index.page_size))
     return WindowPool(page, reader, writer, index.page_size, least)

@@ -1,11 +1,11 @@
-"""Durations of prefetches and of steps in this engine, measured at run time.
+"""Measures how long this engine's prefetches and steps take.
 
-    a batch is launched ... its result is processed     duration of a step, and its tokens
-    a prefetch is queued ... SGLang finds it done       delay beyond the copying
-    storage thread: bytes copied into the host pool     duration of the copying
+    from launch of a batch until its result is processed            duration and tokens of a step
+    from queueing of a prefetch until SGLang notices its end        delay in addition to the copies
+    in a storage thread, during copies into the host pool           duration and bytes of the copies
 
-Copies between host pool and device are not included. SGLang runs them in parallel to its forward pass,
-several times faster than copies from the store.
+Copies between the host pool and the device are not measured. SGLang runs them in parallel to its forward
+pass, and they are several times faster than copies from the store.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any, Final
 from cornplug.engine_common.load_policy import LoadRule, When
 
 _MAX_QUEUED: Final = 1024
-"""Maximum number of remembered requests. SGLang does not poll again for requests of disconnected clients."""
+"""Maximum number of requests that are remembered until their prefetch ends. SGLang does not report the end of
+a prefetch if the client has disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,10 @@ class _Queued:
 
 
 class LoadPace:
-    """Measured durations on one rank. Safe to use from SGLang's scheduler thread and its storage threads.
+    """Measures durations on one rank. Thread-safe, for SGLang's scheduler thread and its storage threads.
 
     Args:
-        bytes_a_token: bytes that this rank copies per token.
+        bytes_a_token: number of bytes that this rank copies per token.
     """
 
     def __init__(self, when: When, bytes_a_token: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,9 +49,9 @@ class LoadPace:
         self._step_ended_s = 0.0
 
     def stepped(self, tokens: int, launched_s: float) -> None:
-        """Record that a step of `tokens` tokens, launched at that time of the clock, has just ended."""
+        """Record that a step of `tokens` tokens, launched at `launched_s`, has just ended."""
         with self._lock:
-            # A batch that is launched while the previous one runs waits for its end.
+            # A batch that is launched while the previous batch runs waits until that batch ends.
             now, began_s = self._clock(), max(launched_s, self._step_ended_s)
             self._step_ended_s = now
             self._rule.computed(tokens, now - began_s)
@@ -62,8 +63,10 @@ class LoadPace:
             self._rule.moved(size_bytes, seconds)
 
     def waited(self, seconds: float) -> None:
-        """Record that a storage thread has waited for a disk or far stores, which is not part of the cost of
-        each load."""
+        """Record that a storage thread has waited for a disk or for far stores.
+
+        This time is not part of the cost of each load.
+        """
         with self._lock:
             self._moved_s += seconds
 
@@ -81,14 +84,13 @@ class LoadPace:
             return self._rule.pays(tokens=tokens, size_bytes=size, queued_bytes=waiting, first_s=first_s)
 
     def compute_s(self, tokens: int) -> float:
-        """Return the seconds that this rank takes to compute `tokens` tokens, or 0 before its first measured
-        step.
-        """
+        """Return the seconds that this rank takes to compute `tokens` tokens, or 0 if no step was
+        measured."""
         with self._lock:
             return self._rule.compute_s(tokens) or 0.0
 
     def queued(self, request: Any, tokens: int) -> None:
-        """Record that a request waits for `tokens` tokens."""
+        """Record that a request waits for a prefetch of `tokens` tokens."""
         with self._lock:
             size = int(tokens * self._bytes_a_token)
             self._queued[request] = _Queued(self._clock(), size, self._moved_s, not self._queued)
@@ -108,6 +110,6 @@ class LoadPace:
         return request in self._queued
 
     def news(self) -> str:
-        """Return an occasional line for the log, otherwise ""."""
+        """Return a line for the log, or "" if there is nothing new to report."""
         with self._lock:
             return self._rule.news(self._bytes_a_token)

@@ -1,11 +1,12 @@
 """KV of a draft model, stored in addition to the model's own KV.
 
-SGLang keeps it in a separate host pool, at the slots of the model's pages, and a page is a hit only if both
-pools have it. A page and its draft therefore have two keys, and are looked up, loaded and saved together. A
-draft's KV affects how many of its proposals the model accepts, but never which tokens.
+SGLang keeps the draft model's KV in a separate host pool, at the same slots as the model's pages. A page is a
+hit only if both pools have it. The model's page and the draft model's page have different keys, and are
+looked up, loaded and saved together. The draft model's KV affects how many proposed tokens the model accepts,
+but never which tokens the model generates.
 
-A page's last position in the draft's KV depends on the token after the page, which is in no key. If another
-request continues with another token, that one position of 64 is stale. SGLang's own tree has the same
+The last position of a draft page depends on the token after the page, which is not part of any key. If
+another request continues with another token, that one position of 64 is stale. SGLang's own tree has the same
 limitation for STANDALONE.
 """
 
@@ -32,36 +33,38 @@ from cornplug.sglang_hooks.kv_pages.reader import PageReader
 from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
 
 _ENGINE: Final = "sglang draft"
-"""Engine name for draft pages. A draft sees each token one position early, so its pages differ from pages of
-the same model on its own server."""
+"""Engine name for draft pages. A draft model receives each token one position early, so its pages differ from
+the pages of the same model on a server without speculative decoding."""
 
 _model: Any = None
 
 
 def announce(model: Any) -> None:
-    """Set the draft of this process's engine, as SGLang's ModelConfig, or None if there is no draft with
-    KV."""
+    """Set the draft model of this process's engine.
+
+    `model` is SGLang's ModelConfig of the draft model, or None if no draft model has KV.
+    """
     global _model
     _model = model
 
 
 def announced() -> Any:
-    """Return the argument of the last call of `announce`."""
+    """Return SGLang's ModelConfig of this engine's draft model, or None (`announce`)."""
     return _model
 
 
 class DraftPages:
-    """A draft's host pool on this rank, whose pages have the same slots as the model's.
+    """Pages of a draft model in its host pool on this rank, at the same slots as the model's pages.
 
-    Metrics count the model's pages. A page without its draft page counts as missed.
+    Metrics count only the model's pages. A page whose draft page is missing counts as a miss.
 
     Args:
-        model: SGLang's ModelConfig of the draft.
-        pool: the entry of the draft's host pool, with its device pool.
+        model: SGLang's ModelConfig of the draft model.
+        pool: entry of the draft model's host pool, which also contains its device pool.
         controller: SGLang's cache controller.
-        tp: (size, rank).
+        tp: (number of tensor-parallel ranks, number of this rank).
 
-    Raises LayoutError for a pool that cannot be shared.
+    Raises LayoutError if the pool cannot be shared.
     """
 
     def __init__(
@@ -85,7 +88,8 @@ class DraftPages:
         held = RankSlice(heads=heads, layers=range(page.layers), writes=writes)
         roots = NamespaceRoots(runtime.secret, page, partial(_identify, model))
         self.page_bytes, self._page_size = page.page_bytes, pages.page_size
-        # The model's pages are idle in the meantime, because SGLang copies a page and its draft in turn.
+        # The threads that copy the model's pages are idle in the meantime, because SGLang copies a page and
+        # its draft page in turn.
         threads = copy_threads(pool.device_pool.device, tp[0])
         mine = RankPool(RankPages(page, held, runtime.store), pages, threads)
         uncounted = dataclasses.replace(context, tally=Tally())
@@ -94,8 +98,9 @@ class DraftPages:
         self._run, self._index, self._tally = runtime, index, context.tally
 
     def present(self, hashes: Sequence[str]) -> int:
-        """Return the number of leading pages for which the store has the draft page. Does not raise if the
-        store fails.
+        """Return the number of leading pages for which the store has the draft page.
+
+        Does not raise an exception if the store fails.
         """
         found = 0
         with miss(self._tally, self._run.app, KV_PAGE):
@@ -105,7 +110,10 @@ class DraftPages:
         return found
 
     def get(self, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
-        """Fill the draft's host pages. Returns for each key of a pool whether it now has verified KV."""
+        """Fill the draft model's host pages from the store.
+
+        Returns, for each pool, True for each key whose page now has verified KV.
+        """
         found = {}
         for transfer in transfers:
             keys, done = transfer.keys or [], 0
@@ -115,7 +123,10 @@ class DraftPages:
         return found
 
     def set(self, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
-        """Offer the draft's pages to the store. Returns True for each key of its pool."""
+        """Offer the draft model's pages to the store.
+
+        Returns True for each key of the draft model's pool, and False for the keys of other pools.
+        """
         found = {}
         for transfer in transfers:
             keys, is_draft = transfer.keys or [], transfer.name == PoolName.DRAFT
@@ -137,7 +148,7 @@ def _identify(model: Any) -> tuple[bytes, dict[str, Any]]:
     from cornplug.sglang_hooks.model.model_config import draft_model, engine_model
 
     fingerprint, spec = draft_model(model).kv_identity()
-    # EAGLE uses the model's hidden states and embedding. For a standalone draft, the key contains more than
-    # necessary.
+    # EAGLE's KV depends on the model's hidden states and embedding, so the model is part of the key. For a
+    # standalone draft model, this is not necessary.
     of, beside = engine_model().kv_identity()
     return fingerprint, {**spec, "drafts_for": {"weights": of.hex(), "spec": beside}}

@@ -1,7 +1,8 @@
 """Views of SGLang's host pools, in every layout, as pages of [kv_head][layer][K,V][token][dim].
 
 A page is a strided view, so a single copy transfers it. Shapes alone do not prove that a view is right.
-`verify` writes a pattern with SGLang's own cache-write, lets SGLang back it up, and reads it here.
+`verify` writes a pattern into the device pool with SGLang's own code, lets SGLang back the pattern up, and
+compares it with the view.
 
 A rank (`RankPlace`) holds a part of each page:
 
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 
 
 _FP8: Final[Mapping[torch.dtype, str]] = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
-"""dtypes with one byte per value, and their names in `PageGeometry.quantised`. AMD's first fp8 format is
-different."""
+"""dtypes with one byte per value, and their names in `PageGeometry.quantised`. AMD's first fp8 format has
+other values."""
 _MHA: Final = {
-    # Indices of (plane, head, layer, token) among a page's dimensions. dim is the last.
+    # Indices of (plane, head, layer, token) among a page's dimensions. dim is the last dimension.
     "layer_first": (0, 3, 1, 2),
     "page_first": (0, 3, 2, 1),
     "page_first_direct": (0, 3, 1, 2),
@@ -43,7 +44,7 @@ _verified: Final[weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], str]]] =
 
 
 class RankPlace(NamedTuple):
-    """Place of one rank."""
+    """Position of one rank in tensor and pipeline parallelism."""
 
     tp_rank: int
     tp_size: int
@@ -67,9 +68,9 @@ class RankPlace(NamedTuple):
 
 
 def rank_place(config: HiCacheStorageConfig, layers: int) -> RankPlace:
-    """Place of this process's rank in a model with `layers` layers, from the storage's config.
+    """Return the position of this process's rank in a model with `layers` layers, from the storage's config.
 
-    Raises LayoutError("parallelism") for ranks that cannot share KV.
+    Raises LayoutError("parallelism") if KV of this rank cannot be shared.
     """
     if why := _excluded(config):
         raise LayoutError(why, reason="parallelism")
@@ -97,10 +98,11 @@ def require_stage(place: RankPlace, device_pool: Any) -> None:
 
 
 def agreed(cache: Any, mine: bool) -> bool:
-    """Return whether all ranks that compute this rank's requests agree, including all stages.
+    """Return whether `mine` is True on all ranks that compute this rank's requests, including all stages.
 
-    Call it only at start, when all ranks call it. While SGLang handles requests, its stages are not in step,
-    and it passes the first stage's decisions to later stages (`UnifiedRadixCache._all_reduce`).
+    Call this only at startup, when all ranks call it. While SGLang handles requests, its pipeline stages do
+    not run in step, and SGLang passes the first stage's decisions to later stages
+    (`UnifiedRadixCache._all_reduce`).
     """
     vote = torch.tensor([mine], dtype=torch.int32)
     smallest = torch.distributed.ReduceOp.MIN
@@ -111,7 +113,7 @@ def agreed(cache: Any, mine: bool) -> bool:
 
 
 def _excluded(config: HiCacheStorageConfig) -> str:
-    """Return the kind of parallelism that excludes sharing, or ""."""
+    """Return the kind of parallelism that excludes sharing, or "" if there is none."""
     from sglang.srt.layers.dp_attention import is_dp_attention_enabled
 
     for name, size in (("context", config.attn_cp_size), ("decode context", config.dcp_size)):
@@ -127,24 +129,25 @@ def _excluded(config: HiCacheStorageConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HostPages:
-    """A host pool of SGLang (`MHATokenToKVPoolHost`, `MLATokenToKVPoolHost`)."""
+    """Pages of one of SGLang's host pools (`MHATokenToKVPoolHost` or `MLATokenToKVPoolHost`)."""
 
     pool: Any
     latent: bool
-    """True for MLA: one plane, no heads."""
+    """Whether the pool holds latents (MLA), which have one plane and no heads."""
 
     @property
     def page_size(self) -> int:
-        """Tokens per page."""
+        """Number of tokens per page."""
         return int(self.pool.page_size)
 
     def page(self, slot: int) -> torch.Tensor:
-        """Return the page that begins at a slot, as a view: (heads of this rank, layers, planes, tokens,
-        dim).
+        """Return a view of the page that begins at a slot.
+
+        Its shape is (heads of this rank, layers, planes, tokens, dim).
         """
         size, layout, buffer = self.page_size, self.pool.layout, self.pool.kv_buffer
         if self.latent:
-            # In every layout there is one head between tokens and dim. Replace it by the planes.
+            # Every layout has a dimension of one head between tokens and dim. Replace it by the planes.
             match layout:
                 case "layer_first":
                     found = buffer[:, slot : slot + size]
@@ -165,8 +168,10 @@ class HostPages:
 
 
 def quantised_format(dtype: torch.dtype) -> str:
-    """Format of a device pool with one byte per value, as in `PageGeometry.quantised`, or "" for other
-    pools."""
+    """Return the format of a device pool with one byte per value, as in `PageGeometry.quantised`.
+
+    Returns "" for other pools.
+    """
     return _FP8.get(dtype, "")
 
 
@@ -184,7 +189,7 @@ def host_pages(pool: Any) -> HostPages:
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-    # Subclasses store something else: asymmetric heads, block scales, sparse slots.
+    # Subclasses have other contents, such as asymmetric heads, block scales or sparse slots.
     kind = type(pool)
     if kind is not MHATokenToKVPoolHost and kind is not MLATokenToKVPoolHost:
         raise LayoutError(f"host pool {kind.__name__} has no pages", reason="attention_kind")
@@ -199,12 +204,12 @@ def host_pages(pool: Any) -> HostPages:
 
 
 class ModelKV(NamedTuple):
-    """KV of a whole model, or of a group of its layers."""
+    """Dimensions of the KV of a complete model, or of a group of its layers."""
 
     heads: int
     layers: int
     config: Mapping[str, Any]
-    """The model's config, in which sliding windows are detected."""
+    """The model's config, which shows whether the model has sliding windows."""
 
 
 def page_geometry(
@@ -220,9 +225,9 @@ def page_geometry(
 
     Args:
         quantised: `quantised_format` of the device pool.
-        attention: SGLang's attention backends. With quantised KV each rounds queries differently, which
-            affects the KV of all later layers.
-        place: place of this rank, or None for a rank that holds all layers.
+        attention: SGLang's attention backends. With quantised KV, each backend rounds queries differently,
+            which affects the KV of all later layers.
+        place: position of this rank, or None for a rank that holds all layers.
     """
     pool = pages.pool
     if quantised and (pages.latent or pool.dtype != torch.uint8):
@@ -254,15 +259,16 @@ def _only_engine(pages: HostPages, config: Mapping[str, Any], attention: str) ->
     if pages.latent:
         return engine_of_latents("sglang", config)
     if attention:
-        # fp8 KV has not been compared with vLLM's.
+        # fp8 KV of SGLang has not been compared with fp8 KV of vLLM.
         return f"sglang {attention}"
     return "sglang" if _declares_windows(config) else ""
 
 
 def _declares_windows(config: Mapping[str, Any]) -> bool:
-    """Return whether a model's config has sliding windows in use.
+    """Return whether a model's config declares sliding windows that are in use.
 
-    Which layers apply them depends on each engine's code. SGLang's Qwen3 and Mistral have no such layers.
+    Which layers apply the windows depends on each engine's code. In SGLang, no layer of Qwen3 and Mistral
+    does.
     """
     text = config.get("text_config") or config
     if text.get("use_sliding_window") is False:
@@ -271,7 +277,7 @@ def _declares_windows(config: Mapping[str, Any]) -> bool:
 
 
 def rank_heads(pages: HostPages, page: PageGeometry, tp_size: int, tp_rank: int) -> tuple[range, bool]:
-    """Return the KV heads of this rank, and whether it writes them. Raises LayoutError."""
+    """Return (KV heads of this rank, whether this rank saves them). Raises LayoutError."""
     if pages.latent:
         return range(1), tp_rank == 0
     heads, writes = tensor_parallel_heads(page.heads, tp_size, tp_rank)
@@ -285,12 +291,13 @@ def rank_heads(pages: HostPages, page: PageGeometry, tp_size: int, tp_rank: int)
 
 
 def verify(pages: HostPages, controller: Any, device: Any = None) -> None:
-    """Check that SGLang backs up values of the device pool to `pages`, and loads them back.
+    """Verify that SGLang backs up values of the device pool to `pages`, and loads them from there.
 
-    `device` is the pool of `pages` if the controller has several. Uses one free host page and the device's
-    padding page, and restores both. Raises LayoutError("layout") if a value is lost or moved, or if no host
-    page is free. Pools that passed once are not checked again, because the tree of a running server may fill
-    the host pool.
+    `device` is the device pool of `pages`, needed if the controller has several. The check uses one free host
+    page and the device's padding page, and restores both. A pool that passed is not checked again, because
+    the tree of a running server may fill the host pool.
+
+    Raises LayoutError("layout") if a value is lost or moved, or if no host page is free.
     """
     host, size = pages.pool, pages.page_size
     device = controller.mem_pool_device if device is None else device
@@ -306,7 +313,7 @@ def verify(pages: HostPages, controller: Any, device: Any = None) -> None:
         )
     here = pages.page(int(slots[0]))
     before = here.clone()
-    # Slots of the first page are for the KV of padding. No sequence uses them.
+    # The first page's slots hold the KV of padding tokens. No sequence uses these slots.
     padding = torch.arange(size, dtype=torch.int64, device=device.device)
     at = controller.move_indices(slots, padding)
     # Same as in SGLang's controller: the staged kernel reads the host's slots from host memory.
@@ -336,7 +343,7 @@ def verify(pages: HostPages, controller: Any, device: Any = None) -> None:
 
 
 def _pattern(like: torch.Tensor, *, seed: int) -> torch.Tensor:
-    """Return random values. Because hardly two are equal, a different order is detected."""
+    """Return random values. Almost all of them differ, so a wrong order is detected."""
     generator = torch.Generator().manual_seed(seed)
     if like.dtype == torch.uint8:
         return torch.randint(0, 256, like.shape, generator=generator, dtype=torch.uint8)
@@ -344,7 +351,10 @@ def _pattern(like: torch.Tensor, *, seed: int) -> torch.Tensor:
 
 
 def _cache_write(device: Any, slots: torch.Tensor, pattern: torch.Tensor, *, latent: bool) -> None:
-    """Write like the engine's attention. `pattern` is (heads, layers, planes, tokens, dim)."""
+    """Write a pattern into the device pool as the engine's attention does.
+
+    The pattern's shape is (heads, layers, planes, tokens, dim).
+    """
     values = pattern.to(device.device)
     if device.store_dtype != device.dtype:  # fp8 values are kept as bytes.
         values = values.view(device.dtype)

@@ -1,11 +1,11 @@
-"""Roots of page keys: digests of all inputs of a namespace's KV except its tokens.
+"""Roots of page keys: digests of everything except the tokens on which the KV of a namespace depends.
 
-They equal vLLM's roots for the same checkpoint, dtype, page and salt, because both call
+The roots equal vLLM's roots for the same checkpoint, dtype, page geometry and salt, because both engines call
 `engine_common.kv_root`.
 
-SGLang creates an id at each load of a LoRA adapter, and appends it to the `extra_key` of a request's
-namespace. The root of page keys contains the adapter's digest instead, and the names of weights that this
-server skips: it applies only modules that `--lora-target-modules` (or the adapters at start) name.
+SGLang creates an id at each load of a LoRA adapter, and appends the id to the `extra_key` of a request's
+namespace. The root contains the adapter's digest instead, and the names of the adapter's weights that this
+server skips. A server applies only modules that `--lora-target-modules` (or the adapters at start) name.
 """
 
 from __future__ import annotations
@@ -28,23 +28,26 @@ from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
 
 _files: Final = LaterAdapters()
 _paths: dict[str, str | None] = {}
-"""LoRA id -> folder, of every adapter that this process has loaded. None if it was loaded from tensors."""
+"""LoRA id -> folder from which this process loaded the adapter, or None if it was loaded from tensors."""
 _managers: dict[str, Any] = {}
 """LoRA id -> SGLang's LoRAManager that has loaded it."""
 _left_out: dict[str, bytes] = {}
-"""LoRA id -> digest of the names of weights that this server does not apply, b"" if there are none."""
+"""LoRA id -> digest of the names of weights that this server does not apply, or b"" if it applies all."""
 _disputed: set[str] = set()
-"""Adapter ids that a request without LoRA had in its extra_key. SGLang's own cache mixes its KV with the
-adapter's."""
+"""LoRA ids that a request without LoRA had in its extra_key. SGLang's own cache mixes the KV of such a
+request with the adapter's KV."""
 _MANAGER: Final = "sglang.srt.lora.lora_manager.LoRAManager"
 _MAX_ROOTS: Final = 4096
 
 
 def taken_apart(extra_key: str | None) -> tuple[str | None, bytes | None]:
-    """Return (the user's own extra_key, digest of the adapter's applied weights or None).
+    """Split SGLang's `extra_key` of a request with a LoRA adapter.
 
-    Waits only briefly for the file system. Raises CheckpointError: "lora" if the applied weights are unknown,
-    "identifying" if the file system does not respond, "lora_changed" if the files have changed.
+    Returns (the user's own extra_key, digest of the adapter's applied weights or None without an adapter).
+    Waits only briefly for the file system.
+
+    Raises CheckpointError: "lora" if the applied weights cannot be determined, "identifying" if the file
+    system does not respond, "lora_changed" if the files have changed.
     """
     if extra_key is None or not _paths:
         return extra_key, None
@@ -61,13 +64,14 @@ def taken_apart(extra_key: str | None) -> tuple[str | None, bytes | None]:
     whole = _files.digest(path, name)
     left_out = _not_applied(name)
     applied = digest("cornplug-adapter-part-v1", whole, left_out) if left_out else whole
-    # SGLang treats an absent extra_key as "" when it appends.
+    # SGLang treats an absent extra_key as "" when it appends the id.
     return extra_key.removesuffix(name) or None, applied
 
 
 def _not_applied(name: str) -> bytes:
-    """Return the digest of the names of an adapter's weights that SGLang leaves out, or b"" if it applies
-    all.
+    """Return the digest of the names of an adapter's weights that SGLang does not apply.
+
+    Returns b"" if SGLang applies all weights.
     """
     if name not in _left_out:
         manager = _managers.get(name)
@@ -116,11 +120,11 @@ HOOKS: tuple[Hook, ...] = (
 
 
 class NamespaceRoots:
-    """Roots of page keys for one engine process.
+    """Computes the roots of page keys in one engine process.
 
     Args:
         identify: returns (language model fingerprint, KV spec). It reads weights, so it runs on another
-            thread. If it raises CheckpointError, every root raises it.
+            thread. If it raises CheckpointError, every call of `root` raises the same error.
     """
 
     def __init__(
@@ -132,23 +136,26 @@ class NamespaceRoots:
         self._identity.now()[1].first_wait()
 
     def of(self, page: PageGeometry) -> NamespaceRoots:
-        """Return the roots for another kind of the same model's pages."""
+        """Return the roots for another page geometry of the same model."""
         other = copy.copy(self)
         other._page, other._known = page, {}
         return other
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the checkpoint has been read, with or without an error, and return whether it was within
-        the timeout."""
+        """Wait until the checkpoint has been read or its reading has failed.
+
+        Returns False if the timeout expires first.
+        """
         return self._identity.now()[1].wait(timeout_s)
 
     def root(self, space: CacheNamespace) -> bytes:
         """Return the root of a namespace's page keys (32 bytes).
 
         Raises CheckpointError if the model or adapter is not identified: "identifying" while the checkpoint
-        is read, "weights_updated", "lora", "lora_changed", or the error of reading the checkpoint.
+        is read, "weights_updated", "lora", "lora_changed", or the error with which reading the checkpoint
+        failed.
         """
-        # Wait as at start. Otherwise every first batch after an update would miss.
+        # Wait as at startup. Otherwise the first batch after an update of the weights would always miss.
         self._identity.now()[1].first_wait()
         epoch, identity = self._identity.get()
         extra_key, adapter = taken_apart(space.extra_key)
@@ -163,7 +170,7 @@ class NamespaceRoots:
 
 
 class RootsOfCall:
-    """Roots for a single call. Each root is computed once, because hundreds of pages share a namespace."""
+    """Caches the roots during a single call, because hundreds of pages share a namespace."""
 
     def __init__(self, roots: NamespaceRoots) -> None:
         self._roots = roots

@@ -3,12 +3,12 @@
     save    host pool ──gather──> tile, in the page's order ──sum──> ──copy──> the store's memory
     load    the store's memory ──copy──> tile ──sum──> ──scatter──> host pool
 
-A tile has as many whole heads as fit into a core's cache, so a page is read from memory once and written
-once. Each step is one call of numpy or xxhash, which release the interpreter's lock, so SGLang's scheduler
-runs in parallel, and more threads can copy other pages of the batch.
+A tile has as many complete heads as fit into a core's cache, so each page is read from memory once and
+written once. Each step is one call of numpy or xxhash, which release the interpreter's lock. SGLang's
+scheduler therefore runs in parallel, and other threads can copy other pages of the batch.
 
-Checksums are computed from the tile, never from the store's memory. Readers of a page therefore detect damage
-by a late writer of another page.
+Checksums are computed from the tile, never from the store's memory. If a late writer of another page damages
+a page, its readers therefore detect the damage.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ from cornplug.sglang_hooks.kv_pages.layout import HostPages
 from cornplug.store.base import Lease, PayloadLocation
 
 Rows = NDArray[np.void]
-"""Shape (heads, layers, planes, tokens). An item is a row: all values of a token in one plane of one head and
-layer."""
+"""Array of shape (heads, layers, planes, tokens). Each item is a row: all values of a token in one plane of
+one head and layer."""
 
 _TILE_BYTES: Final = 1 << 20
-"""Size of the cache of one server core."""
+"""Number of bytes to copy at a time, unless a layer has more. It is the cache size of one core in a
+server."""
 _MOST_THREADS: Final = 4
 _CORES_A_THREAD: Final = 4
-"""Number of cores of a rank per copying thread. SGLang's own processes need the others."""
+"""Number of cores of a rank for each copying thread. SGLang's own processes need the other cores."""
 
 
 def copy_threads(device: torch.device | str, ranks: int) -> int:
-    """Return the number of threads for one direction of a rank: one if its model runs on the CPU, else up to
-    `_MOST_THREADS` of the cores that the `ranks` of this host share.
+    """Return the number of threads that copy a rank's pages in one direction.
+
+    If the model runs on the CPU, this is one thread. Otherwise it is at most `_MOST_THREADS`, depending on
+    the number of cores that the `ranks` of this host share.
     """
     if torch.device(device).type == "cpu":
         return 1
@@ -51,16 +54,16 @@ def copy_threads(device: torch.device | str, ranks: int) -> int:
 
 
 class PagePart(NamedTuple):
-    """Tokens of a store page, and their place on the host."""
+    """Tokens of a store page, and their memory in the host pool."""
 
     inside: slice
-    """Tokens of the store page."""
+    """Range of tokens in the store page."""
     there: Rows
-    """These tokens, with the heads and layers of this rank."""
+    """Memory of these tokens in the host pool, with the heads and layers of this rank."""
 
 
 class _Tile:
-    """Memory for some heads and layers."""
+    """Buffer for some heads and layers of a page, in the page's order."""
 
     def __init__(
         self, memory: NDArray[np.uint8], rows: tuple[int, int, int, int], row: np.dtype[np.void]
@@ -68,38 +71,38 @@ class _Tile:
         heads, layers = rows[:2]
         here = memory[: math.prod(rows) * row.itemsize]
         self.layers = here.reshape(heads, layers, -1)
-        """Shape (heads, layers, bytes)."""
+        """The buffer with shape (heads, layers, bytes)."""
         self.segments = [segment.data for segment in here.reshape(heads, -1)]
-        """The bytes of each head."""
+        """Part of the buffer for each head."""
         self.rows: Rows = here.view(row).reshape(rows)
 
 
 class _Block(NamedTuple):
-    """Segments that pass a tile together."""
+    """Segments of a page that are copied together through one tile."""
 
     heads: slice
-    """Heads in this rank's part of a page."""
+    """Heads of the segments, counted in this rank's part of a page."""
     layers: slice
-    """Layers in this rank's part, which with these heads form segments."""
+    """Layers of the segments, counted in this rank's part of a page."""
     numbers: list[int]
-    """Numbers of these segments in the page."""
+    """Indices of these segments among all segments of the page."""
     tile: _Tile
 
 
 class _Scratch:
-    """Memory of one thread."""
+    """Memory for the tiles that one thread copies."""
 
     def __init__(self, size_bytes: int) -> None:
         self.memory = np.empty(size_bytes, np.uint8)
         self.blocks: dict[int, list[_Block]] = {}
-        """Segments per head -> blocks of this rank's part of a page, whose tiles use this memory."""
+        """Segments per head -> blocks of this rank's part of a page. Their tiles use this memory."""
 
 
 class PageCopies:
-    """Copies of one rank in one direction. Used by one thread at a time.
+    """Copies a rank's pages in one direction. Used by one thread at a time.
 
     Args:
-        threads: number of threads that copy pages of one call in parallel, including the caller's.
+        threads: number of threads that copy the pages of one call in parallel, including the caller's thread.
     """
 
     def __init__(self, mine: RankPages, host: HostPages, *, threads: int = 1) -> None:
@@ -115,20 +118,20 @@ class PageCopies:
         self._helpers = ThreadPoolExecutor(max(1, threads - 1), "cornplug-kv")
 
     def close(self) -> None:
-        """End the threads. Later calls copy only on the caller's thread."""
+        """Stop the threads. Later calls copy only on the caller's thread."""
         del self._scratch[1:]
         self._helpers.shutdown(wait=False)
 
-    # -- places on the host -------------------------------------------------------------------
+    # -- pages in the host pool ---------------------------------------------------------------
 
     def at(self, slot: int) -> Rows:
         """Return the host page that begins at a slot."""
         page, rest = divmod(slot, self._host_size)
-        # SGLang allocates whole pages, for which one view of the pool is sufficient.
+        # SGLang usually allocates complete pages, which are items of one view of the pool.
         return self.rows(self._host.page(slot)) if rest else self._pages[page]
 
     def rows(self, part: torch.Tensor) -> Rows:
-        """View host memory of shape (heads, layers, planes, tokens, dim), without a copy."""
+        """Return a view of host memory of shape (heads, layers, planes, tokens, dim)."""
         found: Rows = part.view(torch.uint8).numpy().view(self._row)[..., 0]
         return found
 
@@ -145,10 +148,10 @@ class PageCopies:
     def write(
         self, pages: Sequence[tuple[Sequence[PagePart], PayloadLocation]], stops: Callable[[], bool]
     ) -> list[dict[int, int] | None]:
-        """Copy pages into reservations, in order.
+        """Copy pages into reserved memory of the store, in order.
 
-        Returns segment -> checksum of this rank's part of each page: {} if it could not be written, None if
-        `stops` returned true before.
+        Returns, for each page, the checksums of this rank's part by segment. This is {} if the page could not
+        be written, and None if `stops` returned True before the page was copied.
         """
         found: list[dict[int, int] | None] = [None] * len(pages)
 
@@ -164,10 +167,10 @@ class PageCopies:
     def read(
         self, pages: Sequence[tuple[Lease, Sequence[PagePart]]], stops: Callable[[], bool]
     ) -> tuple[int, CornplugError | None]:
-        """Copy leased pages to their places on the host, in order, until `stops`.
+        """Copy leased pages into the host pool, in order, until `stops` returns True.
 
         Returns the number of leading pages that are complete and verified, and the error of the next page, if
-        any. Heads are verified before they are copied. The places of that page and later pages may contain
+        any. Heads are verified before they are copied. The memory of that page and of later pages may contain
         some heads.
         """
         found: list[bool | CornplugError] = [False] * len(pages)
@@ -191,7 +194,8 @@ class PageCopies:
         numbers = iter(range(count))
 
         def some(scratch: _Scratch) -> None:
-            # A number that was taken is always processed, so all pages before a failed page are complete.
+            # A thread always processes the number that it took, so all pages before a failed page are
+            # complete.
             while not stops() and (number := next(numbers, None)) is not None:
                 work(number, scratch)
 
@@ -206,7 +210,7 @@ class PageCopies:
     def _write(
         self, parts: Sequence[PagePart], location: PayloadLocation, scratch: _Scratch
     ) -> dict[int, int]:
-        """Return segment -> checksum. Raises StoreUnavailable."""
+        """Copy one page, and return its checksums by segment. Raises StoreUnavailable."""
         room = self._of_rank(self._mine.store.view(location, writable=True))
         digest = xxhash.xxh3_64_intdigest
         sums: dict[int, int] = {}
@@ -238,7 +242,7 @@ class PageCopies:
     def _read_staged(
         self, location: PayloadLocation, checksums: Sequence[int], parts: Sequence[PagePart]
     ) -> None:
-        """Read like `_read`, if segments have more layers than this rank."""
+        """Copy and verify one page whose segments have more layers than this rank holds."""
         memory = self._mine.memory()
         self._mine.copy(location, checksums, memory)
         rows = self.rows(memory)

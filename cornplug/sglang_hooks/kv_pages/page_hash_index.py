@@ -1,8 +1,8 @@
 """Index from SGLang's page hashes to the store's pages.
 
-SGLang passes only its own hash of each page to a storage backend. For pages of recent prompts, this index
-contains the page's end in its sequence and the value of cornplug's key chain there. A hash then leads to the
-store pages inside its page, or to the store page that contains it.
+SGLang passes only its own hash of each page to a storage backend. For each page of recent prompts, this index
+contains the page's end position in its sequence and the value of cornplug's key chain at this position. With
+these values, cornplug finds the store pages inside an SGLang page, or the store page that contains it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from cornplug.identity import LINK_TOKENS, chain
 from cornplug.sglang_hooks.media.placeholder_tokens import FIRST_PLACEHOLDER
 
 _MAX_BYTES: Final = 64 << 20
-"""Maximum memory of the index. A page that it drops is not shared until its prompt is sent again."""
+"""Maximum memory of the index. A page that the index drops is not shared until its prompt is sent again."""
 _PAGE_BYTES: Final = 280
 _END_BYTES: Final = 144
-"""Measured memory of a page's entry, and of each chain value in it."""
+"""Measured memory of a page's entry (`_PAGE_BYTES`) and of each chain value in the entry (`_END_BYTES`)."""
 _MAX_CONTINUATIONS: Final = 4
 
 
@@ -35,7 +35,7 @@ class CacheNamespace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HashedPage:
-    """An SGLang page, with its place in its sequence and in cornplug's key chain."""
+    """An SGLang page with its position in its sequence and in cornplug's key chain."""
 
     space: CacheNamespace
     prior: str | None
@@ -43,18 +43,19 @@ class HashedPage:
     end: int
     """Number of tokens of the sequence up to the end of this page."""
     link: bytes
-    """Chain value at that point."""
+    """Chain value at the end of this page."""
     ends: tuple[bytes, ...]
-    """Chain values at the ends of store pages. If SGLang's pages are larger, these are the store pages inside
-    this page, in order. If they are smaller, these are the store pages that contain it, one per known
-    continuation (the newest last). Empty while no continuation is long enough."""
+    """Chain values at the ends of store pages. If SGLang's pages are at least as large as store pages, these
+    are the store pages inside this page, in order. If SGLang's pages are smaller, these are the store pages
+    that contain this page, one for each recorded continuation of the sequence (the newest last). Empty until
+    a continuation fills a store page."""
 
 
 class PageOverlap(NamedTuple):
     """Tokens that an SGLang page and a store page have in common."""
 
     links: tuple[bytes, ...]
-    """The store page's last chain value, or several alternatives if continuations differ."""
+    """Chain value at the end of the store page. Several values if the sequence has several continuations."""
     inside: slice
     """Range of tokens in the store page."""
     page: slice
@@ -62,15 +63,15 @@ class PageOverlap(NamedTuple):
 
 
 class PageHashIndex:
-    """Page hash index of bounded size. Thread-safe.
+    """Index of bounded size from SGLang's page hashes to pages. Thread-safe.
 
     Args:
-        page_size, page_tokens: tokens of SGLang's page and of the store's. One must divide the other and both
-            must be multiples of 16, else ValueError.
-        is_unkeyed: whether a placeholder value belongs to a medium without an embedding key. Pages from there
-            on are not recorded.
+        page_size, page_tokens: number of tokens in an SGLang page and in a store page. One must be a multiple
+            of the other, and both must be multiples of 16. Otherwise raises ValueError.
+        is_unkeyed: returns whether a placeholder value belongs to a medium without an embedding key. The page
+            with such a value and all later pages are not recorded.
         advance: `identity.chain`, or a faster function with the same results.
-        max_bytes: approximate memory of all entries.
+        max_bytes: approximate maximum memory of all entries.
     """
 
     def __init__(
@@ -98,12 +99,12 @@ class PageHashIndex:
         return len(self._pages)
 
     def clear(self) -> None:
-        """Forget all pages."""
+        """Remove all pages."""
         with self._lock:
             self._pages.clear()
 
     def find(self, hashes: Sequence[str]) -> list[HashedPage | None]:
-        """Return the pages with these hashes, None for unknown hashes."""
+        """Return the page for each of these hashes, or None for a hash that is not in the index."""
         with self._lock:
             return [self._pages.get(name) for name in hashes]
 
@@ -112,7 +113,8 @@ class PageHashIndex:
     ) -> None:
         """Record the pages of `tokens` under their SGLang `hashes`, after the page `prior`.
 
-        A `prior` of None begins a sequence. Records nothing if `prior` is unknown or in another namespace.
+        A `prior` of None begins a sequence. If `prior` is not in the index or belongs to another namespace,
+        nothing is recorded.
         """
         size = self.page_size
         with self._lock:
@@ -128,8 +130,8 @@ class PageHashIndex:
                 if before is None or before.space != space:
                     return
                 end, link = before.end, before.link
-        # Compute this outside of the lock: a long prompt takes milliseconds, and the scheduler's thread uses
-        # the index too.
+        # Compute the chain without the lock, because this takes milliseconds for a long prompt, and the
+        # scheduler's thread uses the index too.
         new = self._named(tokens[known * size : len(hashes) * size])
         if not new:
             return
@@ -143,7 +145,7 @@ class PageHashIndex:
                 self._pages.popitem(last=False)
 
     def overlaps(self, page: HashedPage) -> list[PageOverlap]:
-        """Return the overlaps of a page with store pages, or [] while those are unknown."""
+        """Return the overlaps of a page with store pages, or [] if the store pages are not complete yet."""
         size, stored = self.page_size, self.page_tokens
         if size >= stored:
             return [
@@ -158,8 +160,11 @@ class PageHashIndex:
         return page.end % self.page_tokens == 0
 
     def siblings(self, name: str) -> list[tuple[str, HashedPage]]:
-        """Return the pages (hash, page), in order, that form one store page with the closing page `name` as
-        their last. Fewer if some are forgotten."""
+        """Return the SGLang pages of the store page whose last SGLang page is `name`, as (hash, page) in
+        order.
+
+        Pages that the index has dropped are missing.
+        """
         with self._lock:
             return self._siblings(name)
 
@@ -175,8 +180,8 @@ class PageHashIndex:
         return found[::-1]
 
     def _named(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return the whole pages of `tokens` before the first medium without a key."""
-        # Check only wide values, because a prompt may have a hundred thousand tokens.
+        """Return the tokens of all complete pages before the first medium without a key."""
+        # Check only placeholder values, because a prompt may have a hundred thousand tokens.
         wide = np.flatnonzero(np.array(tokens, np.int64) >= FIRST_PLACEHOLDER).tolist()
         whole = next((i for i in wide if self._is_foreign(tokens[i])), len(tokens))
         return tokens[: whole // self.page_size * self.page_size]

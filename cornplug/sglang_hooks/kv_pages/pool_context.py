@@ -1,4 +1,4 @@
-"""Structures that the host pools of one rank share: the model's KV, windows, and a draft's KV."""
+"""Objects that the host pools of one rank use: the pools of the model, of windows, and of a draft model."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class PoolContext:
     index: PageHashIndex
     tally: Tally
     pace: LoadPace
-    """Measures the engine's steps, which give the cost of its pages."""
+    """Measures the engine's steps, from which the time to compute a page is estimated."""
     stopping: Callable[[], bool]
-    """Whether SGLang waits for its storage threads to end. It exits after 10 s."""
+    """Returns whether SGLang waits for its storage threads to end. SGLang exits after 10 s."""
     only_seen: bool = False
     """See `PagePublisher`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankPool:
-    """A host pool of one rank, and its part of the store's pages."""
+    """A host pool of one rank, and the part of the store's pages that this rank holds."""
 
     mine: RankPages
     host: HostPages

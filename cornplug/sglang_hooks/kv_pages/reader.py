@@ -1,4 +1,7 @@
-"""Copies pages from the store to SGLang's host pool, after a wait for pages on disk or in far stores."""
+"""Looks up pages in the store, and copies them to SGLang's host pool.
+
+A lookup may wait for pages that are on disk or in far stores.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +26,22 @@ from cornplug.sglang_hooks.kv_pages.page_hash_index import (
     PageOverlap,
 )
 from cornplug.sglang_hooks.kv_pages.pool_context import PoolContext, RankPool
-from cornplug.store.base import FarReads, Lease, Store, Tier
-from cornplug.store.payload import FAR_WAIT_S, LEASE_S, recalled, sought, tiers_of
+from cornplug.store.base import Lease, Store, Tier
+from cornplug.store.payload import FAR_WAIT_S, LEASE_S, recalled, sought
 
 _RECALL_FRESH_S: Final = 60.0
-"""Age at which measurements of a disk expire, so a disk that was too slow is tried again."""
+"""Age in seconds at which measurements of the disk's speed expire, so that a disk that was too slow is tried
+again."""
 _RECALL_PAUSE_S: Final = 5.0
-"""Pause of disk reads after a read that exceeded its deadline, because each delays a request."""
+"""Time in seconds without waits for disks and far stores after a disk read exceeded its deadline."""
 
 
 class PageWaits:
-    """Waits of one `PageReader`.
+    """Waits for pages on disk and in far stores, for one `PageReader`.
 
     Args:
-        entry_bytes: bytes that this rank reads from a store page.
-        pace: None if the engine is not measured.
+        pace: measured durations of this engine, or None if they are not measured.
+        entry_bytes: number of bytes that this rank reads from a store page.
     """
 
     def __init__(
@@ -46,19 +50,23 @@ class PageWaits:
         self._run, self._pace = runtime, pace
         self._page_tokens, self._entry_bytes = page_tokens, entry_bytes
         self._disk_pace = FadedRate()
-        """Bytes that the store has read from its disk for this rank."""
+        """Rate at which the store reads from its disk for this rank."""
         self._again_s = 0.0
 
     def disk_s(self, entries: int) -> float:
-        """Return the seconds that the store takes to read `entries` entries from disk, or 0 if it has not
-        read any recently.
+        """Return the seconds that the store takes to read `entries` entries from disk.
+
+        Returns 0 if no recent read was measured.
         """
         return self._disk_pace.seconds(entries * self._entry_bytes, fresh_s=_RECALL_FRESH_S) or 0.0
 
     def begin(self, store: Store, keys: Sequence[bytes], *, tokens: int) -> bool:
-        """Query far stores for these absent keys, the first of `tokens` absent tokens. Returns whether
-        a storage thread should wait for the replies. Called on the scheduler's thread, and does not wait."""
-        if not isinstance(store, FarReads) or not store.far_answers or time.monotonic() < self._again_s:
+        """Query far stores for absent keys, and return whether a storage thread should wait for the replies.
+
+        `keys` are for the first page of the `tokens` absent tokens. Called on the scheduler's thread, so this
+        does not wait.
+        """
+        if not store.far_answers or time.monotonic() < self._again_s:
             return False
         first_s = self.disk_s(max(1, tokens // self._page_tokens))
         if self._pace is not None and not self._pace.pays(tokens, first_s=first_s):
@@ -69,12 +77,12 @@ class PageWaits:
         """Return a `Tier` for each key, after waiting for far stores. Raises StoreUnavailable.
 
         Args:
-            parts: keys of each part of the pages. Any one of a part's entries is sufficient.
+            parts: alternative keys for each part of the pages. One stored entry per part is sufficient.
         """
         store, deadline_s, began_s = self._run.store, self._run.deadline_s, time.monotonic()
         keys = unique(parts)
-        found = dict(zip(keys, tiers_of(store, keys, deadline_s=deadline_s), strict=True))
-        if not isinstance(store, FarReads) or not store.far_answers or began_s < self._again_s:
+        found = dict(zip(keys, store.tiers(keys, deadline_s=deadline_s), strict=True))
+        if not store.far_answers or began_s < self._again_s:
             return found
         if absent := lacking(parts, found):
             tokens = len(absent) * self._page_tokens
@@ -85,8 +93,9 @@ class PageWaits:
         return found
 
     def recalled(self, parts: Sequence[Sequence[bytes]]) -> dict[bytes, int]:
-        """Return the same as `sought`, but also wait for entries on disk. A wait without a result starts a
-        pause.
+        """Return the same as `sought`, after waiting also for entries on disk.
+
+        If an entry is not read in time, the next calls do not wait for a few seconds.
         """
         store, deadline_s = self._run.store, self._run.deadline_s
         if time.monotonic() < self._again_s:
@@ -110,20 +119,21 @@ class PageWaits:
 
 
 def unique(parts: Sequence[Sequence[bytes]]) -> list[bytes]:
-    """Return each key once, in order."""
+    """Return the keys of all parts in order, each key once."""
     return list(dict.fromkeys(key for part in parts for key in part))
 
 
 def lacking(parts: Sequence[Sequence[bytes]], found: Mapping[bytes, int]) -> list[bytes]:
-    """Return the keys of parts for which no entry was found."""
+    """Return the keys of the parts for which the store has no entry."""
     return unique([part for part in parts if not any(found[key] for key in part)])
 
 
 class PageReader:
-    """Reader of one rank. Called on SGLang's storage threads. No call raises if the store fails.
+    """Reads pages for one rank. Called on SGLang's storage threads unless a method says otherwise.
 
     Args:
-        counts_tokens: False for pages whose tokens another reader counts as saved.
+        counts_tokens: whether hits and saved tokens are counted. False for pages whose tokens another reader
+            counts.
     """
 
     def __init__(
@@ -141,27 +151,31 @@ class PageReader:
         self.disk_s = self._waits.disk_s
 
     def close(self) -> None:
-        """Close the connection of the scheduler's thread, and end the copying threads."""
+        """Close the store connection of the scheduler's thread, and stop the threads that copy pages."""
         self._asking.close()
         self._copies.close()
 
     def roots(self) -> RootsOfCall:
-        """Create the roots for one call."""
+        """Return a cache of the roots for one call."""
         return RootsOfCall(self._roots)
 
     def keys(self, page: HashedPage, part: PageOverlap, roots: RootsOfCall) -> list[bytes]:
-        """Return the keys of a part in the store, newest continuation first. Raises CheckpointError."""
+        """Return the store keys of the store page that overlaps `page` in `part`.
+
+        There are several keys if the sequence has several continuations, newest first. Raises
+        CheckpointError.
+        """
         root = roots.root(page.space)
         return [
             page_key(self._run.secret, root, self._index.page_tokens, link) for link in reversed(part.links)
         ]
 
     def begins(self, first: str | None, tokens: int) -> bool | None:
-        """Return whether the store has the page `first`, the first of `tokens` that the engine lacks, or None
-        if far stores are queried for it.
+        """Return whether the store has the page `first`, or None if far stores are queried for the page.
 
-        Counts the tokens as missed if it is absent. Called on the scheduler's thread, with a second
-        connection, so that it does not wait for calls of the storage threads. Raises CornplugError.
+        `first` is the first page of `tokens` tokens that the engine lacks. If the page is absent, all of them
+        are counted as misses. Called on the scheduler's thread, with a second connection, so that this does
+        not wait for calls of the storage threads. Raises CornplugError.
         """
         plan = list(self._plan(self._index.find([first]))) if first is not None else []
         if not plan:
@@ -169,7 +183,7 @@ class PageReader:
             return False
         parts = [keys for _, keys in plan[0]]
         keys = [key for part in parts for key in part]
-        tiers = tiers_of(self._asking, keys, deadline_s=self._run.deadline_s)
+        tiers = self._asking.tiers(keys, deadline_s=self._run.deadline_s)
         there = {key for key, tier in zip(keys, tiers, strict=True) if tier}
         found = all(there.intersection(part) for part in parts)
         if not found:
@@ -180,21 +194,25 @@ class PageReader:
         return found
 
     def count(self, hashes: Sequence[str]) -> tuple[int, int]:
-        """Return how many leading pages the store has, and how many of their entries are only on disk. Called
-        on the scheduler's thread, like `begins`. Raises CornplugError."""
+        """Return (number of leading pages that the store has, number of entries that are only on disk).
+
+        Called on the scheduler's thread, like `begins`. Raises CornplugError.
+        """
         wanted = [[keys for _, keys in parts] for parts in self._plan(self._index.find(hashes))]
         keys = list(dict.fromkeys(key for parts in wanted for part in parts for key in part))
         if not keys:
             return 0, 0
-        tiers = tiers_of(self._asking, keys, deadline_s=self._run.deadline_s)
+        tiers = self._asking.tiers(keys, deadline_s=self._run.deadline_s)
         there = {key for key, tier in zip(keys, tiers, strict=True) if tier}
         whole = (all(there.intersection(part) for part in parts) for parts in wanted)
         found = next((i for i, one in enumerate(whole) if not one), len(wanted))
         return found, tiers.count(Tier.DISK)
 
     def present(self, hashes: Sequence[str]) -> int:
-        """Return how many leading pages the store has completely, after reading pages that are only on disk.
-        Counts missing pages. Raises CornplugError."""
+        """Return how many leading pages the store has in memory, after it has read pages that were on disk.
+
+        Missing pages are counted as misses. Raises CornplugError.
+        """
         wanted = [[keys for _, keys in parts] for parts in self._plan(self._index.find(hashes))]
         if not wanted:
             self._missed("no_page_key", len(hashes) * self._index.page_size)
@@ -212,21 +230,22 @@ class PageReader:
         return count
 
     def tiers(self, hashes: Sequence[str], *, asking: bool = False, recall: bool = False) -> list[Tier]:
-        """Return where each of these pages is: absent if a part of it is absent, on disk if a part is only
-        there. Pages after the first page without a key count as absent. Raises CornplugError.
+        """Return the tier of each of these pages.
+
+        A page is absent if any part of it is absent, and on disk if any part is only on disk. The first page
+        without a key and all later pages count as absent. Raises CornplugError.
 
         Args:
-            asking: called on the scheduler's thread, like `begins`. Far stores are not queried.
-            recall: wait for pages that are only on disk, like `present`.
+            asking: whether this is called on the scheduler's thread, like `begins`. If so, far stores are not
+                queried.
+            recall: whether to wait for pages that are only on disk, like `present`.
         """
         plan = [[keys for _, keys in parts] for parts in self._plan(self._index.find(hashes))]
         wanted = [part for parts in plan for part in parts]
         found: dict[bytes, int] = {}
         if wanted and asking:
             keys = unique(wanted)
-            found = dict(
-                zip(keys, tiers_of(self._asking, keys, deadline_s=self._run.deadline_s), strict=True)
-            )
+            found = dict(zip(keys, self._asking.tiers(keys, deadline_s=self._run.deadline_s), strict=True))
         elif wanted:
             found = self._waits.recalled(wanted) if recall else self._waits.sought(wanted)
         pages = [
@@ -235,13 +254,13 @@ class PageReader:
         return pages + [Tier.ABSENT] * (len(hashes) - len(pages))
 
     def count_absent(self, pages: int) -> None:
-        """Count SGLang pages that the store does not have."""
+        """Count a number of SGLang pages as misses, because the store does not have them."""
         self._missed("absent", pages * self._index.page_size)
 
     def load(self, hashes: Sequence[str], slots: Sequence[int]) -> int:
-        """Copy pages to the host pool, each verified first. Returns the number of leading pages copied.
+        """Verify pages, copy them to the host pool, and return the number of leading pages that were copied.
 
-        `slots` are the first slots of the pages.
+        `slots` are the pages' first slots in the host pool. Does not raise an exception if the store fails.
         """
         done, reason = 0, ""
         pages = self._index.find(hashes)
@@ -272,8 +291,10 @@ class PageReader:
         return done
 
     def borrow(self, page: HashedPage) -> torch.Tensor | None:
-        """Return an SGLang page, (heads, layers, planes, tokens, dim), from a larger store page, or None if
-        the store does not have it. Raises CornplugError."""
+        """Return the KV of an SGLang page from a larger store page, or None if the store does not have it.
+
+        The shape is (heads, layers, planes, tokens, dim). Raises CornplugError.
+        """
         parts = self._index.overlaps(page)
         if not parts:
             return None
@@ -292,8 +313,10 @@ class PageReader:
         slots: Sequence[int],
         leases: Mapping[bytes, Lease],
     ) -> tuple[list[tuple[Lease, list[PagePart]]], list[int]]:
-        """Return the store pages to copy, with their places on the host, up to the plan's first page without
-        a lease. Also return, for each page of the plan, how many leading store pages it needs.
+        """Return the store pages to copy, up to the plan's first page without a lease.
+
+        Each store page has its memory in the host pool. Also returns, for each page of the plan, how many
+        leading store pages it needs.
         """
         jobs: list[tuple[Lease, list[PagePart]]] = []
         ends: list[int] = []
@@ -312,7 +335,7 @@ class PageReader:
         return jobs, ends
 
     def _plan(self, pages: Sequence[HashedPage | None]) -> Iterator[list[tuple[PageOverlap, list[bytes]]]]:
-        """Yield the parts of each page and their keys, up to the first page without a key in the store."""
+        """Yield the parts of each page with their keys, up to the first page that has no keys."""
         made: dict[tuple[CacheNamespace, tuple[bytes, ...]], list[bytes]] = {}
         roots = self.roots()
         for page in pages:
@@ -336,13 +359,13 @@ class PageReader:
         try:
             yield {lease.key: lease for lease in leases}
         finally:
-            # A store that has exited has ended its leases.
+            # If the store has exited, its leases have ended too.
             with suppress(StoreUnavailable):
                 if leases:
                     store.release([lease.token for lease in leases], deadline_s=deadline_s)
 
     def _missed(self, reason: str, tokens: int) -> None:
-        # Count whole store pages, because no engine could have stored a part of a page.
+        # Count complete store pages, because an engine never stores an incomplete page.
         if pages := tokens // self._index.page_tokens:
             self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason, by=pages)
 
@@ -361,10 +384,10 @@ class PageReader:
 
 
 def _nearest(tiers: Sequence[Tier]) -> Tier:
-    """Return the best tier of several entries, if any one is sufficient."""
+    """Return the best tier of several entries of which one is sufficient."""
     return min((tier for tier in tiers if tier), default=Tier.ABSENT)
 
 
 def _farthest(tiers: Sequence[Tier]) -> Tier:
-    """Return the worst tier of several entries, if all are needed."""
+    """Return the worst tier of several entries that are all needed."""
     return Tier.ABSENT if Tier.ABSENT in tiers else max(tiers)

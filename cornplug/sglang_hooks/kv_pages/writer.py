@@ -1,8 +1,8 @@
 """Copies pages from SGLang's host pool to the store.
 
-Tensor-parallel ranks and pipeline stages write a page together without messages between them. Each rank
-reserves its part of the same reservation, writes its heads of its layers and commits their checksums, and the
-daemon joins the parts. A rank that is late, or has exited in the middle, does not delay other ranks.
+Tensor-parallel ranks and pipeline stages write a page together without exchanging messages. Each rank
+reserves its part of the same page, writes the heads and layers that it holds, and commits their checksums.
+The store's daemon joins the parts. A rank that is late or has exited does not delay other ranks.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from cornplug.sglang_hooks.kv_pages.reader import PageReader
 from cornplug.store.base import Reservation, ReserveRefusal, WriterPart
 
 _TAIL_BYTES: Final = 64 << 20
-"""Maximum bytes of small pages that are kept until their store page is complete."""
+"""Maximum total size of the pages that are kept until their store page is complete."""
 _ROUND_BYTES: Final = 64 << 20
-"""Bytes reserved by one call. A new store grows by this size within one call, while others wait."""
+"""Number of bytes that one call reserves. A new store grows by this size within one call, while other calls
+wait."""
 _SAVE_S: Final = 30.0
-"""Maximum duration of a call. Until it returns, SGLang keeps the pages in its host pool."""
+"""Maximum duration of `save` in seconds. Until it returns, SGLang keeps the pages in its host pool."""
 _STOP_S: Final = 3.0
-"""Maximum duration after SGLang begins to wait for this thread to end. It exits after 10 s."""
+"""Time in seconds for which `save` may continue after SGLang begins to wait for this thread. SGLang exits
+after 10 s."""
 _FIRST_PAUSE_S: Final = 0.01
 _LONGEST_PAUSE_S: Final = 0.1
 
 
 class _Stored(NamedTuple):
-    """Tokens `inside` of a store page that are in another page of the store."""
+    """Tokens of a new store page that are not in memory, but may be in another page of the store."""
 
     inside: slice
     page: HashedPage
@@ -48,11 +50,10 @@ _Wanted = Mapping[bytes, Sequence[PagePart | _Stored]]
 def part_of(
     page: PageGeometry, tp_size: int, tp_rank: int, group: bytes, *, stages: int = 1, stage: int = 0
 ) -> WriterPart | None:
-    """Return a rank's part of pages that all ranks of `group` write, or None if it writes whole pages or
-    none.
+    """Return a rank's part of the pages that all ranks of `group` write together.
 
-    `tp_size` ranks hold the heads, in each of `stages` stages that hold the layers. Raises LayoutError if the
-    heads cannot be split.
+    Returns None if the rank writes complete pages or no pages. Each of the `stages` pipeline stages has
+    `tp_size` ranks, which divide the heads. Raises LayoutError if the heads cannot be divided.
     """
     writers = [rank for rank in range(tp_size) if tensor_parallel_heads(page.heads, tp_size, rank)[1]]
     parts = stages * len(writers)
@@ -62,10 +63,10 @@ def part_of(
 
 
 class PageWriter:
-    """Writer of one rank. Called on SGLang's backup thread. No call raises if the store fails.
+    """Writes pages of one rank. Called on SGLang's backup thread. No call raises if the store fails.
 
     Args:
-        part: this rank's part, or None if it writes whole pages or none.
+        part: this rank's part of a page, or None if the rank writes complete pages or no pages.
     """
 
     def __init__(
@@ -89,15 +90,16 @@ class PageWriter:
         self._epoch = weights_guard.epoch()
 
     def close(self) -> None:
-        """End the copying threads."""
+        """Stop the threads that copy pages."""
         self._copies.close()
 
     def save(self, hashes: Sequence[str], slots: Sequence[int]) -> None:
-        """Offer pages to the store. `slots` are their first slots in the host pool."""
+        """Offer pages to the store. `slots` are the pages' first slots in the host pool."""
         if not self._mine.held.writes:
             return
         if self._epoch != weights_guard.epoch():
-            # SGLang's page hash does not depend on the weights that computed the tail.
+            # Drop pages that the previous weights computed, because SGLang's page hashes do not depend on the
+            # weights.
             self._tails.clear()
             self._epoch, self._tail_bytes = weights_guard.epoch(), 0
         self._offer(self._wanted(hashes, slots))
@@ -133,7 +135,7 @@ class PageWriter:
         return self._reader.keys(page, part._replace(links=(page.link,)), roots)[0]
 
     def _gathered(self, closing: str, at: Mapping[str, int]) -> list[PagePart | _Stored] | None:
-        """Return the small pages of one store page, or None if one of them is lost."""
+        """Return the SGLang pages that form one store page, or None if one of them is not available."""
         found: list[PagePart | _Stored] = []
         for name, page in self._index.siblings(closing):
             parts = self._index.overlaps(page)
@@ -150,7 +152,10 @@ class PageWriter:
         return found if complete else None
 
     def _keep_tails(self, hashes: Sequence[str], slots: Sequence[int]) -> None:
-        """Keep copies of the pages after the last complete store page, because the rest of it may follow."""
+        """Keep copies of the pages after the last complete store page.
+
+        A later call may complete their store page.
+        """
         size, index = self._index.page_size, self._index
         if size >= index.page_tokens:
             return
@@ -164,12 +169,13 @@ class PageWriter:
         while self._tail_bytes > _TAIL_BYTES:
             self._tail_bytes -= self._tails.popitem(last=False)[1].nbytes
 
-    # -- writing them ---------------------------------------------------------------------------
+    # -- writing pages --------------------------------------------------------------------------
 
     def _offer(self, wanted: _Wanted) -> None:
         """Write pages in small groups, in order, because a reader stops at the first missing page.
 
-        SGLang offers each page only once, so pages that a growing store refuses are retried while it grows.
+        SGLang offers each page only once, so pages that a growing store rejects are retried while the store
+        grows.
         """
         left, step = list(wanted), max(1, _ROUND_BYTES // self._mine.page.page_bytes)
         moved_s = time.monotonic()
@@ -191,8 +197,10 @@ class PageWriter:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _write(self, wanted: _Wanted, keys: Sequence[bytes], left_s: float) -> list[bytes]:
-        """Reserve pages, write this rank's heads, and commit. Returns the keys that a growing store
-        refused."""
+        """Reserve pages, write this rank's part of them, and commit.
+
+        Returns the keys that the store rejected because it is growing.
+        """
         reserved, refused = [], []
         self._cost.seconds = self._pace.compute_s(self._mine.page.page_tokens)
         answers = self._publisher.reserve(keys, deadline_s=min(self._run.background_timeout_s, left_s))
@@ -209,7 +217,7 @@ class PageWriter:
         return refused
 
     def _fill(self, wanted: _Wanted, reserved: Sequence[Reservation]) -> None:
-        """Write this rank's heads to reserved pages, and commit."""
+        """Write this rank's part of reserved pages, and commit the pages."""
         pages = [(one, self._at_hand(wanted[one.key])) for one in reserved]
         broken = [one for one, parts in pages if parts is None]
         whole = [(one, parts) for one, parts in pages if parts is not None]
@@ -230,7 +238,7 @@ class PageWriter:
         self._publisher.commit(written)
 
     def _has_to_stop(self) -> bool:
-        """Return whether SGLang has waited for this thread to end for `_STOP_S`."""
+        """Return whether SGLang has waited for at least `_STOP_S` seconds for this thread to end."""
         now_s = time.monotonic()
         if not self._reader.stopping():
             self._stops_s = None
@@ -239,7 +247,7 @@ class PageWriter:
         return self._stops_s is not None and now_s >= self._stops_s
 
     def _at_hand(self, parts: Sequence[PagePart | _Stored]) -> list[PagePart] | None:
-        """Return the parts in memory, copied from the store if necessary, or None if that failed."""
+        """Return the parts in memory, or None if a part could not be copied from the store."""
         found = []
         try:
             for part in parts:

@@ -1,10 +1,11 @@
-"""Decodes and resizes images of a GPU server on the CPU, like vLLM and the encoder service.
+"""Lets a GPU server decode and resize images on the CPU, like vLLM and the encoder service.
 
-On CUDA, SGLang decodes JPEGs with nvJPEG and resizes in float32. Pillow and torchvision on a CPU give
-different pixels. With SGLang's default, a server shares images only with similar servers
-(`preprocessing_probe.py` detects this), and the tower runs once for them and once for all others. SGLang's
-authors measured 9.3 full-page images per second on a GB300 with preprocessing there and one worker, and 8.8
-on its CPU with two (`BaseMultimodalProcessor._resolve_auto_mm_processor_worker_num`).
+On CUDA, SGLang decodes JPEGs with nvJPEG and resizes in float32, and Pillow and torchvision on a CPU compute
+different pixels. With SGLang's default, a server therefore shares embeddings of images only with similar
+servers (`preprocessing_probe.py` detects this), and the tower runs once for these servers and once for all
+other engines. SGLang's authors measured 9.3 full-page images per second with preprocessing on a GB300 and one
+worker, and 8.8 with preprocessing on its CPU and two workers
+(`BaseMultimodalProcessor._resolve_auto_mm_processor_worker_num`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ _ANSWER_S: Final = 0.5
 
 
 def wanted(config: Config, *, device: str, family: str, dtype: str) -> bool:
-    """Return whether a server on `device` preprocesses images of `family` on its CPU. Logs the decision."""
-    # ROCm's device has this name too. Other devices keep SGLang's own choice.
+    """Return whether a server on `device` preprocesses images of `family` on its CPU, and log the
+    decision."""
+    # ROCm's device is also named "cuda". On other devices, SGLang's own choice is kept.
     if device != "cuda" or not config.engine.share_embeddings or family not in validated_families(dtype):
         return False
     how = config.engine.sglang_preprocessing
@@ -44,7 +46,7 @@ def wanted(config: Config, *, device: str, family: str, dtype: str) -> bool:
 
 
 def _answers(config: EncoderConfig) -> bool:
-    """Return whether a server listens at the address that the engine uses for embeddings."""
+    """Return whether an encoder service listens at an address that the engine uses for embeddings."""
     for url in config.engine_urls:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -66,12 +68,12 @@ def _device(original: Callable[..., Any], this: Any, processor: Any) -> str:
 
 
 def _competes(original: Callable[..., Any], this: Any) -> bool:
-    """Return False, so that SGLang uses two workers, as on every CPU."""
+    """Return False, so that SGLang uses two workers, as it does for preprocessing on a CPU."""
     return False
 
 
 def _making(this: Any, *_args: Any, **_kwargs: Any) -> None:
-    # SGLang reads this from the class. One process serves one model.
+    # Set the attribute on the class, because SGLang reads it from there. A process serves only one model.
     type(this).gpu_image_decode = False
 
 

@@ -1,13 +1,14 @@
 """Gets an image's embedding into the store before the request goes to the scheduler.
 
-    in the store ──────────────────────────────> the scheduler takes it from there
-    else: request to the service ──stored────> the same
-                └─ absent, refused, late ──────> a counted miss: the engine encodes
-    if the tower is faster than the store ─> a counted miss, without a lookup
+    in the store ──────────────────────────────> the scheduler loads it from the store
+    not in the store: request to the encoder service
+        └─ the service stores it ──────────────> the scheduler loads it from the store
+        └─ no service, rejected or late ───────> counted as a miss: the engine encodes the image
+    the engine's tower is faster than the store > counted as a miss, without a lookup
 
-This runs in the tokenizer process. Only this request waits, up to a deadline that depends on the scheduler
-process's measurements of its tower. The origin of the embedding is sent with the item, and the scheduler
-counts the hit when it uses the embedding.
+This runs in the tokenizer process. Only the image's own request waits, up to a deadline that depends on the
+scheduler process's measurements of its tower. The source of the embedding is sent with the item, and the
+scheduler counts the hit when it uses the embedding.
 """
 
 from __future__ import annotations
@@ -46,31 +47,35 @@ from cornplug.store.payload import NewPayload, put_payload, recalled
 
 _SOURCE: Final = "cornplug_source"
 waited: Final[ContextVar[bool]] = ContextVar("cornplug_waited", default=False)
-"""Whether this task's request has waited for an encoder until its deadline. It does not wait for another
-one."""
+"""Whether this task's request has already waited for an encoder until the deadline. If so, the request does
+not wait for another encoder."""
 
 
 def source_of(item: Any) -> str | None:
-    """Return how the embedding of an item was stored, or None if that is unknown."""
+    """Return the source of an item's embedding, such as "store", or None if it is not expected in the
+    store."""
     found: str | None = item.model_specific_data.get(_SOURCE)
     return found
 
 
 class EmbeddingPrefetcher:
-    """Embedding prefetch of one tokenizer process. Called on its event loop, which is never blocked."""
+    """Prefetches embeddings in one tokenizer process. Called on the event loop, which is never blocked."""
 
     def __init__(self, runtime: EngineRuntime, tally: Tally) -> None:
         self._run = runtime
         self._tally = tally
         self._policy = EncoderRequestPolicy()
         self._encoder = engine_encoder(runtime.config, runtime.secret)
-        # asyncio's own threads may all be busy with decoding images.
+        # Use separate threads, because asyncio's own threads may all be busy with decoding images.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="cornplug-ask")
 
     async def prepare(
         self, items: list[Any], tower_of: Callable[[Any], TowerIdentity | None], salt: str | None
     ) -> None:
-        """Get the embeddings of named items into the store, each from its tower. Never raises."""
+        """Get the embeddings of items with a key into the store, and set the source of each item.
+
+        `tower_of` returns the tower of an item. Never raises an exception.
+        """
         if weights_guard.replaced():
             return
         keys = [placeholder_tokens.key_of(item) for item in items]
@@ -156,8 +161,10 @@ class EmbeddingPrefetcher:
         return tiers[0] == Tier.MEMORY
 
     def _put(self, key: bytes, tensor: WireTensor) -> None:
-        """Save an embedding that the service could not save, because it is on another host or its store
-        failed."""
+        """Save an embedding that the service sent but could not save.
+
+        The service may be on another host, or its store failed.
+        """
         outcome = put_payload(
             self._run.store,
             NewPayload(tensor.data, PayloadKind.EMBEDDING, key=key, dtype=tensor.dtype, shape=tensor.shape),
@@ -171,8 +178,9 @@ class EmbeddingPrefetcher:
 
 
 def _inputs(item: Any, wanted: Sequence[str]) -> dict[str, WireTensor]:
-    """Return the tensors of one item by name, in the form its tower receives. Raises
-    EncoderRefused("no_inputs").
+    """Return the tensors of one item by name, as its tower receives them.
+
+    Raises EncoderRefused("no_inputs").
     """
     known = {**item.model_specific_data, "pixel_values": item.feature}
     values = {name: known[name] for name in wanted if name in known}
@@ -181,7 +189,7 @@ def _inputs(item: Any, wanted: Sequence[str]) -> dict[str, WireTensor]:
         if isinstance(value, np.ndarray):
             value = torch.from_numpy(value)
         if not isinstance(value, torch.Tensor):
-            # Examples are a handle to another process's GPU memory, and LLaVA's sizes: (width, height).
+            # For example, a handle to another process's GPU memory, or LLaVA's (width, height).
             raise EncoderRefused(f"{name} is a {type(value).__name__}", reason="no_inputs")
         found[name] = to_wire(value)
     return found

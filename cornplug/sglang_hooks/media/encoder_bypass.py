@@ -1,15 +1,15 @@
-"""Loads embeddings of images with a key from the store instead of running the tower, and saves embeddings
-that the tower computes (scheduler processes).
+"""Loads stored embeddings instead of running the tower, and saves embeddings that the tower computes.
 
-SGLang determines which images of a batch are not in its own embedding cache, and calls the model's
-`get_image_feature` for these. `EncoderBypass` replaces that call. It loads and verifies stored embeddings,
-the tower computes the others, and SGLang's own code puts both into its cache.
+This runs in the scheduler processes. SGLang determines which images of a batch are not in its own embedding
+cache, and calls the model's `get_image_feature` for these images. `EncoderBypass` replaces that call. It
+loads and verifies stored embeddings, the tower computes the other embeddings, and SGLang's own code puts both
+into its cache.
 
-    miss items ──> Encoding ──in the store──> verified, on the device ─┐
-                      └─ the rest ──> the model's own tower ──────────┴─> one tensor an item
+    images ──> EncoderBypass ──in the store──> verified, on the device ─┐
+                    └─ not in the store ──> the model's own tower ──────┴─> one tensor per item
 
 A tower may run collectives over the tensor-parallel ranks, so all ranks must run it for the same images. Each
-rank reads from the store, and then they agree on the embeddings that every rank has.
+rank reads from the store, and then only embeddings that every rank has read are used.
 """
 
 from __future__ import annotations
@@ -40,11 +40,16 @@ EmbedItems = Callable[[list[Any]], Any]
 
 
 class EmbeddingSource:
-    """Embedding source of one scheduler process. All calls are made by the thread that runs the model."""
+    """Loads and saves embeddings for one scheduler process. Used only by the thread that runs the model."""
 
     def __init__(self, runtime: EngineRuntime, tally: Tally, *, dtype: str, width: int, first: bool) -> None:
-        """Create a source. `dtype` (torch's name without "torch.") and `width` (columns) are the language
-        model's. Of several ranks that do the same, only the `first` saves and counts.
+        """Create a source.
+
+        Args:
+            dtype: the language model's dtype, as torch's name without "torch.".
+            width: number of columns of the language model's embeddings.
+            first: whether this rank is the first of its group. All ranks load the same embeddings, but only
+                the first rank saves and counts them.
         """
         self._run = runtime
         self._tally = tally
@@ -57,9 +62,12 @@ class EmbeddingSource:
         self._row_bytes = 0
 
     def take(self, items: Sequence[Any], model: Any, device: torch.device) -> list[torch.Tensor | None]:
-        """Return each item's embedding in the form that `model` consumes, (rows, width) on `device`, if it is
-        expected in the store and found."""
-        # Such a tower (Qwen3-VL) also feeds deeper layers, whose columns are appended.
+        """Return each item's embedding from the store, or None.
+
+        An embedding has the shape that `model` uses, (rows, width), and is on `device`. It is None if it is
+        not expected in the store or cannot be loaded.
+        """
+        # A tower with deepstack (Qwen3-VL) also computes inputs of deeper layers, as additional columns.
         deepstack = getattr(model, "use_deepstack", None) or {}
         found = []
         for item in items:
@@ -68,7 +76,7 @@ class EmbeddingSource:
         return found
 
     def used(self, items: Sequence[Any], taken: Sequence[torch.Tensor | None]) -> None:
-        """Count the embeddings from the store that are used."""
+        """Count the embeddings in `taken`, which the engine uses instead of running its tower."""
         app = self._run.app
         for item, tensor in zip(items, taken, strict=True):
             if tensor is not None and self._first:
@@ -77,7 +85,7 @@ class EmbeddingSource:
                 self._tally.count("cornplug_bytes_total", app, EMBEDDING, "load", by=tensor.nbytes)
 
     def computed(self, items: Sequence[Any], made: Sequence[torch.Tensor], *, publish: bool) -> None:
-        """Save the embeddings of this engine's tower. Returns immediately."""
+        """Save the embeddings that this engine's tower has computed. Returns immediately."""
         try:
             for item, tensor in zip(items, made, strict=True):
                 key = key_of(item) if publish and self._first and is_current(item) else None
@@ -87,7 +95,10 @@ class EmbeddingSource:
             self._log_error("offer")
 
     def encode(self, original: EmbedItems, items: list[Any], device: torch.device) -> Any:
-        """Compute embeddings of `items` with the model. Records the time for the tokenizer process."""
+        """Compute the embeddings of `items` with the model, and publish the measured cost.
+
+        The tokenizer process uses the cost to decide whether to fetch embeddings.
+        """
         if self._tower is None:
             self._tower = TowerClock(device)
         self._tower.begin()
@@ -106,7 +117,8 @@ class EmbeddingSource:
         self._publisher.close()
 
     def _take(self, item: Any, width: int, device: torch.device) -> torch.Tensor | None:
-        # Without a source, the tokenizer has counted a miss, and the embedding is not expected in the store.
+        # If the item has no source, the embedding is not expected in the store, and the tokenizer has already
+        # counted a miss.
         key = key_of(item)
         if key is None or source_of(item) is None:
             return None
@@ -123,7 +135,8 @@ class EmbeddingSource:
             expected.check(header.dtype, header.shape, len(payload))
             dtype = getattr(torch, header.dtype)
             tensor = torch.frombuffer(payload, dtype=dtype).view(header.shape).to(device, non_blocking=True)
-            # This includes the copy: from memory that is not pinned, CUDA returns when the host is done.
+            # The time includes the copy to the device: for memory that is not pinned, `to` returns when the
+            # host has finished.
             self._rule.read(len(payload), time.perf_counter() - began)
             self._row_bytes = width * dtype.itemsize
         except CornplugError as e:
@@ -152,8 +165,9 @@ class EncoderBypass:
     """Replacement for a model's `get_image_feature` in one call of SGLang."""
 
     def __init__(self, original: EmbedItems, here: EmbeddingSource | None, device: torch.device) -> None:
-        """Create a replacement for one call. `here` is None on a rank that cannot share. It still takes part
-        in the ranks' agreement.
+        """Create a replacement for one call.
+
+        `here` is None on a rank that cannot share. This rank still votes on the embeddings to use.
         """
         self._original = original
         self._here = here
@@ -178,7 +192,7 @@ class EncoderBypass:
         made = self._made(here, rest) if rest else []
         split = _split(made, rest)
         if split is None:
-            # The output cannot be split by items, so the engine computes everything.
+            # The output cannot be split by items, so the engine computes all embeddings.
             return made if len(rest) == len(items) else self._original(items)
         if here is not None:
             here.used(items, taken)
@@ -204,7 +218,10 @@ def _split(made: Any, items: Sequence[Any]) -> list[torch.Tensor] | None:
 
 
 def _agreed(taken: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Keep the embeddings that every rank of the group has. Either all of its ranks call this, or none."""
+    """Return `taken` with None for each embedding that a rank of the group has not loaded.
+
+    Either all ranks of the group call this, or none.
+    """
     from sglang.srt.layers.dp_attention import get_dp_tp_group
 
     group = get_dp_tp_group()

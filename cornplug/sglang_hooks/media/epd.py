@@ -1,20 +1,21 @@
-"""Embedding keys for embeddings that are sent by SGLang's encoder disaggregation.
+"""Embedding keys for embeddings that an encoder sends through SGLang's encoder disaggregation (EPD).
 
     cornplug encoder ── header + rows ──> tokenizer or scheduler ──> items
-                          └ statement: model, media digests, signed      └ `assign_key` (embedding key)
+                          └ signed statement: model, media digests      └ `assign_key` (embedding key)
 
 A statement is valid if it is signed with the store's secret for exactly these rows. The key is never read
 from the message. It is computed from this engine's own model identity, the media digests and the request's
-salt. A statement with another model, dtype or preprocessing than this engine's checkpoint is rejected: the
-request fails, or this server encodes the image itself. Embeddings without a statement (from a stock encoder)
-are used as in stock SGLang, and get no key.
+salt. If a statement has another model, dtype or preprocessing than this engine's checkpoint, it is rejected.
+In this case the request fails, or this server encodes the image itself. Embeddings without a statement (from
+a stock encoder) are used as in stock SGLang, and get no key.
 
-Hashing the rows of a large image takes tens of milliseconds, so a thread does it. In the meantime the request
-waits as for a part that has not arrived, and the scheduler's step continues.
+Hashing the rows of a large image takes tens of milliseconds, so it runs in a thread. In the meantime the
+request waits as for a part that has not arrived, and the scheduler's step continues.
 
-With `zmq_to_tokenizer`, the key is set when the request goes to the scheduler, because other hooks set keys
-before that. With `zmq_to_scheduler`, each rank sets the keys of its items, and all must set the same keys.
-Therefore the model's identity is read before the server is ready, and the ranks compare it.
+With `zmq_to_tokenizer`, keys are set when the request goes to the scheduler, because other hooks clear or set
+keys before that. With `zmq_to_scheduler`, each rank sets the keys of its items, and all ranks must set the
+same keys. Therefore each rank reads the model's identity before the server is ready, and the ranks compare
+it.
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ _KEY: Final = "_cornplug_epd_key"
 _PARTS: Final = "_cornplug_epd_parts"
 
 _AT_ONCE_BYTES: Final = 1 << 20
-"""Maximum size of rows that are hashed without a thread, which takes a millisecond. Switching to a thread
-takes as long."""
+"""Maximum size of rows that are hashed without a thread. Hashing them takes a millisecond, as long as
+switching to a thread."""
 
 Media = Sequence[bytes] | None
-"""Digests of a part's images, or None without a valid signature."""
+"""Digests of the images in one part of a request, or None if the part has no valid signature."""
 
 
 @dataclass(slots=True)
 class _EpdState:
-    """The model of this process's engine."""
+    """State of this process's engine."""
 
     identity: bytes | None = None
     """Model identity that signed statements must contain, or None if no statement is accepted."""
@@ -62,14 +63,14 @@ class _EpdState:
 
 _here = _EpdState()
 _receiving: ContextVar[dict[int, Future[Media]] | None] = ContextVar("cornplug_epd", default=None)
-"""Parts of the current request in the tokenizer: part -> media."""
+"""Parts of the current request in the tokenizer: part number -> digests of its images, once verified."""
 
 
 def verify_claims(data: Any, identity: bytes | None, secret: bytes) -> Media:
     """Verify the signed statement of a received EmbeddingData, and return the digests of its media.
 
-    Raises CodecError ("no_statement", "statement", "not_identified") without a valid statement,
-    EncoderRefused("other_model") for an embedding of another model than `identity`.
+    Raises CodecError ("no_statement", "statement", "not_identified") if there is no valid statement, and
+    EncoderRefused("other_model") if the model that computed the embedding is not `identity`.
     """
     statement = SignedClaim.read(vars(data))
     if statement is None or data.embedding is None:
@@ -97,14 +98,17 @@ def verify_claims(data: Any, identity: bytes | None, secret: bytes) -> Media:
 
 
 def keys_of(image_items: Sequence[Any], parts: Mapping[int, Media], salt: str | None) -> list[bytes] | None:
-    """Return the embedding keys of a request's image items, in order, or None if a key is unknown."""
+    """Return the embedding keys of a request's image items, in order.
+
+    Returns None if the key of any item cannot be computed.
+    """
     media: list[bytes] = []
     for index in sorted(parts):
         said = parts[index]
         if said is None:
             return None
         media += said
-    # The identity is of the tower at start.
+    # `identity` is the identity of the tower with which the engine started.
     if _here.identity is None or weights_guard.replaced() or weights_guard.epoch():
         return None
     if len(media) != len(image_items):
@@ -135,8 +139,10 @@ def _count(image_items: Sequence[Any]) -> None:
 
 
 def _initialised(_result: None, receiver: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Handle a new receiver. Reads the checkpoint's tower once per machine, because its digests are cached on
-    disk."""
+    """Determine the model's identity after SGLang has created a receiver.
+
+    This reads the checkpoint's tower only once per machine, because its digests are cached on disk.
+    """
     if not activation.is_on():
         return
     identity = None
@@ -154,7 +160,7 @@ def _initialised(_result: None, receiver: Any, *_args: Any, **_kwargs: Any) -> N
 
 
 def _part_came(original: Callable[..., Any], current: Any, recv_obj: Any, model_type: Any) -> Any:
-    """Wrap the arrival of a part's rows, to verify its statement."""
+    """Wrap the function that receives the rows of a part, to verify the part's statement."""
     if not activation.is_on():
         return original(current, recv_obj, model_type)
     rows = recv_obj.embedding
@@ -168,7 +174,7 @@ def _part_came(original: Callable[..., Any], current: Any, recv_obj: Any, model_
         except EncoderRefused as e:
             check.set_exception(e)
     whole = original(current, recv_obj, model_type)
-    # Only for images. SGLang sends each modality in separate parts.
+    # Only images get keys. SGLang sends each modality in separate parts.
     if recv_obj.modality.name == "IMAGE":
         vars(whole).setdefault(_PARTS, {})[recv_obj.part_idx] = check
         parts = _receiving.get()
@@ -178,8 +184,9 @@ def _part_came(original: Callable[..., Any], current: Any, recv_obj: Any, model_
 
 
 def _judged(data: Any) -> Media:
-    """Return the media of a part, or None without a valid statement, which counts as a miss. Raises
-    EncoderRefused.
+    """Verify the encoder's statement about a part of a request, and return the media digests in it.
+
+    Returns None and counts a miss if the statement is missing or invalid. Raises EncoderRefused.
     """
     try:
         return verify_claims(data, _here.identity, activation.runtime().secret)
@@ -197,7 +204,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _send_salt(entries: list[dict[str, Any]], _receiver: Any, request_obj: Any) -> None:
-    """Send the request's salt to the service, which stores the embedding with it."""
+    """Add the request's salt to the messages for the encoder service, which stores the embedding with it."""
     salt = salt_of_request(request_obj)
     if activation.is_on() and salt is not None and _here.identity is not None:
         for entry in entries:
@@ -207,10 +214,9 @@ def _send_salt(entries: list[dict[str, Any]], _receiver: Any, request_obj: Any) 
 
 
 async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any, **kwargs: Any) -> Any:
-    """Receive all parts of a request as items with embedding keys, in SGLang's `recv_mm_data`
-    (zmq_to_tokenizer).
+    """Wrap SGLang's `recv_mm_data`, to return a request's items with embedding keys (zmq_to_tokenizer).
 
-    `epd_fallback` calls this, because SGLang supports only one hook around a function.
+    `epd_fallback` calls this, because SGLang supports only one "around" hook per function.
     """
     parts: dict[int, Future[Media]] = {}
     token = _receiving.set(parts)
@@ -223,7 +229,7 @@ async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any,
             media = {index: await asyncio.wrap_future(check) for index, check in parts.items()}
         except EncoderRefused as e:
             logger.error("cornplug: rejected the embeddings of a request: %s", e)
-            return None  # Same result as in SGLang if a part cannot be read.
+            return None  # SGLang also returns None if it cannot read a part.
         image_items = _image_items(mm_inputs)
         keys = keys_of(image_items, media, salt_of_request(request_obj))
         for item, key in zip(image_items, keys or (), strict=bool(keys)):
@@ -233,7 +239,7 @@ async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any,
 
 
 def _sent(_manager: Any, tokenized_obj: Any) -> None:
-    """Set the keys before a request goes to the scheduler, after all other hooks on its items."""
+    """Set a request's keys before it goes to the scheduler, after all other hooks have changed its items."""
     mm_inputs = getattr(tokenized_obj, "mm_inputs", None)
     if activation.is_on() and mm_inputs is not None:
         for item in mm_inputs.mm_items:
@@ -246,10 +252,9 @@ def _sent(_manager: Any, tokenized_obj: Any) -> None:
 
 
 def _prepared(original: Callable[..., bool], waiting: Any) -> bool:
-    """Wrap the assembly of a request's parts. Return False if they are not verified yet, and SGLang retries
-    in each step.
+    """Wrap the function that assembles a request's parts, and return False until they are verified.
 
-    An exception ends only this request.
+    SGLang calls this again in each step. An exception ends only this request.
     """
     checks = _checks(waiting)
     if not all(check.done() for check in checks.values()):
@@ -265,7 +270,7 @@ def _checks(waiting: Any) -> dict[int, Future[Media]]:
 
 
 def _assembled(_result: None, waiting: Any, recv_embedding: Any) -> None:
-    """Assign keys to a request's items after they were created on this rank (zmq_to_scheduler)."""
+    """Assign keys to a request's items after this rank has created them (zmq_to_scheduler)."""
     if not activation.is_on():
         return
     mm_inputs = waiting.recv_req.mm_inputs

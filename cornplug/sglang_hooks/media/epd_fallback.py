@@ -1,19 +1,19 @@
-"""Fallback for a dead, slow or rejecting encoder: a request to a language-only server is delayed up to a
-deadline, but does not fail.
+"""Lets a language-only server encode images itself if its encoder has exited, is slow or rejects a request.
 
-SGLang 0.5.23 fails such a request (zmq_to_scheduler with the encoder's own error, zmq_to_tokenizer with 503)
-and waits up to 180 s for an encoder that does not reply. But several families load their tower in
-`--language-only` servers too, and with `--enable-adaptive-dispatch-to-encoder` all do. In this case the
-server encodes the image itself, which counts as a miss:
+Without this fallback, SGLang 0.5.23 fails the request (zmq_to_scheduler with the encoder's own error,
+zmq_to_tokenizer with 503) and waits up to 180 s for an encoder that does not reply. But several families load
+their tower in `--language-only` servers too, and with `--enable-adaptive-dispatch-to-encoder` all families
+do. In this case the request is delayed at most until a deadline, and the server encodes the image itself,
+which counts as a miss:
 
-    zmq_to_tokenizer   no reply ──> SGLang's own path for images, immediately
-    zmq_to_scheduler   /encode failed or is late ──> tokenizer: the same path, and the request is
-                       sent again ──> every rank: it replaces the waiting request
+    zmq_to_tokenizer   no reply ──> the tokenizer processes the image like a server with a tower
+    zmq_to_scheduler   /encode failed or is late ──> the tokenizer does the same, and sends the request
+                       again ──> on every rank, it replaces the request that waits
 
 A request that has waited until a deadline does not wait for another service (`--cornplug-encoder`). After a
-failure of the service, the next requests skip it for a while. Without a tower the error is SGLang's own,
-within `encoder.language_only_timeout_s` instead of 180 s, and it ends only the request. In stock SGLang, an
-encoder's error can end the scheduler.
+failure of the encoder, the next requests skip it for a while. A server without a tower returns SGLang's own
+error, but within `encoder.language_only_timeout_s` instead of 180 s, and the error ends only the request. In
+stock SGLang, an encoder's error can end the scheduler.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from cornplug.sglang_hooks.compat import Hook, logger
 from cornplug.sglang_hooks.media import embedding_prefetch, epd
 
 _WITH_TOWER: Final = frozenset({"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"})
-"""Architectures whose language-only servers load the tower, in 0.5.23."""
+"""Architectures whose language-only servers load the tower in SGLang 0.5.23."""
 _MARGIN_S: Final = 5.0
-"""Margin of deadlines, so that the encoder's own rejection arrives first."""
+"""Time in seconds that is added to deadlines, so that the encoder's own error arrives first."""
 
 
 @dataclass(slots=True)
@@ -45,10 +45,10 @@ class _FallbackState:
     tower: bool = False
     """Whether this server can encode images itself."""
     answer_s: float = math.inf
-    """Deadline of an encoder's reply."""
+    """Maximum time in seconds until an encoder's reply."""
     backoff: BackOff = field(default_factory=BackOff)
     late: set[str] = field(default_factory=set)
-    """Requests whose encoder exceeded its deadline, until they are encoded here."""
+    """Ids of requests whose encoder exceeded its deadline, until this server encodes them."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -87,7 +87,7 @@ def _initialised(_result: None, receiver: Any, *_args: Any, hf_config: Any = Non
     from sglang.srt.runtime_context import get_disagg, get_parallel
 
     architectures = getattr(hf_config, "architectures", None) or [None]
-    # A request that is sent again must reach the ranks that wait for it.
+    # With several replicas, a request that is sent again might not reach the ranks on which it waits.
     _here.tower = get_parallel().num_dp_ranks == 1 and (
         get_disagg().enable_adaptive_dispatch_to_encoder or architectures[0] in _WITH_TOWER
     )
@@ -99,7 +99,7 @@ def _initialised(_result: None, receiver: Any, *_args: Any, hf_config: Any = Non
         envs.SGLANG_ENCODER_HTTP_TIMEOUT.set(answer_s)
     if not envs.SGLANG_ENCODER_RECV_TIMEOUT.is_set():
         receiver.recv_timeout = answer_s
-        # The scheduler waits for the encoder, and then for the tokenizer, which processes the images itself.
+        # The scheduler waits for the encoder, and after a failure for the tokenizer to process the images.
         receiver.wait_timeout = answer_s + (config.language_only_timeout_s if _here.tower else _MARGIN_S)
 
 
@@ -154,9 +154,10 @@ def _dispatch(original: Callable[..., Any], receiver: Any, obj: Any, *args: Any,
 
 
 def _dispatch_failed(original: Callable[..., None], manager: Any, error: Any) -> None:
-    """Encode the images of a request whose encoder failed. The request waits in the scheduler.
+    """Let this server encode the images of a request whose encoder failed. The request waits in the
+    scheduler.
 
-    Runs on the thread that sent the request to the encoder.
+    Called on the thread that sent the request to the encoder.
     """
     if not _falls_back():
         original(manager, error)
@@ -190,7 +191,7 @@ async def _encode_here(manager: Any, error: Any) -> None:
 
 
 def _take_places(receiver: Any, recv_reqs: list[Any], *_args: Any, **_kwargs: Any) -> None:
-    """Replace a waiting request by the same request that was sent again with processed images."""
+    """Remove a waiting request if the tokenizer has sent it again with processed images."""
     if not _falls_back():
         return
     for request in recv_reqs:
@@ -205,15 +206,20 @@ def _take_places(receiver: Any, recv_reqs: list[Any], *_args: Any, **_kwargs: An
 
 
 def _registration_done(original: Callable[..., None], waiting: Any, future: Any) -> None:
-    """Handle a failure of the scheduler to send its address to the encoder. The tokenizer gets an error too,
-    and falls back."""
+    """Ignore that the scheduler could not send its address to the encoder, if this server can encode images.
+
+    The tokenizer also receives an error, and falls back.
+    """
     if not _falls_back() or future.cancelled() or future.exception() is None:
         original(waiting, future)
 
 
 def _request_for_error(_receiver: Any, recv_req: Any) -> None:
-    """Set a prompt for the error report. SGLang leaves it to the processor, which never ran, and a prompt of
-    None would crash the scheduler and the server."""
+    """Set an empty prompt for a request that fails.
+
+    The processor, which sets the prompt in SGLang, did not run. A prompt of None would crash the scheduler
+    and the server when they report the error.
+    """
     if activation.is_on() and recv_req.input_ids is None:
         recv_req.input_ids = array("q")
 

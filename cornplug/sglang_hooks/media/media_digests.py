@@ -3,14 +3,14 @@
     image ──decoded by SGLang──> processor ──> item      (tokenizer process)
                     └─ media digest ────────────┘
 
-The digest covers the pixels that the processor receives, by the rule of `encoder_service.media`. SGLang
-0.5.23 differs from that rule in two ways: it does not apply the EXIF orientation, and it drops transparency
-while the rule puts the image on a white background. Such an image has other pixels here than in vLLM, and
-therefore another digest.
+The digest covers the pixels that the processor receives, like the digests in `encoder_service.media`. SGLang
+0.5.23 decodes some images differently: it does not apply the EXIF orientation, and it drops transparency
+instead of putting the image on a white background. The pixels of these images differ from vLLM's, and so do
+their digests.
 
-The digest is kept in a field of the item that is not sent to the scheduler, until the request's salt is known
-(`mm_identifiers.py`). Media without a digest are not shared: video, audio, tensors and embeddings that a
-client sends, and images of unknown processors.
+The digest is kept in a field of the item that is not sent to the scheduler. It is needed when the request's
+salt is available and the embedding key is computed (`mm_identifiers.py`). Media without a digest are not
+shared: video, audio, tensors and embeddings that a client sends, and images of processors without a hook.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from cornplug.sglang_hooks.media.tower_inputs import inputs_digest
 
 _DIGEST: Final = "_cornplug_media"
 _MAX_ARTIFACTS: Final = 16_384
-"""Maximum number of entries, more than SGLang's own preprocessing cache can hold."""
+"""Maximum number of entries in `_artifacts`, more than SGLang's own preprocessing cache can hold."""
 
 _lock = threading.Lock()
 _artifacts: OrderedDict[str, bytes | None] = OrderedDict()
 """SGLang's key of a preprocessed image (content and settings) -> media digest."""
 _llava: ContextVar[dict[int, bytes | None] | None] = ContextVar("cornplug_llava", default=None)
-"""Digests of the current request: id of its image_data element -> media digest."""
+"""Digests of the current request's images: id of an image_data element -> media digest."""
 
 
 def set_digest(item: Any, media: bytes | Callable[[], bytes | None] | None) -> None:
-    """Set an item's media digest (32 bytes), or a function that computes it. None clears it."""
+    """Set an item's media digest (32 bytes), or a function that computes the digest. None clears it."""
     item.__dict__[_DIGEST] = media
 
 
 def digest_of(item: Any) -> bytes | None:
-    """Return the media digest of an item, or None."""
+    """Return the media digest of an item, or None if it has no digest."""
     found: Any = item.__dict__.get(_DIGEST)
     if callable(found):
         found = item.__dict__[_DIGEST] = found()
@@ -57,9 +57,10 @@ def digest_of(item: Any) -> bytes | None:
 
 
 async def settle(items: Sequence[Any], own: frozenset[str] = frozenset()) -> None:
-    """Compute the digests of items in a thread. For the modalities `own`, digest the inputs of their tower.
+    """Compute the digests of items in a thread.
 
-    A large image takes 0.1 s, during which the event loop would block every stream of the server.
+    For the modalities `own`, the digest covers the inputs of the tower. A large image takes 0.1 s, during
+    which the event loop would delay every response of the server.
     """
     for item in items:
         if item.modality.name.lower() in own:
@@ -71,7 +72,7 @@ async def settle(items: Sequence[Any], own: frozenset[str] = frozenset()) -> Non
 def image_digest(image: object, *, converts: bool = True) -> bytes | None:
     """Return the media digest (32 bytes) of a decoded image, or None for other objects.
 
-    `converts` is whether the processor converts all modes to RGB with Pillow's `convert`.
+    `converts` is True if the processor converts images of all modes to RGB with Pillow's `convert`.
     """
     if isinstance(image, Image.Image):
         if image.mode != "RGB":
@@ -80,7 +81,7 @@ def image_digest(image: object, *, converts: bool = True) -> bytes | None:
             image = image.convert("RGB")
         return pixels_digest("RGB", image.width, image.height, image.tobytes())
     if isinstance(image, torch.Tensor) and image.dtype == torch.uint8:
-        # The image was decoded on the GPU, with pixels different from Pillow's.
+        # The image was decoded on the GPU, so its pixels differ from Pillow's.
         array = image.detach().cpu().contiguous().numpy()
         return array_digest("uint8", array.shape, array.tobytes())
     return None
@@ -100,7 +101,7 @@ def _finalize_mm_items(
     items = original(this, mm_items, images=images)
     if activation.is_on() and images:
         image_items = [item for item in items if item.is_image()]
-        # Otherwise items cannot be matched with images: one item has several images, or a client sent
+        # Otherwise items cannot be matched with images, because an item has several images or a client sent
         # tensors.
         if len(image_items) == len(images) and not any(isinstance(image, Mapping) for image in images):
             converts = converts_to_rgb(this._processor)
@@ -142,14 +143,14 @@ def _compose_artifacts(result: Any, this: Any, input_text: Any, artifacts: Seque
 def _llava_task(
     original: Callable[..., Any], image_input: Any, image_hash: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return an image's digest in place of its hash, which no caller uses. Runs in a worker process."""
+    """Return an image's digest instead of its hash, which no caller uses. Runs in a worker process."""
     pixels, _, size = original(image_input, image_hash, *args, **kwargs)
     if not activation.is_on():
         return pixels, image_hash, size
     from sglang.srt.utils import load_image
 
     image, frames = load_image(image_input, False)
-    # SGLang pads or resizes an image in another mode before it converts it to RGB.
+    # SGLang pads or resizes an image before it converts the image to RGB, so other modes get no digest.
     media = None if frames is not None else image_digest(image, converts=False)
     return pixels, media, size
 
@@ -177,7 +178,7 @@ async def _llava_request(
         output = await original(this, image_data, *args, **kwargs)
     finally:
         _llava.reset(token)
-    # There is one item per image, in order. For a plain request, SGLang uses only the first image.
+    # There is one item per image that SGLang uses, in order. For some requests, it uses only the first image.
     for source, item in zip(image_data, output.mm_items, strict=False):
         if item.is_image():
             set_digest(item, found.get(id(source)))

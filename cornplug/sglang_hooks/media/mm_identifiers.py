@@ -1,15 +1,15 @@
-"""Assigns embedding keys to images: digests of content, model and salt (tokenizer process).
+"""Assigns embedding keys to images in the tokenizer process. A key is a digest of content, model and salt.
 
-SGLang names a medium by 64 bits of a hash of its processed features, by a client's `mm_hashes`, or (LLaVA) by
-its URL. That name becomes the placeholder tokens in its radix cache and KV pages, and the key in its
-embedding cache. Here every image with a digest gets
+SGLang identifies a medium by 64 bits of a hash of its processed features, by a client's `mm_hashes`, or
+(LLaVA) by its URL. This identifier determines the placeholder tokens in SGLang's radix cache and KV pages,
+and the key in its embedding cache. This module calls
 
     placeholder_tokens.assign_key(item, embedding key)
 
-This is the same key as in vLLM, so that both engines see the same tokens. It replaces any identity that
-SGLang or a client has set. Media of a tower that only SGLang runs get a key of that tower
-(`tower_inputs.py`). Media without a digest keep SGLang's name and get no identity, so that they cannot be
-confused with media that have a key.
+for every image with a digest. The key is the same as in vLLM, so that both engines use the same placeholder
+tokens. It replaces any identity that SGLang or a client has set. Media whose tower is run only by SGLang get
+a key for that tower (`tower_inputs.py`). Media without a digest keep SGLang's identifier and get no identity,
+so that they cannot be confused with media that have a key.
 """
 
 from __future__ import annotations
@@ -53,31 +53,33 @@ class Towers:
 
     @property
     def own_modalities(self) -> frozenset[str]:
-        """Modalities whose keys use `own`."""
+        """Modalities whose keys are computed from the identity of `own`."""
         named = self.own.modalities if self.own is not None else frozenset()
         return named if self.images is None else named - {"image"}
 
     def of(self, item: Any) -> TowerIdentity | None:
-        """Return the tower for the embeddings of an item, or None if they are not shared."""
+        """Return the tower that computes an item's embedding, or None if the embedding is not shared."""
         if self.own is not None and item.modality.name.lower() in self.own_modalities:
             return self.own.tower
         return self.images if item.is_image() else None
 
 
 class MediaIdentifiers:
-    """Identity of the model of this tokenizer process."""
+    """Identifies the towers of this tokenizer process's model."""
 
     def __init__(self, processor: Any) -> None:
-        """Identify the model. `processor` is SGLang's BaseMultimodalProcessor."""
-        # Reading a large checkpoint the first time takes seconds. Start-up continues in the meantime.
+        """Begin to identify the towers. `processor` is SGLang's BaseMultimodalProcessor."""
+        # Reading a large checkpoint for the first time takes seconds. Startup continues in the meantime.
         self._towers = CurrentIdentity(lambda: _identify(processor), "embeddings", compat.logger.warning)
 
     async def towers(self) -> tuple[int, Towers]:
-        """Return (epoch, its towers). There are no towers while they are read, or if they cannot be
-        identified."""
+        """Return (epoch of the weights, towers with these weights).
+
+        There are no towers while the checkpoint is read, or if they cannot be identified.
+        """
         epoch, towers = self._towers.now()
         if towers.first_wait_s() > 0:
-            # Run in one of the threads in which SGLang decodes media.
+            # Wait in one of the threads in which SGLang decodes media.
             await asyncio.to_thread(towers.first_wait)
         return epoch, towers.found or Towers()
 
@@ -125,11 +127,14 @@ def _tower_identity(processor: Any) -> TowerIdentity:
 
 
 def assign_keys(mm_inputs: Any, towers: Towers, obj: Any, *, epoch: int = 0) -> list[Any]:
-    """Assign embedding keys for towers of that epoch to the media of a request, and clear the keys of all
-    other items.
+    """Assign embedding keys to the media of a request, clear the keys of all other items, and return the
+    items with a key.
 
-    `mm_inputs` is SGLang's MultimodalProcessorOutput, `obj` its GenerateReqInput or EmbeddingReqInput.
-    Returns the items with a key.
+    Args:
+        mm_inputs: SGLang's MultimodalProcessorOutput.
+        towers: towers for which the keys are computed.
+        obj: SGLang's GenerateReqInput or EmbeddingReqInput.
+        epoch: epoch of the towers' weights.
     """
     items = mm_inputs.mm_items
     options = _options(obj, [item for item in items if item.is_image()])
@@ -137,7 +142,7 @@ def assign_keys(mm_inputs: Any, towers: Towers, obj: Any, *, epoch: int = 0) -> 
     ours = []
     for item in items:
         media, tower = media_digests.digest_of(item), towers.of(item)
-        # Inputs of a tower that only SGLang runs already include the effect of every option.
+        # The digest of inputs of a tower that only SGLang runs already covers the effect of every option.
         owned = item.modality.name.lower() in towers.own_modalities
         asked = {} if owned else options
         key = None
@@ -165,9 +170,10 @@ def _key(tower: bytes, media: bytes, options: Mapping[str, Any], salt: str | Non
 
 
 def _options(obj: Any, image_items: list[Any]) -> dict[int, dict[str, Any]] | None:
-    """Return this request's processor arguments by id of the item, or None if they cannot be matched.
+    """Return a request's processor arguments by item id, or None if arguments and items cannot be matched.
 
-    They are stored under "sglang", because an argument may act differently in another engine's processor.
+    The arguments are stored under "sglang", because another engine's processor may interpret them
+    differently.
     """
     from sglang.srt.multimodal.cache import media_preprocess_kwargs
 
@@ -179,7 +185,7 @@ def _options(obj: Any, image_items: list[Any]) -> dict[int, dict[str, Any]] | No
         return {}
     if len(own) != len(image_items):
         return None
-    # "picture" is part of the key. Renaming it would change every key with such arguments.
+    # The name "picture" is part of the key. Renaming it would change every key with processor arguments.
     return {
         id(item): {"sglang": {**more, "request": whole, "picture": kwargs}}
         for item, kwargs in zip(image_items, own, strict=True)
@@ -190,7 +196,7 @@ def _options(obj: Any, image_items: list[Any]) -> dict[int, dict[str, Any]] | No
 
 
 class _Tokenizer:
-    """State of the tokenizer process, created once."""
+    """State of the tokenizer process. There is one instance per process."""
 
     def __init__(self, processor: Any) -> None:
         self.names = MediaIdentifiers(processor)
@@ -203,8 +209,9 @@ class _Tokenizer:
 
 
 def _one_host() -> bool:
-    """Return whether all ranks use this host's store. An embedding that one rank lacks is not used by any
-    rank.
+    """Return whether all ranks use this host's store.
+
+    An embedding that one rank lacks is not used by any rank.
     """
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_server_args

@@ -1,18 +1,17 @@
-"""Placeholder values in this scheduler's tokens for media with an embedding key.
+"""Distinguishes placeholder tokens of media with an embedding key from all other placeholder tokens.
 
-SGLang uses four rotating wide values as placeholder tokens of a medium. The values of a medium with an
-embedding key identify its content, model and salt. All other values come from a 64-bit hash of features or
-from a client, and do not depend on model and salt. KV after such a value is not shared. This module
-distinguishes the two kinds.
+SGLang represents a medium by four rotating token values beyond the vocabulary. For a medium with an embedding
+key, these values identify its content, model and salt. All other values come from a 64-bit hash of features
+or from a client, and do not depend on model and salt, so the KV after them is not shared.
 
-    embedding key ── sent with the item: its key in store and encoder service
-         └ and number of rows ── lineage ── SGLang's identity of the item ── placeholder values
+    embedding key ── sent with the item: its key in the store and the encoder service
+         └ with the number of rows ── lineage ── SGLang's identity of the item ── placeholder values
 
 SGLang's own caches therefore also distinguish a medium with more rows from the same medium with fewer rows.
 
-The scheduler process adds the identities in requests to a set, and the code for page keys reads it on any
-thread. SGLang's own processors may set an item's identity too (Kimi's do, from a value that a client may
-choose). Only an identity with the mark of `assign_key` counts.
+The scheduler process adds the identities in requests to a set, which the code for page keys reads on any
+thread. SGLang's own processors may also set an item's identity (Kimi's do, from a value that a client may
+choose). Only an identity that `assign_key` has set counts.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ _KEY: Final = "cornplug_key"
 _EPOCH: Final = "cornplug_epoch"
 _ROWS_ALONE: Final = "cornplug_rows_alone"
 _MAX_IDENTITIES: Final = 65_536
-"""Maximum number of remembered media. KV of a forgotten medium is no longer shared, but never confused with
-another's."""
+"""Maximum number of media that are remembered. The KV after a medium that was dropped is no longer shared,
+but is never confused with other KV."""
 
 _lock = threading.Lock()
 _identities: OrderedDict[bytes, tuple[int, int, int, int]] = OrderedDict()
@@ -41,17 +40,22 @@ _values: set[int] = set()
 
 
 def rows_of(item: Any) -> int:
-    """Return the number of placeholder tokens of an item, which equals the rows of its embedding. 0 for an
-    item without offsets.
+    """Return the number of an item's placeholder tokens, which equals the number of rows of its embedding.
+
+    Returns 0 for an item without offsets.
     """
     return sum(end - start + 1 for start, end in item.offsets or ())
 
 
 def assign_key(item: Any, key: bytes, *, epoch: int = 0, rows_alone: bool = False) -> None:
-    """Assign an embedding key for a tower of that epoch to an item. The key is sent to the scheduler with the
-    item.
+    """Assign an embedding key to an item. The key is sent to the scheduler with the item.
 
-    An item without offsets gets none. `rows_alone`: its embedding is shared, but not the KV after it.
+    An item without offsets gets no key.
+
+    Args:
+        key: embedding key.
+        epoch: epoch of the weights of the tower for which the key was computed.
+        rows_alone: whether only the embedding is shared, and not the KV after the medium.
     """
     rows = rows_of(item)
     if not rows:
@@ -67,13 +71,16 @@ def assign_key(item: Any, key: bytes, *, epoch: int = 0, rows_alone: bool = Fals
 
 
 def is_current(item: Any) -> bool:
-    """Return whether an item's key is for the engine's current tower, because weights may have been replaced
-    in between."""
+    """Return whether an item's key was computed for the engine's current weights.
+
+    The weights may have been replaced since the key was assigned.
+    """
     return bool(item.model_specific_data.get(_EPOCH, 0) == weights_guard.epoch())
 
 
 def forget() -> None:
-    """Forget all media, because keys of current requests and sessions are for replaced weights."""
+    """Forget all media, because the keys of current requests and sessions were computed for previous
+    weights."""
     with _lock:
         _identities.clear()
         _values.clear()
@@ -88,18 +95,21 @@ def clear_key(item: Any) -> None:
 def key_of(item: Any) -> bytes | None:
     """Return the embedding key that `assign_key` assigned to an item, or None.
 
-    Also None if SGLang or a client has set another identity since, or if the item's number of rows has
-    changed.
+    The result is also None if SGLang or a client has set another identity since, or if the item's number of
+    rows has changed.
     """
     key = item.model_specific_data.get(_KEY)
-    # Fields of a client's own processor output may appear here too.
+    # A client's own processor output may also set this field.
     if not isinstance(key, bytes) or len(key) != DIGEST_BYTES:
         return None
     return key if item.identity == medium_lineage(key, rows_of(item)) else None
 
 
 def add(identity: bytes) -> None:
-    """Remember a medium as the newest, by its lineage, which is SGLang's identity of its item."""
+    """Remember a medium with an embedding key as the newest.
+
+    `identity` is the medium's lineage, which is SGLang's identity of its item.
+    """
     with _lock:
         if identity in _identities:
             _identities.move_to_end(identity)
@@ -112,7 +122,7 @@ def add(identity: bytes) -> None:
 
 
 def is_keyed(token: int) -> bool:
-    """Return whether a wide value belongs to a medium with an embedding key."""
+    """Return whether a token is a placeholder of a medium with an embedding key."""
     return token in _values
 
 
@@ -129,6 +139,6 @@ def _multimodal_inputs(result: Any, scheduler: Any, mm_inputs: Any) -> None:
 
 
 HOOKS: tuple[Hook, ...] = (
-    # Every rank calls this for every request, whether its inputs come from the tokenizer or an encoder.
+    # Every rank calls this for every request, whether the inputs come from the tokenizer or an encoder.
     Hook("sglang.srt.managers.scheduler.Scheduler._get_multimodal_inputs", "after", _multimodal_inputs),
 )

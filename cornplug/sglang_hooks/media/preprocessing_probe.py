@@ -1,9 +1,9 @@
 """Compares SGLang's image preprocessing with transformers, which vLLM and the encoder service use.
 
-An embedding's key contains the preprocessor's settings, and assumes that they act as in transformers. SGLang
-has its own processors for some families (LLaVA's rounds pixels to float16), may preprocess on the GPU, and
-adds settings. Therefore both process synthetic images here. If the pixels differ by more than float32
-rounding, the preprocessing becomes part of the identity.
+An embedding's key contains the preprocessor's settings, and assumes that they have the same effect as in
+transformers. SGLang has its own processors for some families (LLaVA's rounds pixels to float16), may
+preprocess on the GPU, and adds settings. Therefore this module lets both preprocess synthetic images. If the
+pixels differ by more than float32 rounding, the preprocessing becomes part of the identity.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from cornplug.errors import CheckpointError
 from cornplug.identity import array_digest, digest
 
 _SIZES: Final = ((97, 61), (342, 255), (640, 427))
-"""Width and height: odd sizes, smaller and larger than the input of most towers."""
+"""(width, height) of the synthetic images: odd sizes, smaller and larger than the input of most towers."""
 _ROUNDING: Final = 1e-5
-"""Maximum difference of normalised pixels by rounding. One of 255 levels is about 1e-2."""
+"""Maximum difference of normalised pixels due to rounding. One of 255 levels is about 1e-2."""
 
-# A processor of an unknown family may raise any of these, and is then not compared.
+# A processor of another family may raise any of these exceptions, and is then not compared.
 _ITS_WORDS: Final = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
     TypeError, ValueError,
@@ -38,7 +38,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def probes() -> list[Image.Image]:
-    """Return deterministic images with smooth and sharp parts."""
+    """Return synthetic images with smooth and sharp parts, which are the same in every process."""
     made = []
     for width, height in _SIZES:
         y, x = np.mgrid[0:height, 0:width].astype(np.int64)
@@ -48,11 +48,12 @@ def probes() -> list[Image.Image]:
 
 
 def preprocessing_difference(processor: Any, model: EngineModel) -> str | None:
-    """Return the hex digest of the tensors that SGLang's `processor` (a BaseMultimodalProcessor) makes of the
-    probes, or None if they agree with transformers.
+    """Return None if SGLang's `processor` preprocesses images like transformers, otherwise a digest of its
+    tensors.
 
-    Processing images takes tens of milliseconds, too long for an event loop. Raises
-    CheckpointError("preprocessing") if this processor cannot be called.
+    `processor` is a BaseMultimodalProcessor. The result is the hex digest of the tensors that it computes
+    from `probes`. This takes tens of milliseconds, too long for an event loop. Raises
+    CheckpointError("preprocessing") if the processor cannot be called.
     """
     processor = getattr(processor, "inner", processor)
     try:
@@ -75,7 +76,7 @@ def preprocessing_difference(processor: Any, model: EngineModel) -> str | None:
 
 
 def _names(model: EngineModel) -> Sequence[str]:
-    """Return the names of the tensors that a tower of this family takes for an image."""
+    """Return the names of the tensors that a tower of this model's family receives for an image."""
     name = str(model.checkpoint.config.get("model_type"))
     family = FAMILIES.get(name)
     described = family.inputs.get("image") if family else None
@@ -93,7 +94,7 @@ def _tensors(processor: Any, image: Image.Image, names: Sequence[str]) -> Tensor
     if isinstance(processor, MediaArtifactCacheMixin) and _keeps_artifacts(processor):
         artifact = _artifact(processor, image)
         if not _agree(artifact, found):
-            # Requests use either way, and a key cannot distinguish them.
+            # Requests are processed in either way, and a key cannot distinguish them.
             raise ValueError("the processor processes the same image in two ways")
     return found
 
@@ -132,9 +133,8 @@ def _llava(processor: Any, image: Image.Image) -> Tensors:
 
 
 def _reference(model: EngineModel, ours: Sequence[Tensors]) -> list[Tensors]:
-    """Return the tensors that transformers makes of each probe, by name, as for vLLM and the encoder
-    service.
-    """
+    """Return the tensors that transformers computes from each probe, by name, for vLLM and the encoder
+    service."""
     from transformers import AutoImageProcessor
 
     image_processor = AutoImageProcessor.from_pretrained(

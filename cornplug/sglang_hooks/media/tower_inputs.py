@@ -1,16 +1,16 @@
 """Digests of a tower's inputs, and the identity of a tower that only SGLang servers run.
 
-Some of SGLang's towers compute other values than the encoder service, or no service supports their family.
-SGLang servers with the same release, settings and checkpoint can still share their embeddings. The key
-depends on the exact tensors that the tower receives:
+Some of SGLang's towers compute other values than the encoder service, or belong to a family that the encoder
+service does not support. SGLang servers with the same release, settings and checkpoint can still share the
+embeddings of these towers. The key depends on the exact tensors that the tower receives:
 
     medium ──SGLang's processor──> tensors of an item ──digest──> embedding key ──> store
                                                                       │
                     checkpoint, release, settings ──own_identity──────┘
 
-Processor arguments therefore do not have to be part of the key, whatever they do. The embeddings are shared,
-but the KV after such a medium is not (`placeholder_tokens.py`), because positions and masks of its tokens
-depend on more than the embeddings.
+Processor arguments therefore do not have to be part of the key. The embeddings are shared, but the KV after a
+medium with such an embedding is not (`placeholder_tokens.py`), because the positions and masks of its tokens
+depend on more than the embedding.
 """
 
 from __future__ import annotations
@@ -53,16 +53,21 @@ class OwnTower:
 
 
 def own_modalities(model_type: str, dtype: str) -> frozenset[str]:
-    """Return the modalities of a family whose embeddings are shared among SGLang servers with this dtype."""
+    """Return the modalities for which SGLang servers share embeddings of this family in this dtype."""
     return frozenset(m for m in _MODALITIES if model_type in validated_families(dtype, f"own {m}"))
 
 
 def own_tower(model: EngineModel, settings: Any, *, generic: bool) -> OwnTower | None:
-    """Return a model's tower as only SGLang computes it, or None for a family that is not tested.
+    """Return the identity of a model's tower for sharing among SGLang servers, or None if it is not tested.
 
-    `settings` are SGLang's resolved settings. `generic` is whether SGLang runs the model with its generic
-    backend, whose `MultiModalMixin._forward_hidden_states` calls no tower of its own. Reads all weights
-    (cached on disk). Raises CheckpointError as `EngineModel.own_identity`.
+    This reads all weights, whose digests are cached on disk.
+
+    Args:
+        settings: SGLang's resolved settings.
+        generic: whether SGLang runs the model with its generic backend. The backend's
+            `MultiModalMixin._forward_hidden_states` does not call a tower of SGLang, so the result is None.
+
+    Raises CheckpointError in the same cases as `EngineModel.own_identity`.
     """
     modalities = own_modalities(str(model.checkpoint.config.get("model_type")), model.dtype)
     if not modalities or generic:
@@ -75,8 +80,8 @@ def own_tower(model: EngineModel, settings: Any, *, generic: bool) -> OwnTower |
 def inputs_digest(item: Any) -> bytes | None:
     """Return the digest (32 bytes) of everything that an item passes to its tower.
 
-    None for an item without its own features, and if a field is not a tensor, number, text or collection of
-    these (for example a handle to another process's GPU memory).
+    Returns None if the item has no features of its own, or if a field is not a tensor, number, text or
+    collection of these (for example a handle to another process's GPU memory).
     """
     from sglang.srt.managers.schedule_batch import MultimodalInputFormat
 
@@ -116,6 +121,6 @@ def _digest(value: object) -> bytes:
         case list() | tuple():
             return digest("list", *map(_digest, value))
         case Mapping():
-            # Sort by digest, because names may have no order.
+            # Sort by digest, because keys of different types cannot be sorted.
             return digest("mapping", *sorted(_digest(k) + _digest(v) for k, v in value.items()))
     raise TypeError(f"a {type(value).__name__}")

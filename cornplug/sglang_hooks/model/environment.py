@@ -207,8 +207,8 @@ _PREFIX: Final = "SGLANG_"
 HUB_VARIABLE: Final = "SGLANG_USE_MODELSCOPE"
 """Variable that selects the model hub. It has no effect on local files."""
 
-# Kernels that quantise, approximate or were never compared, and variables that change weights while loading
-# or pixels before they are compared.
+# Variables that select kernels which quantise, approximate or were never compared, and variables that change
+# weights while they are loaded or pixels before they are compared.
 _VALUES: Final = """
     AITER_ASM_PREFILL_HD128 AITER_CAPTURE_COPY_IN AITER_FP8_PREFILL_ATTN AITER_FUSE_RMSNORM_PAD
     AITER_GFX942_BLOCKSCALE_USE_CK AITER_HONOR_EXPLICIT_MEM_FRACTION AITER_INTREE_MHC_TILE_M16
@@ -347,9 +347,9 @@ ENVIRONMENT: Final = FieldTables(
 
 
 def verdict(*, is_local: bool = False) -> SettingsVerdict:
-    """Judge the variables of this process, with the values that SGLang reads from them.
+    """Classify the environment variables of this process, with the values that SGLang reads from them.
 
-    `is_local`: every file that the server names is on this host.
+    `is_local` is True if every file that the server's settings name is on this host.
     """
     from sglang.srt.environ import EnvField, Envs
 
@@ -360,7 +360,7 @@ def verdict(*, is_local: bool = False) -> SettingsVerdict:
         if name == HUB_VARIABLE and is_local:
             continue
         field = known.get(name)
-        if field is not None:  # A field has no truth value.
+        if field is not None:  # Compare with None, because SGLang's fields have no truth value.
             values[name], defaults[name] = field.get(), field._resolve_default()
         elif name.startswith(_PREFIX) or name in ENVIRONMENT.in_key or name in ENVIRONMENT.refused:
             values[name] = text

@@ -1,4 +1,4 @@
-"""Identities of the model that SGLang runs, from its settings."""
+"""Determines the identity of the model that SGLang runs from SGLang's settings."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from cornplug.sglang_hooks.model.server_args_fields import SERVER_ARGS, WHERE_QU
 READS_SAFETENSORS: Final = frozenset(
     {"auto", "fastsafetensors", "instanttensor", "runai_streamer", "safetensors"}
 )
-"""Load formats that read only the checkpoint's safetensors."""
+"""SGLang's load formats that read only the checkpoint's safetensors."""
 
 _READING: Final = frozenset({"concurrency", "enable_multithread_load", "memory_limit", "num_threads"})
 """Keys of `--model-loader-extra-config` that only affect how fast the files are read."""
 _DRAFT_SOURCES: Final = frozenset({"speculative_draft_model_path", "speculative_draft_model_revision"})
-"""Settings for the location of a draft's files. Its fingerprint depends only on their content."""
+"""Settings for the location of a draft model's files. Its fingerprint depends only on the files' content."""
 _LIBRARIES: Final = ("backend", "device", "use_fast")
 _PLUGINS: Final = ("sglang.srt.platforms", "sglang.srt.plugins")
 _started: Final = StartedModel()
 
 
 def engine_model() -> EngineModel:
-    """Return the model of this process's engine, from the settings that SGLang has published here.
+    """Return the model of this process's engine, from the settings that SGLang has published in this process.
 
-    After an update of its weights, with the new weights. Raises CheckpointError if the model cannot be
-    identified: "load_format", "settings", "overrides", "no_settings" (SGLang has not published them yet), and
-    as `Checkpoint.open` and `StartedModel.now`.
+    After an update of the weights, the result has the new weights. Raises CheckpointError if the model cannot
+    be identified: "load_format", "settings", "overrides", "no_settings" (SGLang has not published its
+    settings yet), and the errors of `Checkpoint.open` and `StartedModel.now`.
     """
     return _started.now(_described)
 
 
 def started_model() -> StartedModel:
-    """Return the model that this process's engine started with."""
+    """Return the model with which this process's engine started."""
     return _started
 
 
@@ -63,7 +63,10 @@ def _described() -> EngineModel:
 
 
 def describe(settings: Any, model: Any) -> EngineModel:
-    """Return the same as `engine_model`, from SGLang's resolved settings and its ModelConfig."""
+    """Return the model that an engine runs, from SGLang's resolved settings and its ModelConfig.
+
+    Raises CheckpointError as `engine_model`.
+    """
     _check_sources(settings, model)
     checkpoint = Checkpoint.open(model.model_path, model.revision)
     return EngineModel(
@@ -89,10 +92,10 @@ def runs_generic_backend(model: Any) -> bool:
 
 
 def draft_model(draft: Any) -> EngineModel:
-    """Return the draft of this process's model, from SGLang's ModelConfig of it.
+    """Return the draft model of this process's engine, from its ModelConfig in SGLang.
 
-    Every setting of speculation is part of its key, because each may change a draft's KV. Raises as
-    `engine_model`.
+    Every setting of speculative decoding is part of the key, because it may change the draft model's KV.
+    Raises CheckpointError as `engine_model`.
     """
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_server_args
@@ -137,7 +140,7 @@ def _overrides(settings: Any, model: Any, checkpoint: Checkpoint) -> dict[str, A
     """Return the values of settings that change computed values, by name.
 
     SGLang's running config cannot be compared with config.json, because SGLang adds sizes to every config.
-    Values that differ from the files come from `--json-model-override-args`.
+    Only `--json-model-override-args` changes values of the files.
     """
     values, defaults = _fields(settings)
     quantised = bool(settings.quantization) or declares_quantization(model.hf_config)
@@ -148,13 +151,14 @@ def _overrides(settings: Any, model: Any, checkpoint: Checkpoint) -> dict[str, A
         found |= {f"{SERVER_ARGS.of}.{name}": value for name, value in chosen.items()}
     asked = (settings.mm_process_config or {}).get("image") or {}
     if libraries := {name: asked[name] for name in _LIBRARIES if name in asked}:
-        # vLLM loads another image processor for these, but SGLang passes them to its current processor.
+        # For these arguments, vLLM loads another image processor, but SGLang passes them to its current image
+        # processor.
         found[f"{SERVER_ARGS.of}.mm_process_config"] = libraries
     if overridden := json.loads(settings.json_model_override_args):
         found["hf_overrides"] = overridden
     if settings.quantization and not declares_quantization(model.hf_config):
-        # Weights that an engine quantises while loading are specific to it, because scales and rounding
-        # differ.
+        # If an engine quantises weights while it loads them, their values are specific to the engine, because
+        # scales and rounding differ.
         found["sglang_quantization"] = str(settings.quantization)
     if settings.trust_remote_code and (code := remote_code(checkpoint.path)):
         found["remote_code"] = code
@@ -164,14 +168,16 @@ def _overrides(settings: Any, model: Any, checkpoint: Checkpoint) -> dict[str, A
 
 
 def _is_local(settings: Any, model: Any) -> bool:
-    """Return whether the files of the model and of a draft are on this host, which includes downloaded files
-    of a hub."""
+    """Return whether the files of the model and of its draft model are on this host.
+
+    This includes files that were downloaded from a hub.
+    """
     named = (model.model_path, settings.speculative_draft_model_path, settings.speculative_token_map)
     return all(Path(one).exists() for one in named if one)
 
 
 def _fields(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values and defaults of SGLang's ServerArgs."""
+    """Return (values, defaults) of SGLang's ServerArgs, by field name."""
     import msgspec
     from sglang.srt.server_args import ServerArgs
 
@@ -190,8 +196,9 @@ def _fields(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _other_plugins() -> list[str]:
-    """Return the other plugins, which may replace any function of SGLang. Only servers with the same plugins
-    share.
+    """Return the names and versions of SGLang plugins other than cornplug.
+
+    A plugin may replace any function of SGLang, so only servers with the same plugins share.
     """
     allowed = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
     found = set()

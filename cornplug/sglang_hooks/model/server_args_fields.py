@@ -1,8 +1,8 @@
-"""Tables that classify each of SGLang's `ServerArgs`: in the key, harmless, or a reason not to share.
+"""Tables that classify each field of SGLang's `ServerArgs`: part of the key, harmless, or excluding sharing.
 
-A field that is in none of these tables was added by a later release of SGLang. If it is not at its default,
-nothing is shared, and the log names it (`engine_common.allow_lists`). Fields are grouped by reason. Tables of
-environment variables are in `environment`.
+A field that is in none of these tables was added by a later release of SGLang. If its value is not the
+default, nothing is shared, and the log names the field (`engine_common.allow_lists`). Fields are grouped by
+reason. The tables for environment variables are in `environment`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WHERE_QUANTISED: Final = (
     "fp8_gemm_runner_backend",
     "moe_runner_backend",
 )
-"""Kernels that quantise activations differently if the weights are quantised."""
+"""Settings that select kernels which quantise activations differently if the weights are quantised."""
 
 _IDENTIFIED: Final = {
     "the checkpoint's files are fingerprinted": "model_path revision",
@@ -85,7 +85,8 @@ _EXACT_ATTENTION: Final = frozenset(
         "trtllm_mla",
     }
 )
-"""Backends with full attention in the KV's own dtype, which differ only by the order of additions."""
+"""Backends that compute full attention in the KV's own dtype. Their results differ only by the order of
+additions."""
 
 _SAME: Final[Mapping[str, frozenset[Any]]] = {
     "attention_backend": _EXACT_ATTENTION,

@@ -1,9 +1,10 @@
-"""SGLang's calls that replace a server's weights in place. Each of them ends sharing (`weights_guard`),
-except an update from a checkpoint that succeeds (`disk_updates.py`) and, if trainer versions are trusted,
-updates by tensors (`trainer_updates.py`).
+"""Hooks on SGLang's calls that replace a server's weights in place.
 
-Every process is notified before the first byte changes: the scheduler of each rank by the request itself, and
-the tokenizer when it passes the request on.
+Each of these calls ends sharing (`weights_guard`). The exceptions are a successful update from a checkpoint
+(`disk_updates.py`) and, if a trainer's versions are trusted, updates with tensors (`trainer_updates.py`).
+
+Every process is notified before the first byte changes: the scheduler of each rank when it receives the
+request, and the tokenizer when it passes the request on.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ def trusts_versions() -> bool:
 
 
 def changes_model(recv_req: Any) -> bool:
-    """Return whether a request is for the model itself. Requests without a selector are for all models."""
+    """Return whether a request changes the model itself, and not only a draft model.
+
+    Requests without a selector change all models.
+    """
     return bool(getattr(recv_req, "selector", "all") != "draft")
 
 
@@ -50,18 +54,18 @@ def _release(_self: Any, recv_req: Any) -> None:
 
 
 def loses_weights(recv_req: Any) -> bool:
-    """Return whether a release of memory discards the weights."""
+    """Return whether a request that releases memory discards the weights."""
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_server_args
 
     settings = resolved_view(get_server_args())
-    # Without the memory saver nothing is discarded. With the backup, the same bytes are restored.
+    # Without the memory saver, nothing is discarded. With the CPU backup, the same bytes are restored.
     lost = settings.enable_memory_saver and not settings.enable_weights_cpu_backup
     return bool(lost and (not recv_req.tags or _WEIGHTS_TAG in recv_req.tags))
 
 
 def _check(_self: Any, recv_req: Any) -> None:
-    # Its other actions only read.
+    # All other actions of this call only read weights.
     if recv_req.action == "reset_tensors" and recv_req.selector != "draft":
         weights_guard.note_replaced("check_weights reset_tensors", logger)
 
@@ -72,7 +76,7 @@ def _rpc(_self: Any, recv_req: Any) -> None:
 
 
 def _in_tokenizer(function: Callable[[Any, Any], None]) -> Callable[..., None]:
-    """Return the corresponding hook for the tokenizer process, which receives the HTTP request."""
+    """Return the hook for the tokenizer process, which receives the HTTP request, that calls `function`."""
 
     def passed_on(manager: Any, obj: Any, request: Any = None) -> None:
         function(manager, obj)

@@ -3,9 +3,9 @@
     {"t": 12.5, "app": "chat", "op": "get", "entries": [["3f…", 8388608, 0.0048], …]}
 
 `t` is the host's monotonic clock in seconds. An entry consists of the first 16 hex digits of its key, its
-bytes, and the seconds of recomputation that its writer reported (0: none). "get" lists entries that were
-present and read. "put" lists entries that were absent and written. Keys are keyed digests: the log shows
-which entries are equal, and nothing about their content.
+size in bytes, and the seconds of recomputation that its writer reported (0 if the writer reported none).
+"get" lists entries that were present and read. "put" lists entries that were absent and written. Keys are
+keyed digests, so the log shows which entries are equal, and nothing about their content.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 from cornplug.errors import ConfigError
 
 MAX_LOG_BYTES: Final = 1 << 30
-"""Size at which the log ends, about 15 million entries."""
+"""Size in bytes at which logging stops. The log then has about 15 million entries."""
 _TAG_BYTES: Final = 8
 _BUFFER_BYTES: Final = 1 << 18
 
@@ -48,7 +48,7 @@ class LoggedCall(msgspec.Struct, frozen=True):
 
 
 class NotedEntry(Protocol):
-    """Stored entry as used by the log."""
+    """Fields of a stored entry that the log uses."""
 
     @property
     def key(self) -> bytes: ...

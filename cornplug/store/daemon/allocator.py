@@ -16,12 +16,13 @@ from typing import Final
 ALIGN: Final = 64
 _STEP_BITS: Final = 3
 _SCAN_LIMIT: Final = 64
-"""Maximum number of holes examined in the one class whose holes may be too small. More would make a batch
-miss its deadline."""
+"""Maximum number of holes that an allocation examines in its own size class, whose holes may be too small.
+Examining more holes would make a batch miss its deadline."""
 
 
 def align_up(size_bytes: int) -> int:
-    """Return the memory that a payload takes: its size rounded up to a multiple of 64, at least 64."""
+    """Return the number of bytes that a payload takes in the arena. This is its size rounded up to a multiple
+    of 64, and at least 64."""
     return max(ALIGN, (size_bytes + ALIGN - 1) & -ALIGN)
 
 
@@ -33,13 +34,13 @@ class ArenaAllocator:
         self.free_bytes = 0
         self._size_at: dict[int, int] = {}
         self._start_of_end: dict[int, int] = {}
-        # Ordered dicts, because finding the first key of a dict takes time for each key that was removed
-        # before it.
+        # These are ordered dicts, because finding the first key of a dict takes time for each key that was
+        # removed before it.
         self._classes: list[OrderedDict[int, None]] = []
         self._nonempty = 0
 
     def extend(self, size_bytes: int) -> None:
-        """Add free memory at the end of the arena. Does nothing for 0."""
+        """Add `size_bytes` of free memory at the end of the arena. Does nothing for 0."""
         if not size_bytes:
             return
         start = self.end_bytes

@@ -1,6 +1,7 @@
 """Thread that allocates memory before the index needs it.
 
-The kernel needs about 2 ms for 8 MiB, without the interpreter's lock, so the daemon replies during that time.
+The kernel needs about 2 ms to allocate 8 MiB. The thread does not hold the interpreter's lock meanwhile, so
+the daemon can reply to requests.
 
     server ──want(target)──> thread: Arena.grow, step by step ──fileno() readable──> server: collect()
 """
@@ -17,19 +18,20 @@ from cornplug.store.arena import SharedArena
 from cornplug.store.daemon.placement import EntryPlacement
 
 HEADROOM_BYTES: Final = 64 << 20
-"""Memory kept allocated beyond the memory in use, or a sixteenth of the store if that is more."""
+"""Bytes that are kept allocated beyond the memory in use. A sixteenth of the store is kept if that is
+more."""
 _MOST_HEADROOM_BYTES: Final = 1 << 30
 _GROW_BY_BYTES: Final = 1 << 20
 _STEP_BYTES: Final = 32 << 20
 RETRY_S: Final = 5.0
-"""Time before the next attempt after the kernel had no memory, in seconds."""
+"""Time in seconds before the next attempt after the kernel had no memory."""
 
 _log = logging.getLogger("cornplug.store")
 
 
 class ArenaGrowth:
-    """The thread, and the memory that it has allocated. `fileno` is readable when there is memory to
-    collect."""
+    """Thread that allocates memory, and the memory that the index has not collected yet. `fileno` is readable
+    when there is memory to collect."""
 
     def __init__(self, arena: SharedArena) -> None:
         self._arena = arena
@@ -51,24 +53,24 @@ class ArenaGrowth:
         return self._arena.grow(min(self._arena.capacity_bytes, HEADROOM_BYTES))
 
     def grow(self, missing_bytes: int) -> int | None:
-        """Return None because the thread will allocate the memory, or 0 if there is none, so that the index
-        evicts."""
+        """Return None if the thread will allocate the memory. If there is no memory, return 0, so that the
+        index evicts entries."""
         return 0 if self.exhausted else None
 
     def keep_ahead(self, placed: EntryPlacement) -> None:
-        """Let the arena grow ahead of its entries."""
+        """Start to grow the arena if it has too little memory for new entries."""
         target = max(placed.used_bytes + self._headroom_bytes, placed.end_bytes + placed.shortfall_bytes)
         self.want(min(self._arena.capacity_bytes, -(-target // _GROW_BY_BYTES) * _GROW_BY_BYTES))
 
     def want(self, target_bytes: int) -> None:
-        """Let the arena grow to `target_bytes`, soon."""
+        """Let the thread grow the arena to `target_bytes`, and return immediately."""
         with self._changed:
             if target_bytes > self._target_bytes:
                 self._target_bytes = target_bytes
                 self._changed.notify()
 
     def collect(self) -> int:
-        """Return the bytes allocated since the last call."""
+        """Return the number of bytes that were allocated since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._ready)
         with self._changed:
@@ -76,7 +78,7 @@ class ArenaGrowth:
         return made
 
     def close(self) -> None:
-        """Wait for the current step, and end."""
+        """End the thread after its current step."""
         with self._changed:
             self._stop = True
             self._changed.notify()

@@ -45,7 +45,7 @@ class EntryTableWriter:
         self._words[BUCKETS], self._words[RECORDS] = shape.buckets, shape.records
         self._words[HAS_DISK] = has_disk
         self._words[SERVING] = 1
-        # The table's content is for readers. This process uses it only to choose a lane.
+        # The content of the table is for clients. This process reads it only to choose a lane.
         self._places: dict[bytes, tuple[int, int]] = {}
         """Record number and tag word of each entry, by key."""
         self._untagged: Counter[int] = Counter()
@@ -60,8 +60,8 @@ class EntryTableWriter:
         return len(self._places)
 
     def add(self, key: bytes, location: PayloadLocation, meta: bytes) -> None:
-        """Show an entry that is new, or was on disk only. If there is no lane or record, count it in its
-        bucket as untagged."""
+        """Show an entry that is new, or that was on disk only. If there is no free lane or record, count the
+        entry as untagged in its bucket."""
         at = self.shape.bucket_word(key)
         lane = self._lane_for(key, at)
         record = self._take_record() if lane is not None else 0
@@ -71,11 +71,12 @@ class EntryTableWriter:
         self._places[key], self._keys[record] = (record, lane), key
         if len(meta) <= MAX_META_BYTES:
             self._describe(record, location, meta)
-        # The tag is written last, so a reader that finds it finds a complete record, or treats it as damaged.
+        # The tag is written last, so a reader that finds the tag finds a complete record, or detects that the
+        # record is damaged.
         self._words[lane] = tag_of(key) | record
 
     def remove(self, key: bytes) -> None:
-        """Stop showing an entry."""
+        """Stop showing an entry that was added."""
         place = self._places.pop(key, None)
         if place is None:
             self._count_untagged(self.shape.bucket_word(key), -1)
@@ -88,13 +89,13 @@ class EntryTableWriter:
         self._free.append(record)
 
     def show_on_disk(self, key: bytes) -> None:
-        """Show that an entry is on disk only, unless its bucket is full or it is already shown."""
+        """Show that an entry is on disk only, unless its bucket is full or the table already shows that."""
         at, word = self.shape.bucket_word(key), tag_of(key) | ON_DISK_RECORD
         if self._lane_with(word, at) is None and (lane := self._lane_with(0, at)) is not None:
             self._words[lane] = word
 
     def hide_on_disk(self, key: bytes) -> None:
-        """Stop showing that an entry is on disk only, if it is shown."""
+        """Stop showing that an entry is on disk only, if the table shows that."""
         if (lane := self._lane_with(tag_of(key) | ON_DISK_RECORD, self.shape.bucket_word(key))) is not None:
             self._words[lane] = 0
 
@@ -110,8 +111,8 @@ class EntryTableWriter:
         return next((i for i in range(at, at + TAGS) if self._words[i] == word), None)
 
     def _lane_for(self, key: bytes, at: int) -> int | None:
-        """Return a lane for an entry in memory: the lane that shows it on disk, a free lane, or the lane of
-        another entry that is on disk only."""
+        """Return a lane for an entry in memory, or None. The choices, in this order, are the lane that shows
+        the entry as on disk, a free lane, and the lane of another entry that is on disk only."""
         if not self._words[HAS_DISK]:
             return self._lane_with(0, at)
         lane = self._lane_with(tag_of(key) | ON_DISK_RECORD, at)
@@ -123,11 +124,11 @@ class EntryTableWriter:
         return lane
 
     def key_of(self, record: int) -> bytes | None:
-        """Return the key of the entry that has this record now. `record` can be any number."""
+        """Return the key of the entry that has this record now, or None. `record` can be any number."""
         return self._keys.get(record)
 
     def close(self) -> None:
-        """Close the table. Clients find nothing in it from now on."""
+        """Close the table. From now on, clients get StoreUnavailable when they use it."""
         self._words[SERVING] = 0
         os.close(self.fd)
 

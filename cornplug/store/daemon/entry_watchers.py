@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class EntryWatchers:
-    """Watchers of one index. Each of them is optional."""
+    """Components that are notified of one index's changes: table, access log, disk and far stores. Each is
+    optional."""
 
     def __init__(self, table: EntryTableWriter | None = None, log: AccessLog | None = None) -> None:
         self._table, self._log = table, log
@@ -32,7 +33,7 @@ class EntryWatchers:
         self._far: FarTier | None = None
 
     def open_disk(self, disk: OpenedDisk, index: StoreIndex, arena: SharedArena, fences: WriteFences) -> None:
-        """Store entries on this disk too. Raises OSError if the disk cannot be used."""
+        """Also write entries to this disk from now on. Raises OSError if the disk cannot be used."""
         from cornplug.store.disk.disk_tier import DiskTier
         from cornplug.store.disk.tier_protocols import MemoryTier
 
@@ -80,7 +81,7 @@ class EntryWatchers:
             self._far.read(entries)
 
     def removed(self, entry: StoredEntry, cause: RemovalCause) -> None:
-        """Handle the removal of an entry from memory."""
+        """Handle the removal of an entry from memory. `cause` is the reason for the removal."""
         if self._table is not None:
             self._table.remove(entry.key)
         if self.disk is not None:
@@ -89,8 +90,8 @@ class EntryWatchers:
             self._far.ended(entry.key, cause)
 
     def recall(self, keys: Sequence[bytes], ticket: int = 0) -> None:
-        """Start to read entries that are on disk only or were found in far stores into memory. Look up the
-        other keys in far stores, and show `ticket` when these have replied."""
+        """Start to read entries into memory that are on disk only or were found in far stores. Look up the
+        remaining keys in far stores, and show `ticket` in the table when the far stores have replied."""
         if self.disk is not None:
             self.disk.recall(keys)
         if self._far is not None:
@@ -109,7 +110,8 @@ class EntryWatchers:
             self._far.step()
 
     def close(self) -> None:
-        """Write the buffered log, and the entries that wait for the disk."""
+        """Write the buffered lines of the log and the entries that wait for the disk, and close all
+        watchers."""
         if self._log is not None:
             self._log.close()
         if self.disk is not None:
@@ -142,14 +144,15 @@ class EntryWatchers:
 
 
 class _RoomMemory:
-    """The arena as the disk's threads access it. It stays mapped as long as a thread has a view."""
+    """Access to the arena for the threads of the disk and far tiers. The arena stays mapped as long as a
+    thread has a view."""
 
     def __init__(self, arena: SharedArena, fences: WriteFences) -> None:
         self._bytes = memoryview(mmap.mmap(arena.fd, arena.capacity_bytes))
         self._fences = fences
 
     def view(self, location: PayloadLocation) -> memoryview:
-        """Return the bytes of a location, writable."""
+        """Return a writable view of a location."""
         return self._bytes[location.offset : location.offset + location.size]
 
     def may_write(self, location: PayloadLocation) -> bool:

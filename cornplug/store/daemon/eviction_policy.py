@@ -5,11 +5,12 @@ through `placement.py`, and `cornplug replay` uses it on traces.
 
 1. At its ceiling, a namespace evicts only its own entries. If that does not free enough memory, the
    reservation is refused.
-2. Of the namespaces above their share, those of the lowest priority come first. Among equals, the first is
-   the one with the most bytes above its share, divided by the seconds of recomputation that each of its bytes
-   saves. So each borrows idle memory in proportion to the value of its entries.
-3. A namespace does not lose its share to others. Without another source, the writer's own entries are
-   evicted.
+2. Namespaces above their share lose entries in order of priority, the lowest priority first. Among equal
+   priorities, the first namespace is the one with the most bytes above its share, divided by the seconds of
+   recomputation that each of its bytes saves. So each namespace borrows idle memory in proportion to the
+   value of its entries.
+3. A namespace does not lose its share to other namespaces. If no other namespace can lose entries, the
+   writer's own namespace does.
 4. Inside a namespace, the least recently used entry is evicted first. Uses of one call are recorded tail
    first, so that a prefix loses its tail before its head.
 """
@@ -25,15 +26,16 @@ from cornplug.settings import DEFAULT_NAMESPACE, NamespaceConfig
 from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
 
 _BELOW_CEILING: Final = 0.75
-"""Fraction of its ceiling below which a namespace that reached it may evict others' entries again. Victims
-are adjacent and can be larger than the new entry. Without this margin, others would pay for the difference
-each time."""
+"""Fraction of its ceiling below which a namespace that reached its ceiling may evict entries of other
+namespaces again. Victims are adjacent and can be larger than the new entry. Without this margin, other
+namespaces would lose the difference each time."""
 DEFAULT_COST_NS: Final = 0.57
-"""Nanoseconds of recomputation that a byte saves if its writer reports no cost: 0.6 ms/MiB of a KV page."""
+"""Nanoseconds of recomputation that a byte saves if its writer reports no cost. This is the cost of a KV
+page, 0.6 ms per MiB."""
 
 
 class PolicyEntry(Protocol):
-    """Stored entry as used by the policy."""
+    """Fields of a stored entry that the policy uses."""
 
     @property
     def key(self) -> bytes: ...
@@ -46,7 +48,7 @@ class PolicyEntry(Protocol):
         """Seconds to recompute the entry, or 0 if its writer reported none."""
 
     last_use: int
-    """Number of the entry's last use, counted over all uses."""
+    """Sequence number of the entry's last use, among the uses of all entries."""
 
 
 E = TypeVar("E", bound=PolicyEntry)
@@ -62,24 +64,28 @@ class _Namespace(Generic[E]):
         self.used_bytes = 0
         """Bytes of entries and reservations."""
         self.at_ceiling = False
-        """Whether the namespace has reached its ceiling and not yet fallen below `_BELOW_CEILING` of it."""
+        """Whether the namespace has reached its ceiling and its bytes have not fallen below `_BELOW_CEILING`
+        of the ceiling since."""
         self.cost_ns = self.costed_bytes = 0
-        """Cost and bytes of entries whose writer reported a cost. Integers, so that subtraction is exact."""
+        """Total cost in nanoseconds and total bytes of entries whose writer reported a cost. These are
+        integers, so that subtraction is exact."""
         self.oldest_first: OrderedDict[bytes, E] = OrderedDict()
-        """Entries that may be evicted."""
+        """Entries that may be evicted, least recently used first."""
 
     def excess(self, room: int) -> float:
-        """Return by how much the namespace would exceed its share if it used `room` bytes more, weighted by
-        the cost to compute a byte again. At most 0 if it would not."""
+        """Return the bytes by which the namespace would exceed its share if it used `room` bytes more,
+        divided by the cost to compute one of its bytes again. The result is at most 0 if it would not exceed
+        its share."""
         cost_ns = self.cost_ns / self.costed_bytes if self.costed_bytes else DEFAULT_COST_NS
         return (self.used_bytes + room - self.share_bytes) / max(cost_ns, 1e-9)
 
 
 class EvictionPolicy(Generic[E]):
-    """Eviction rules of one store, and their state. Without `namespaces`: plain LRU.
+    """Eviction rules of one store, and their state.
 
     Args:
-        namespaces: Rules by name. Apps without a namespace are in "default".
+        namespaces: Rules by name. Apps without a namespace are in "default". None: a single namespace, so
+            that the policy is plain LRU.
     """
 
     def __init__(self, capacity_bytes: int, namespaces: Mapping[str, NamespaceConfig] | None = None) -> None:
@@ -131,7 +137,7 @@ class EvictionPolicy(Generic[E]):
             space.at_ceiling = False
 
     def add(self, entry: E, *, now_s: float) -> None:
-        """Add an entry, whose bytes have been charged, as the last of its namespace to be evicted."""
+        """Add an entry as the most recently used of its namespace. The caller has charged its bytes."""
         space = self._of(entry.app)
         if entry.cost_s:
             space.cost_ns += _ns(entry)
@@ -141,7 +147,7 @@ class EvictionPolicy(Generic[E]):
         self.unpin(entry)
 
     def remove(self, entry: E) -> None:
-        """Remove an entry from the store, although its bytes may stay for a reader."""
+        """Remove an entry. Its bytes stay charged, because a reader may still use them."""
         space = self._of(entry.app)
         if entry.cost_s:
             space.cost_ns -= _ns(entry)
@@ -156,8 +162,8 @@ class EvictionPolicy(Generic[E]):
         self._of(entry.app).oldest_first.pop(entry.key, None)
 
     def unpin(self, entry: E) -> None:
-        """Allow an entry's eviction, as the most recently used. For entries of one prefix, call this tail
-        first."""
+        """Allow an entry's eviction, as the most recently used of its namespace. For entries of one prefix,
+        call this tail first."""
         space = self._of(entry.app)
         self._used(entry)
         if not space.rules.pinned:
@@ -182,8 +188,8 @@ class EvictionPolicy(Generic[E]):
         return due
 
     def ceiling_victims(self, app: str, room: int) -> list[E] | None:
-        """Return the app's own entries, least recently used first, whose eviction keeps `room` more bytes
-        below its ceiling. Returns None if evictions cannot do that."""
+        """Return the entries to evict from the app's namespace so that it stays below its ceiling with `room`
+        more bytes. The least recently used entry is first. Returns None if evictions are not enough."""
         space = self._of(app)
         missing, victims = space.used_bytes + room - space.ceiling_bytes, []
         space.at_ceiling = space.at_ceiling or missing > 0
@@ -206,11 +212,11 @@ class EvictionPolicy(Generic[E]):
     def search(
         self, app: str, room: int, *, beyond_shares: bool = False, only_own: bool = False
     ) -> VictimSearch[E]:
-        """Return victims for an entry of `app` that takes `room` bytes.
+        """Return a search for victims, to make space for an entry of `app` that takes `room` bytes.
 
         Args:
-            beyond_shares: Whether entries next to a victim may be of any namespace that is not pinned.
-            only_own: Whether all victims must be of the app's namespace, because it is at its ceiling.
+            beyond_shares: Whether entries next to a victim may belong to any namespace that is not pinned.
+            only_own: Whether all victims must belong to the app's namespace, because it is at its ceiling.
         """
         own = self._of(app)
         if only_own:
@@ -244,7 +250,7 @@ class VictimSearch(Generic[E]):
         *,
         only_own: bool = False,
     ) -> None:
-        """Create a search. `uses` is the number of uses of all entries so far."""
+        """Create a search. `uses` is the number of uses so far, summed over all entries."""
         self._only_own = only_own
         self._sources, self._own, self._beyond_shares = sources, own, beyond_shares
         self._namespace_of, self._uses = namespace_of, uses
@@ -265,12 +271,12 @@ class VictimSearch(Generic[E]):
         return self._namespace_of(entry.app)
 
     def loss(self, room: int, entry: E) -> float:
-        """Return the value of `room` bytes last used with `entry`, which decreases with the time since that
-        use."""
+        """Return the value of `room` bytes that were last used together with `entry`. The value decreases
+        with the time since that use."""
         return room / (self._uses - entry.last_use + 1)
 
     def take(self, entry: E) -> bool:
-        """Return whether this run may also evict `entry`, which has no reader."""
+        """Return whether this run may also evict `entry`, which has no reader. If so, add it to the run."""
         space = self._namespace_of(entry.app)
         if space.rules.pinned:
             return False

@@ -1,6 +1,7 @@
-"""Items by expiry time, in buckets, so that nothing remains of an item that is removed early.
+"""Items by expiry time, in buckets, so that an item that is removed early takes no more memory.
 
-A heap would keep each released lease until its time: a million of them at 50,000 leases per second.
+A heap would keep each released lease until its expiry time. At 50,000 leases per second, it would keep a
+million leases.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ T = TypeVar("T")
 
 
 class ExpiryBuckets(Generic[T]):
-    """Items with an expiry time, in seconds of the same clock as the caller's `now_s`."""
+    """Items with their expiry times, which are in seconds of the same clock as the caller's `now_s`."""
 
     def __init__(self) -> None:
         self._buckets: dict[int, dict[T, None]] = {}
-        # Each number is listed once until its time, even if its bucket is empty again.
+        # Each bucket number is listed once until its expiry time, even if its bucket is empty again.
         self._order: list[int] = []
         self._known: set[int] = set()
 

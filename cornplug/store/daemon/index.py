@@ -1,10 +1,10 @@
 """State of a store: entries by key, leases, and entries that are being written.
 
-It has no clock, socket or memory. `now_s` is an argument and growth of the arena a function, so that the same
-rules apply to the reference store and the daemon, and tests simulate years in milliseconds. An `owner` is one
-connection.
+The index has no clock, socket or memory. `now_s` is an argument and growth of the arena is a function, so
+that the same rules apply to the reference store and the daemon, and tests simulate years in milliseconds. An
+`owner` is the number of a connection.
 
-    entries      key -> entry    all that lookups see
+    entries      key -> entry    all entries that lookups can find
     placement                    locations of entries, and memory for new entries (`placement.py`)
     open entries                 entries being written (`reservations.py`)
     watchers                     the table that clients read, the disk (`entry_watchers.py`)
@@ -45,9 +45,9 @@ from cornplug.store.use_notes import NotedReads
 
 E = TypeVar("E", bound=EvictableEntry)
 LEASE_BYTES: Final = 128
-"""Minimum size of a lease in a reply, without its meta."""
+"""Minimum size of a lease in a reply in bytes, without the entry's meta."""
 SWEEP: Final = 1024
-"""Maximum number of expired leases and reservations that one call ends, about 2 ms."""
+"""Maximum number of expired leases and reservations that one call ends. This takes about 2 ms."""
 _log = logging.getLogger("cornplug.store")
 
 
@@ -61,7 +61,7 @@ class LeaseGroup(Generic[E]):
 
 
 class LeaseLimits(Generic[E]):
-    """Leased bytes by owner, for one index. An `owner` is one connection."""
+    """Leased bytes of each owner, which are limited, for one index. An `owner` is one connection."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -69,8 +69,8 @@ class LeaseLimits(Generic[E]):
         self._bytes: Counter[int] = Counter()
 
     def take(self, owner: int, entry: E) -> bool:
-        """Count one more lease and return True, if this owner may lease the entry. Its first entry is always
-        allowed."""
+        """Count one more lease and return True if this owner may lease the entry, otherwise return False. An
+        owner may always lease one entry."""
         held = self._held.get(owner)
         if held is None:
             held = self._held[owner] = {}
@@ -83,7 +83,7 @@ class LeaseLimits(Generic[E]):
         return True
 
     def drop(self, owner: int, entry: E) -> None:
-        """Count one lease less."""
+        """Stop counting one of this owner's leases of the entry."""
         held = self._held[owner]
         count = held[entry] - 1
         if count:
@@ -96,7 +96,7 @@ class LeaseLimits(Generic[E]):
 
 
 class StoreIndex:
-    """State of one store. Not thread-safe: its owner calls it from one thread or under a lock."""
+    """State of one store. It is not thread-safe, so call it from one thread or with a lock."""
 
     def __init__(
         self,
@@ -126,15 +126,16 @@ class StoreIndex:
         self._owned: dict[int, set[int]] = {}
         self._expiries: ExpiryBuckets[int] = ExpiryBuckets()
         self._app_bytes = AppBytes()
-        # Tokens of different arenas are distinct, so a token kept over a daemon's restart is unknown.
+        # Tokens of different arenas are distinct. If a client keeps a token over a daemon's restart, the new
+        # daemon does not have this token.
         self._last_token = int.from_bytes(arena_id[:5]) << 22
         self._leases = 0
         self.purges = PurgeJobs(self._entries, self._open_entries, self._drop, self._watchers)
         self._now_s = 0.0
-        """Time of the latest call that passed it."""
+        """`now_s` of the latest call that had this argument."""
 
     def contains(self, keys: Sequence[bytes]) -> bytes:
-        """Return one byte per key, 1 if it is present. Changes nothing."""
+        """Return one byte per key: 1 if the key is present, otherwise 0. Changes nothing."""
         entries = self._entries
         return bytes([key in entries for key in keys])
 
@@ -151,10 +152,11 @@ class StoreIndex:
         now_s: float,
         reply_bytes: int | None = None,
     ) -> Leases:
-        """Return a lease per present key, held by `owner` until `now_s + ttl_s`, within the `LeaseLimits`.
-        All have one token.
+        """Return a lease per present key, which `owner` holds until `now_s + ttl_s`. All leases of a call
+        have the same token. A key whose lease would exceed the `LeaseLimits` is reported as absent.
 
-        If the leases take more than `reply_bytes`, only those of the first keys are returned, at least one.
+        If the leases take more than `reply_bytes`, only results for the first keys are returned, at least
+        one.
         """
         self.sweep(now_s)
         found: list[StoredEntry | None] = []
@@ -194,10 +196,11 @@ class StoreIndex:
         cut_looks: int | None = None,
         promotes: bool = False,
     ) -> list[Reservation | ReserveRefusal]:
-        """Reserve memory for each (key, size), growing and evicting as needed, or return the reason why not.
+        """Reserve memory for each (key, size), or return the reason why there is no memory. Grow the arena
+        and evict entries as needed.
 
-        If finding memory took more than `cut_looks`, only the first results are returned, at least one.
-        `promotes` is set for recalls by the disk and far tiers, which are not counted.
+        If more than `cut_looks` entries were examined to find memory, only the first results are returned, at
+        least one. `promotes` is set for recalls by the disk and far tiers, which are not counted.
         """
         self.sweep(now_s)
         self.placement.begin_call()
@@ -216,7 +219,8 @@ class StoreIndex:
         return out
 
     def commit(self, owner: int, token: int, meta: bytes, *, age_s: float = 0.0) -> bool:
-        """Commit this owner's part, written `age_s` seconds ago. The last part publishes the entry.
+        """Commit this owner's part of an entry that was written `age_s` seconds ago. The last part publishes
+        the entry.
 
         Returns False if the owner has no reservation with this token, or the parts do not fit together.
         """
@@ -226,7 +230,7 @@ class StoreIndex:
         try:
             meta = open_entry.meta()
         except CodecError as e:
-            _log.warning("parts of an entry do not fit: %s", e)
+            _log.warning("parts of an entry do not fit together: %s", e)
             self._open_entries.end(open_entry)
             return False
         self._open_entries.publish(open_entry)
@@ -263,7 +267,8 @@ class StoreIndex:
             self._watchers.read([entry], self._now_s)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Make entries invisible and return their number. Their memory is freed when they have no lease."""
+        """Make entries invisible and return their number. The memory of an entry is freed when it has no
+        lease."""
         dropped = 0
         for key in keys:
             entry = self._entries.get(key)
@@ -275,8 +280,8 @@ class StoreIndex:
         return dropped
 
     def end_owner(self, owner: int, *, now_s: float, limit: int | None = None) -> bool:
-        """End about `limit` leases and reservations of a closed connection, and return whether none is left.
-        The memory of reservations is quarantined."""
+        """End about `limit` leases and reservations of a closed connection, and return whether all have
+        ended. The memory of reservations is quarantined."""
         owned, ended = self._owned.get(owner, set()), 0
         while owned and (limit is None or ended < limit):
             token = next(iter(owned))
@@ -293,8 +298,8 @@ class StoreIndex:
         return True
 
     def sweep(self, now_s: float) -> None:
-        """End expired leases, reservations and entries: about SWEEP of each, and the rest in the next
-        call."""
+        """End expired leases, reservations and entries. A call ends about SWEEP of each kind, and the next
+        call continues."""
         self._now_s = now_s
         left = SWEEP
         while left > 0 and (due := self._expiries.due(now_s, 1)):
@@ -304,7 +309,8 @@ class StoreIndex:
             self._drop(entry, "expired")
 
     def stat(self) -> StoreStat:
-        """Return a snapshot. `used_bytes` is aligned, and includes reservations and quarantine."""
+        """Return a snapshot of the statistics. `used_bytes` is the sum of aligned sizes, and includes
+        reservations and quarantined memory."""
         counted = self.counters
         return StoreStat(
             capacity_bytes=self.capacity_bytes, used_bytes=self.placement.used_bytes,
@@ -318,7 +324,8 @@ class StoreIndex:
     def _join_or_open(
         self, key: bytes, size: int, terms: ReserveTerms, now_s: float, *, promotes: bool
     ) -> OpenEntry | ReserveRefusal:
-        """Return the open entry that this writer may join. If there is none, begin it."""
+        """Return the open entry that this writer may join, which is a new entry if there is none, or the
+        reason for a refusal."""
         if key in self._entries:
             return ReserveRefusal.PRESENT
         app, part = terms.app, terms.part
@@ -333,7 +340,7 @@ class StoreIndex:
         offset = self.placement.make_room(room, app)
         if isinstance(offset, ReserveRefusal):
             return offset
-        # The token of its first writer, which is assigned next.
+        # This is the token of the entry's first writer, which is assigned next.
         generation = self._last_token + 1 | (PROMOTED if promotes else 0)
         fence = self._fences.open(generation)
         if fence == NO_SLOT:

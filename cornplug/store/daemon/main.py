@@ -3,8 +3,8 @@
 A lock file next to the socket decides which process serves (`local_socket.py`). Only the process with the
 lock replaces a socket that a dead daemon left behind.
 
-No client can fill the daemon's log: repeated lines are dropped, and the file of a daemon that an engine
-started is emptied when it is large.
+Clients cannot fill the disk with the daemon's log. Repeated lines are dropped, and the log file of a daemon
+that an engine started is emptied when it is large.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 
 MOST_LINES: Final = 10
-"""Maximum number of lines of one kind within PERIOD_S. Further lines are counted in the next line of that
-kind.
+"""Maximum number of lines of one kind within PERIOD_S. Further lines are dropped. The next line of that kind
+contains the number of dropped lines.
 """
 PERIOD_S: Final = 60.0
 _ENDS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -55,14 +55,14 @@ def main(argv: list[str], starter: Mapping[str, Any] | None = None) -> int:
     Returns exit status 0 after a signal, 2 for a wrong setting, and 3 if another store serves this socket.
 
     Args:
-        starter: Settings (`config.portable`) of the client that starts this store. None: settings from the
-            environment.
+        starter: Settings (`config.portable`) of the client that starts this store. None: use the settings
+            from the environment.
     """
     try:
         settings = (config.load() if starter is None else config.load_portable(starter)).store
         options = store_parser(settings).parse_args(argv)
         if options.detach and os.fork():
-            # The starter waits only for this process. The daemon has no parent that would have to reap it.
+            # The starter waits only for this process, so it does not have to reap the daemon.
             os._exit(0)
         logging.basicConfig(
             handlers=[BoundedLog(sys.stderr, most_bytes=LOG_BYTES if options.detach else None)],
@@ -219,9 +219,9 @@ def _serve_claimed(
 
 
 def _disk(options: argparse.Namespace, secret: bytes, settings: config.StoreConfig) -> OpenedDisk | None:
-    """Open the disk from the settings.
+    """Open the disk that the settings select, or return None if they select none.
 
-    Raises ConfigError. A store started by an engine runs without the disk instead.
+    Raises ConfigError if the disk cannot be used. A store started by an engine runs without the disk instead.
     """
     if options.disk is None:
         return None
@@ -234,16 +234,16 @@ def _disk(options: argparse.Namespace, secret: bytes, settings: config.StoreConf
     except ConfigError as e:
         if not options.detach:
             raise
-        _log.error("this store keeps nothing on disk: %s", e)
+        _log.error("this store runs without its disk: %s", e)
         return None
     _log.info("entries are kept in %s: up to %d MiB", path, disk.size_bytes >> 20)
     return disk
 
 
 def _far(options: argparse.Namespace, secret: bytes, settings: config.StoreConfig) -> OpenedFar | None:
-    """Open the far stores from the settings.
+    """Open the far stores that the settings select, or return None if they select none.
 
-    Raises ConfigError. A store started by an engine runs without far stores instead.
+    Raises ConfigError if they cannot be opened. A store started by an engine runs without far stores instead.
     """
     urls = options.far or settings.far
     if not urls:
@@ -256,17 +256,17 @@ def _far(options: argparse.Namespace, secret: bytes, settings: config.StoreConfi
     except ConfigError as e:
         if not options.detach:
             raise
-        _log.error("this store shares with no other host: %s", e)
+        _log.error("this store shares no entries with other hosts: %s", e)
         return None
-    _log.info("entries are shared by %s", ", ".join(label for label, _ in far.stores))
+    _log.info("entries are shared through %s", ", ".join(label for label, _ in far.stores))
     return far
 
 
 def _reset_cpu_affinity() -> None:
     """Allow this process to run on all cores of its container.
 
-    A vLLM worker that starts the store is bound to cores that it keeps busy. On these cores, a reply would
-    take seconds.
+    A vLLM worker that starts the store is bound to cores that it keeps busy. If the store ran on these cores
+    only, a reply would take seconds.
     """
     cores = os.sysconf("SC_NPROCESSORS_CONF")
     try:
@@ -284,8 +284,8 @@ def _raise_descriptor_limit() -> None:
 
 
 class BoundedLog(logging.StreamHandler[TextIO]):
-    """Log handler that writes at most `MOST_LINES` lines of one kind per minute. Lines are of one kind if
-    their text is the same before its arguments are filled in.
+    """Log handler that writes at most `MOST_LINES` lines of one kind per minute. Lines are of the same kind
+    if they have the same logger and the same format string.
 
     Args:
         most_bytes: Size beyond which the log is emptied, if it is a file opened for appending. None: never.

@@ -27,7 +27,7 @@ _log = logging.getLogger("cornplug.store")
 
 
 class MetricsEndpoint:
-    """HTTP server for `/metrics` at "HOST:PORT" or "PORT". It is empty until the first snapshot.
+    """HTTP server for `/metrics` at "HOST:PORT" or "PORT". The reply is empty until the first snapshot.
 
     Raises OSError if it cannot listen on the address.
     """

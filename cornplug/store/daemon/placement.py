@@ -1,15 +1,15 @@
 """Placement of entries in the arena, and memory for new entries: by growth first, then by eviction.
 
-policy       which to evict     (`eviction_policy.py`)
+policy       entries to evict   (`eviction_policy.py`)
 by_offset    offset -> entry    all memory of entries, including deleted entries with a lease
 by_end       end -> entry       the same
 
-A payload is contiguous, so it is not enough to free its number of bytes. If victims were chosen by age alone,
-most of an arena of small entries could be evicted before two holes happen to be adjacent. Instead the hole of
-an old entry grows over its neighbours, the older neighbour first, until the payload fits. About `room` bytes
-are evicted, at any fragmentation, and nothing is evicted if the search cannot succeed. Of several such runs,
-the one whose bytes have been unused longest is evicted. A search that takes too long ends without success,
-and the next search continues from there.
+A payload is contiguous, so it is not enough to free as many bytes as it has. If victims were chosen by age
+alone, most of an arena of small entries could be evicted before two holes happen to be adjacent. Instead the
+hole of an old entry grows over its neighbours, the older neighbour first, until the payload fits. These
+adjacent entries are a run. A run has about `room` bytes, at any fragmentation, and nothing is evicted if the
+search cannot succeed. Of several runs, the run whose bytes have been unused longest is evicted. A search that
+takes too long ends without success, and the next search continues with the next entries.
 """
 
 from __future__ import annotations
@@ -26,21 +26,24 @@ from cornplug.store.daemon.eviction_policy import EvictionPolicy
 
 _RUN_BYTES: Final = 256 << 10
 _RUNS_LEAST, _RUNS_MOST = 8, 128
-"""Minimum and maximum number of runs to compare. There is one for each 256 KiB of the payload, which takes a
-few percent of the time to copy it. A single run keeps 0.89 to 0.96 of the byte hits of an LRU that ignores
-placement, and this number keeps 0.98 (`tests/store/daemon/test_byte_hits.py`)."""
+"""Minimum and maximum number of runs to compare. Between these bounds, a search compares one run per 256 KiB
+of the payload, which takes a few percent of the time to copy the payload. With a single run, the store has
+0.89 to 0.96 of the byte hits of an LRU that ignores placement. With this number of runs it has 0.98
+(`tests/store/daemon/test_byte_hits.py`)."""
 _AS_GOOD_AS_OLDEST: Final = 1.25
-"""Loss of a run, relative to evicting the oldest entry's bytes, up to which no better run is searched."""
+"""Loss of a run, relative to the loss of as many bytes of the oldest entry's age, up to which the search does
+not look for a better run."""
 MAX_LOOKS: Final = 8192
-"""Maximum number of entries that one call of `reserve` examines in search of victims, about 10 ms."""
+"""Maximum number of entries that one call of `reserve` examines in search of victims. This takes about 10 ms.
+"""
 Grow = Callable[[int], int | None]
 """Function that requests a number of bytes at the arena's end. It returns the number of bytes that it added,
-which may be more, less or 0. None means that they are being allocated, and `EntryPlacement.extend` will be
-called."""
+which may be more, less or 0. It returns None if the bytes are being allocated. `EntryPlacement.extend` is
+then called later."""
 
 
 class EvictableEntry(Protocol):
-    """Stored entry as used by eviction."""
+    """Fields of a stored entry that eviction uses."""
 
     @property
     def location(self) -> PayloadLocation: ...
@@ -50,7 +53,7 @@ class EvictableEntry(Protocol):
     def readers(self) -> int: ...
     @property
     def last_use(self) -> int:
-        """Number of the entry's last use, counted over all uses."""
+        """Sequence number of the entry's last use, among the uses of all entries."""
 
 
 E = TypeVar("E", bound=EvictableEntry)
@@ -67,15 +70,16 @@ class VictimChoice(Protocol[E]):
         compared."""
 
     def loss(self, room: int, entry: E) -> float:
-        """Return the value of `room` bytes last used with `entry`."""
+        """Return the value of `room` bytes that were last used together with `entry`."""
 
     def take(self, entry: E) -> bool:
-        """Return whether this run may also evict a neighbour."""
+        """Return whether this run may also evict `entry`. If so, add it to the run."""
 
 
 @dataclass(slots=True)
 class LookBudget:
-    """Number of entries that may still be examined. It is limited because all clients wait for the search."""
+    """Number of entries that a search may still examine. It is limited because all clients wait for the
+    search."""
 
     left: int
     most: int
@@ -86,11 +90,11 @@ class EvictionPlan(Generic[E]):
     """Result of a search for victims."""
 
     victims: list[E]
-    """Entries to evict. If the examination ended while the hole still grew, they are those found so far."""
+    """Entries to evict. If the budget was spent while the hole still grew, these are the victims so far."""
     enough: bool
-    """Whether the eviction creates a hole of the wanted size."""
+    """Whether the eviction creates a hole of the required size."""
     tried: list[E]
-    """Entries next to leases or reservations. The next search should start elsewhere."""
+    """Entries from which the search started without success. The next search should start from others."""
 
 
 def plan_eviction(
@@ -110,7 +114,7 @@ def plan_eviction(
     for oldest in choice:
         if looks.left <= 0:
             break
-        # Half of the looks are kept for payloads that have no run yet, instead of comparing more runs.
+        # Half of the looks are kept for later payloads of the call, instead of comparing more runs.
         if best and (not runs or looks.left < looks.most // 2 or choice.source(oldest) is not source):
             break
         begun = looks.left
@@ -130,7 +134,7 @@ def plan_eviction(
         elif not bounded and not best:
             # A partial eviction is the only progress if almost all looks were spent on this run.
             return EvictionPlan(victims if begun > looks.most // 2 else [], False, tried[:-1])
-        # A run from another member is about the same, and obstacles on both sides bound it too.
+        # A run from another member of this run would be about the same, with the same obstacles.
         members.update(entry.location.offset for entry in victims)
     return EvictionPlan(best, True, []) if best else EvictionPlan([], False, tried)
 
@@ -144,7 +148,8 @@ def _run_around(
     holes: ArenaAllocator,
     looks: LookBudget,
 ) -> tuple[list[E], int, bool]:
-    """Return the run of evictable entries around an entry, its size, and whether it cannot grow further."""
+    """Return the run of evictable entries around an entry, the size of the resulting hole, and whether the
+    run cannot grow further."""
     victims = [oldest]
     start = oldest.location.offset
     end = start + oldest.room
@@ -182,18 +187,19 @@ class StoredEntry:
     """Seconds to recompute the entry, as reported by its writer. 0: not reported."""
     written_s: float = 0.0
     used_s: float = 0.0
-    """Time at which its last lease or read ended, or it was written, to about half a second."""
+    """Time at which the entry's last lease or read ended, or at which it was written. The precision is about
+    half a second."""
     readers: int = 0
     visible: bool = True
     last_use: int = 0
-    """Number of the entry's last use, counted over all uses of the store's entries."""
+    """Sequence number of the entry's last use, among the uses of all entries of the store."""
 
 
 class EntryPlacement:
-    """Memory of one arena.
+    """Locations of entries in one arena, and memory for new entries.
 
     Args:
-        evict: Called with each victim. It removes the entry from the index, and from here with `remove`.
+        evict: Called with each victim. It removes the entry from the index, and calls `remove`.
     """
 
     def __init__(
@@ -208,7 +214,7 @@ class EntryPlacement:
         self.policy: EvictionPolicy[StoredEntry] = EvictionPolicy(self.capacity_bytes, namespaces)
         self.evictions = 0
         self.shortfall_bytes = 0
-        """Bytes beyond the arena's end that the largest call needs, and that are being allocated."""
+        """Bytes beyond the arena's end that are being allocated because a call needs them."""
         self._grow = grow
         self._evict = evict
         self._allocator = ArenaAllocator()
@@ -217,9 +223,9 @@ class EntryPlacement:
         self._looks = LookBudget(MAX_LOOKS, MAX_LOOKS)
         self._growing_bytes = 0
         self._refused_bytes: dict[str, int] = {}
-        """Size that evictions cannot free until something else is freed, by namespace."""
+        """Smallest size for which evictions cannot make space until other memory is freed, by namespace."""
         self._gave_up_bytes: int | None = None
-        """Size for which this call has ended its search."""
+        """Size for which this call has ended its search for victims without success. None: no such size."""
 
     @property
     def end_bytes(self) -> int:
@@ -228,7 +234,7 @@ class EntryPlacement:
 
     @property
     def used_bytes(self) -> int:
-        """Aligned bytes in use, including reservations and quarantine."""
+        """Aligned bytes in use, including reservations and quarantined memory."""
         return self._allocator.end_bytes - self._allocator.free_bytes
 
     @property
@@ -241,18 +247,18 @@ class EntryPlacement:
         return self._allocator.holes()
 
     def begin_call(self) -> None:
-        """Reset the budget of looks for the following calls of `make_room`."""
+        """Reset the number of entries that the following calls of `make_room` may examine."""
         self._growing_bytes = 0
         self._looks, self._gave_up_bytes = LookBudget(MAX_LOOKS, MAX_LOOKS), None
 
     def end_call(self) -> None:
-        """Record the memory that this call needed and that is being allocated."""
+        """Record how much of the memory that is being allocated the ended call needs."""
         if self._growing_bytes:
             lacking = self._growing_bytes - self._allocator.hole_ending_at(self.end_bytes)
             self.shortfall_bytes = max(self.shortfall_bytes, lacking)
 
     def extend(self, grown_bytes: int) -> None:
-        """Add memory by which the arena has grown outside of `grow`."""
+        """Add `grown_bytes` of memory at the end of the arena."""
         self._allocator.extend(grown_bytes)
         self.shortfall_bytes = max(0, self.shortfall_bytes - grown_bytes)
         if grown_bytes:
@@ -281,7 +287,8 @@ class EntryPlacement:
             return ReserveRefusal.FULL
         found = self._evict_for(room, app, only_own=self.policy.at_ceiling(app))
         if not isinstance(found, ReserveRefusal):
-            # The victims, which are adjacent, may be fewer bytes than the ceiling requires.
+            # The adjacent victims may have fewer bytes than the namespace must free to stay below its
+            # ceiling.
             self._evict_all(self.policy.ceiling_victims(app, room) or [])
         return found
 
@@ -291,14 +298,15 @@ class EntryPlacement:
         self._refused_bytes.clear()
 
     def add(self, entry: StoredEntry, *, now_s: float) -> None:
-        """Add an entry placed by `make_room`, as the last to be evicted."""
+        """Add an entry placed by `make_room`, as the most recently used of its namespace."""
         self.policy.add(entry, now_s=now_s)
         self._by_offset[entry.location.offset] = entry
         self._by_end[entry.location.offset + entry.room] = entry
         self._refused_bytes.clear()
 
     def unpin(self, entry: StoredEntry) -> None:
-        """Allow an entry's eviction, as the most recently used, because its leases have ended."""
+        """Allow the eviction of an entry whose leases have ended, as the most recently used of its
+        namespace."""
         self.policy.unpin(entry)
         self._refused_bytes.clear()
 
@@ -310,7 +318,8 @@ class EntryPlacement:
         self.free(offset, entry.room)
 
     def _extend_for(self, room: int) -> bool:
-        """Grow as far as possible. Return False if growth is in progress."""
+        """Extend the arena as far as possible for `room` bytes. Return False if the memory is still being
+        allocated."""
         missing = room - self._allocator.hole_ending_at(self.end_bytes)
         # The rest of the arena may be too small alone, but sufficient next to an entry that can be evicted.
         missing = min(missing, self.capacity_bytes - self.end_bytes)
@@ -324,7 +333,8 @@ class EntryPlacement:
     def _evict_for(self, room: int, app: str, *, only_own: bool) -> int | ReserveRefusal:
         plan = self._plan(room, app, only_own=only_own)
         if not plan.enough and self._looks.left > 0 and self.policy.within_share(app, room):
-            # It is entitled to this memory, which may be scattered between entries within others' shares.
+            # The namespace is entitled to this memory, but the memory may be scattered between entries that
+            # are within the shares of other namespaces.
             plan = self._plan(room, app, beyond_shares=True)
         self._evict_all(plan.victims)
         if plan.enough:

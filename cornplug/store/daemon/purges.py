@@ -1,8 +1,8 @@
 """Purges, which delete the entries of an app, or old entries, in batches.
 
-A purge deletes every entry that existed when it began and that matches its rule. If the rule has no age, it
-also ends reservations, whose commits then fail. Entries written later stay. The client requests one batch
-after another, so that requests of other clients are handled in between.
+A purge deletes every entry that existed when the purge began and that matches its rule. If the rule has no
+age, the purge also ends reservations, whose commits then fail. Entries that are written later stay. The
+client requests one batch after another, so that requests of other clients are handled in between.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from cornplug.store.daemon.store_counters import RemovalCause
 from cornplug.store.validation import check_purge
 
 PORTION: Final = 256
-"""Number of entries in a batch, about 1.5 ms if all of them are deleted. The first batch also lists the keys,
-which takes 5 ms for 200,000."""
+"""Number of entries in a batch, which takes about 1.5 ms if all of them are deleted. The first batch also
+lists all keys, which takes 5 ms for 200,000 keys."""
 
 
 class PurgeJobs:
@@ -37,7 +37,7 @@ class PurgeJobs:
         self._left: dict[int, list[bytes | OpenEntry]] = {}
 
     def portion(self, owner: int, rule: PurgeRule, *, begins: bool, now_s: float) -> tuple[PurgeCount, bool]:
-        """Purge a batch. Return its count, and whether the purge continues.
+        """Purge a batch of entries. Return the counts of the batch, and whether further batches remain.
 
         Raises ValueError for an invalid rule.
 
@@ -56,7 +56,8 @@ class PurgeJobs:
         return count, bool(left)
 
     def forget(self, owner: int) -> None:
-        """Drop the purge of a client that has disconnected or is done."""
+        """Discard the state of a client's purge, because the client has disconnected or the purge is
+        complete."""
         self._left.pop(owner, None)
 
     def _on_disk_only(self, rule: PurgeRule) -> list[bytes]:

@@ -4,10 +4,10 @@
                            │
                            └─released, expired, a writer's end──> ended ──no writer left──> free
 
-The store cannot revoke a mapping from a writer. An ended entry therefore keeps its memory until each of its
-writers has committed (too late), or was released or disconnected and `quarantine_s` has passed, or until
-`reclaim_s` has passed. Its key can be reserved again immediately, and no write to its memory begins
-(`WriteFences`).
+The store cannot revoke a mapping from a writer. An ended entry therefore keeps its memory until none of its
+writers can still be writing. A writer is done when it has committed (too late). If it was released or
+disconnected, it is considered done after `quarantine_s`. After `reclaim_s`, the memory is freed in any case.
+The key can be reserved again immediately, and no new write to the entry's memory begins (`WriteFences`).
 """
 
 from __future__ import annotations
@@ -25,25 +25,27 @@ from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
 
 _BUCKETS: Final = 1 << 16
 _WAYS: Final = 4
-"""Sightings per bucket. 262,144 in all, in 2 MiB."""
+"""Number of sightings per bucket. All buckets have 262,144 sightings, which take 2 MiB."""
 _TAG_BITS: Final = 16
 _MAX_TAG: Final = (1 << _TAG_BITS) - 1
 _MAX_FINGERPRINT: Final = (1 << 64 - _TAG_BITS) - 1
 RESERVATION_S: Final = 30.0
-"""Seconds for which a reservation prevents others from writing its key (the same as in Mooncake)."""
+"""Maximum duration of a reservation in seconds, during which no other writer can reserve the key. Mooncake
+has the same duration."""
 RECLAIM_S: Final = 60.0
-"""Seconds for which an ended reservation keeps its memory if its connected writer sends nothing. The writer
-may be suspended during a copy. If the copy continues later, it can damage only entries that use this memory
-by then. Their readers notice by the checksums, count a miss and delete the entries."""
+"""Seconds for which an ended reservation keeps its memory if its writer is connected but sends no message.
+The writer may be suspended during a copy. If the copy continues later, it can damage only the entries that
+then use this memory. Readers of these entries detect the damage by the checksums, count a miss and delete the
+entries."""
 
 
 class Sightings:
-    """Keys that were requested while not stored, so that the store recognizes a second request.
+    """Keys that were requested while they were not stored, so that the store detects a second request.
 
     One request names a key once, or once for each part of a group. This is the doorkeeper of TinyLFU
-    (Einziger et al., 2017), as a table of fixed size: buckets of four sightings, exact except for their
-    48-bit fingerprints. The newest sighting of a bucket replaces the least recently named, so a flood of keys
-    makes the store forget, but takes no memory.
+    (Einziger et al., 2017), as a table of fixed size. Each bucket has four sightings, which are exact except
+    for their 48-bit fingerprints. A new sighting replaces the least recently named sighting of its bucket, so
+    many new keys displace older sightings, but take no more memory.
     """
 
     def __init__(self) -> None:
@@ -65,7 +67,8 @@ class Sightings:
         return first is not None and mine is not None
 
     def _sight(self, hashed: int, tag: int) -> int | None:
-        """Return the tag of the first sighting, which stays, or None if this is the first."""
+        """Record a sighting. Return the tag of the earlier sighting, which is kept, or None if this is the
+        first sighting."""
         start = (hashed & (_BUCKETS - 1)) * _WAYS
         fingerprint = hashed >> _TAG_BITS & _MAX_FINGERPRINT
         bucket = self._table[start : start + _WAYS].tolist()
@@ -80,7 +83,8 @@ class Sightings:
 
 @dataclass(slots=True, eq=False)
 class OpenEntry:
-    """Memory for one entry, and its committed parts. Without a group it has one part, 0."""
+    """Entry that is being written: its memory and its committed parts. Without a group, the entry has a
+    single part with index 0."""
 
     key: bytes
     app: str
@@ -124,7 +128,7 @@ class ReservationTimes:
     """Durations that bound reservations, in seconds."""
 
     quarantine_s: float
-    """Time before the memory of an ended reservation is used again."""
+    """Time between the end of a reservation and the reuse of its memory."""
     reservation_s: float = RESERVATION_S
     reclaim_s: float = RECLAIM_S
 
@@ -135,7 +139,7 @@ class OpenEntries:
     Args:
         on_end: Called once for each open entry that will not be committed, before its memory is freed.
         free: Frees the memory of such an entry.
-        disown: Called with each (owner, token) that has ended.
+        disown: Called with (owner, token) for each reservation that has ended.
     """
 
     def __init__(
@@ -167,8 +171,8 @@ class OpenEntries:
         return list(self._by_key.values())
 
     def find(self, key: bytes, size: int, part: WriterPart | None) -> OpenEntry | ReserveRefusal | None:
-        """Return the open entry to join as `part`, PENDING if it cannot be joined, or None if there is
-        none."""
+        """Return the key's open entry if a writer can join it as `part`, PENDING if it cannot be joined, or
+        None if the key has no open entry."""
         open_entry = self._by_key.get(key)
         if open_entry is None:
             return None
@@ -196,7 +200,8 @@ class OpenEntries:
         return open_entry
 
     def join(self, open_entry: OpenEntry, owner: int, token: int, part: WriterPart | None) -> Reservation:
-        """Add `owner` as the writer of its part."""
+        """Add `owner` as the writer of one part, and return its reservation. `part` is None for an entry
+        without a group."""
         index = 0 if part is None else part.index
         open_entry.tokens[index] = token
         open_entry.busy.add(token)
@@ -208,8 +213,8 @@ class OpenEntries:
         return writer is not None and writer.owner == owner
 
     def put(self, token: int, meta: bytes) -> OpenEntry | None:
-        """Record a writer's committed part. Return its open entry, or None if that has ended or the part was
-        committed before."""
+        """Record a writer's committed part. Return the open entry, or None if the entry has ended or the part
+        was committed before."""
         writer = self._writers[token]
         open_entry = writer.open_entry
         if open_entry.ended:
@@ -229,8 +234,8 @@ class OpenEntries:
             self._pop(token)
 
     def lose(self, token: int, *, now_s: float) -> None:
-        """End a writer's part, because its connection has ended or it was released while another process of
-        its engine may still be writing."""
+        """End the reservation of a writer that was released or whose connection has ended. The writer may
+        still be writing, so the memory is quarantined."""
         writer = self._writers[token]
         open_entry = writer.open_entry
         if writer.part not in open_entry.metas:
@@ -239,7 +244,8 @@ class OpenEntries:
         self._forget(token)
 
     def end(self, open_entry: OpenEntry) -> None:
-        """End an open entry. Its key can be reserved now, and its memory is freed when it has no writer."""
+        """End an open entry. Its key can be reserved immediately, and its memory is freed when it has no
+        writer."""
         if open_entry.ended:
             return
         open_entry.ended = True
@@ -254,7 +260,8 @@ class OpenEntries:
             self._settle(open_entry)
 
     def sweep(self, now_s: float, limit: int) -> None:
-        """End expired open entries and free memory without a writer, at most `limit` of each."""
+        """End expired open entries, and free memory that no longer has a writer. A call handles at most
+        `limit` of each."""
         self._now_s = now_s
         for open_entry in self._expiries.due(now_s, limit):
             if not open_entry.ended:

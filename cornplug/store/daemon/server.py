@@ -1,9 +1,10 @@
 """The daemon's loop: one thread, one index, one arena, any number of clients.
 
-It replies to a request before it reads the next, so the index needs no lock, and `contains` takes one round
-trip on a socket. No request takes more than a few milliseconds. After about 2 ms of one client's requests,
-those of other clients are handled. Invalid bytes get a `RequestFault`. Allocating memory takes long, so a
-separate thread allocates it ahead of need (`arena_growth.py`).
+The loop replies to a request before it reads the next request, so the index needs no lock, and `contains`
+takes one round trip on a socket. No request takes more than a few milliseconds. After the loop has handled
+one client's requests for about 2 ms, it handles the requests of other clients. The reply to invalid bytes is
+a `RequestFault`. Allocating memory takes long, so a separate thread allocates it in advance
+(`arena_growth.py`).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _CHUNK_BYTES: Final = 256 << 10
 HELLO_WITHIN_S: Final = 5.0
 _TICK_S: Final = 0.5
 _TURN_S: Final = 2e-3
-"""Time for which one client's requests are handled before those of the others, in seconds."""
+"""Time in seconds for which one client's requests are handled before other clients' requests."""
 _FAULT_CHARS: Final = 300
 _REQUEST_FAULTS: Final = (ValueError, OverflowError, RecursionError, MemoryError, msgspec.MsgspecError)
 """Errors that decoding and validation of hostile bytes can raise."""
@@ -78,7 +79,7 @@ class ClientSession:
 
     @property
     def stuck(self) -> bool:
-        """Whether the client does not read its replies. If so, nothing is read from it."""
+        """Whether the client does not read its replies. If so, its requests are not read either."""
         return bool(self._unsent)
 
     def check_peer(self) -> None:
@@ -99,8 +100,8 @@ class ClientSession:
         self._received += data
 
     def next(self) -> bytes | None:
-        """Return the body of the next complete frame, or None if there is none, or if the client does not
-        read its replies. Raises ClientFault for bytes that are not frames."""
+        """Return the body of the next complete frame. Returns None if there is no complete frame, or if the
+        client does not read its replies. Raises ClientFault for bytes that are not frames."""
         if self.stuck:
             return None
         try:
@@ -142,10 +143,10 @@ class ServedSocket:
 
     listener: socket.socket
     renew: Callable[[], socket.socket | None] | None = None
-    """Called regularly. Returns the socket to listen on, or None if another daemon serves the path, which
-    ends the server."""
+    """Function that the server calls regularly. It returns the socket to listen on, or None if another daemon
+    serves the path. The server then ends."""
     idle_exit_s: float = 0.0
-    """Time without clients after which the server ends, or 0 for never."""
+    """Time in seconds without clients after which the server ends. 0: it never ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ MEMORY_ONLY: Final = OpenedTiers()
 
 
 class StoreServer:
-    """Server on `served`, until `stop` is set or it has been idle for too long."""
+    """Server of one store, on the socket `served`."""
 
     def __init__(
         self,
@@ -200,7 +201,7 @@ class StoreServer:
         self._eager: dict[int, ClientSession] = {}
         """Sessions with buffered requests, served first in the next iteration."""
         self._ending: deque[int] = deque()
-        """Owners that have disconnected and still have tokens."""
+        """Disconnected owners whose leases and reservations still have to be ended."""
         self._owners = itertools.count(1)
         self._selector = selectors.DefaultSelector()
         self._last_busy_s, self.stop = time.monotonic(), False
@@ -212,7 +213,7 @@ class StoreServer:
         self._selector.register(self._growth, selectors.EVENT_READ)
         for tier in self._watchers.pollable:
             self._selector.register(tier, selectors.EVENT_READ)
-        # Memory is available when the first client connects.
+        # Allocate this memory now, so that it is available when the first client connects.
         self._index.placement.extend(self._growth.first())
         next_tick_s = alert_until_s = time.monotonic() + _TICK_S
         while not self.stop:
@@ -246,8 +247,8 @@ class StoreServer:
             return
         except OSError as e:
             _log.error("cannot accept a client: %s", e.strerror)
-            # Out of file descriptors. The listener stays readable, so the loop would spin and delay connected
-            # clients. The next tick tries again.
+            # The process has no free file descriptor. The listener stays readable, so the loop would spin and
+            # delay connected clients. The next tick tries again.
             self._selector.unregister(self._listener)
             self._accepting = False
             return
@@ -261,7 +262,8 @@ class StoreServer:
             self._end(session, e)
 
     def _attend(self, session: ClientSession, mask: int) -> None:
-        """Handle some requests of one client. The rest is handled after the other clients' requests."""
+        """Handle some requests of one client. Its remaining requests are handled after those of other
+        clients."""
         if session.owner not in self._sessions:
             return
         was_stuck = session.stuck
@@ -324,7 +326,8 @@ class StoreServer:
         )
 
     def _reply(self, owner: int, request: messages.Request) -> messages.Reply | None:
-        """Execute a request and return its reply. Raises one of _REQUEST_FAULTS, before any change."""
+        """Execute a request and return the reply to send, or None for a request without a reply. For a
+        malformed request, raises one of _REQUEST_FAULTS before anything is changed."""
         index, now_s = self._index, time.monotonic()
         match request:
             case messages.ContainsRequest(keys):
@@ -353,8 +356,8 @@ class StoreServer:
                 for meta in metas:
                     check_meta(meta)
                 pairs = list(zip(tokens, metas, strict=True))
-                # Tail first, as if it were older, because pages of one message continue each other. If a
-                # token is repeated, the first counts.
+                # Commit the tail first, as if it were older, because the pages of one message continue each
+                # other. If a token is repeated, its first occurrence counts.
                 tail_first = dict(reversed(pairs))
                 done = {token: index.commit(owner, token, meta) for token, meta in tail_first.items()}
                 return messages.CommitReply([done.pop(token, False) for token in tokens])
@@ -377,8 +380,8 @@ class StoreServer:
                 raise ValueError(f"not a request: {type(request).__name__}")
 
     def _collect_reads(self) -> None:
-        """Collect the clients' notes of reads: before choosing victims or reporting counts, and at each tick,
-        so that reads of all clients keep about their order."""
+        """Collect the reads that clients have noted. This is called before victims are chosen or counts are
+        reported, and at each tick, so that the order of all clients' reads is about right."""
         for session in self._sessions.values():
             self._collect_reads_of(session)
 
@@ -399,13 +402,13 @@ class StoreServer:
         if self._sessions:
             self._last_busy_s = now_s
         elif self._idle_exit_s and now_s - self._last_busy_s > self._idle_exit_s:
-            _log.info("no client for %.0f s: ending", self._idle_exit_s)
+            _log.info("no client for %.0f s, so this store ends", self._idle_exit_s)
             self.stop = True
 
     def _renew_listener(self) -> None:
         listener = self._renew() if self._renew is not None else self._listener
         if listener is None:
-            _log.warning("another store serves this socket now: ending")
+            _log.warning("another store serves this socket now, so this store ends")
             self.stop = True
         elif listener is not self._listener or not self._accepting:
             if self._accepting:
@@ -425,8 +428,8 @@ class StoreServer:
         self._ending.append(session.owner)
 
     def _end_owners(self) -> None:
-        """End leases and reservations of disconnected clients in small steps, between the others'
-        requests."""
+        """End leases and reservations of disconnected clients in small steps, between requests of other
+        clients."""
         if not self._ending:
             return
         if not self._index.end_owner(self._ending[0], now_s=time.monotonic(), limit=messages.MAX_KEYS):

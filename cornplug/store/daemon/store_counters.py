@@ -1,8 +1,8 @@
-"""Counts of one store, by namespace, since it started: reads, reservations, removals, ages of evicted
-entries.
+"""Counts of one store by namespace: its reads, reservations, removals and ages of evicted entries.
 
-Each call of the index increments one or two counters. `stat` reads the counts. `/metrics`
-(`metrics_endpoint.py`) reads copies of them, with the latency of the daemon's replies.
+The counts begin when the store starts. Each call of the index increments one or two counters. `stat` reads
+the counts. `/metrics` (`metrics_endpoint.py`) reads copies of the counts, and the latency of the daemon's
+replies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 STAT_APPS: Final = 256
 GIVEN: Final = "given"
-"""Result of a successful reservation. The others are values of `ReserveRefusal`."""
+"""Name of the result of a successful reservation. Other results have the names in `ReserveRefusal`."""
 RemovalCause = Literal["evicted", "expired", "deleted", "purged"]
 AGE_BUCKETS_S: Final = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0)
 ANSWER_BUCKETS_S: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 0.1, 1.0)
@@ -49,14 +49,15 @@ Samples = tuple[tuple[int, ...], float]
 
 
 class CountedEntry(Protocol):
-    """Stored entry as used by the counters."""
+    """Fields of a stored entry that the counters use."""
 
     @property
     def app(self) -> str: ...
 
 
 class TimeHistogram:
-    """Histogram of seconds, with buckets of these upper bounds and one above the last."""
+    """Histogram of times in seconds. `bounds_s` are the upper bounds of its buckets. A last bucket has no
+    upper bound."""
 
     def __init__(self, bounds_s: Sequence[float]) -> None:
         self._bounds_s = bounds_s
@@ -69,12 +70,13 @@ class TimeHistogram:
         self._sum_s += seconds
 
     def copy(self) -> tuple[tuple[int, ...], float]:
-        """Return the number of samples per bucket, not cumulated, and their sum in seconds."""
+        """Return the number of samples in each bucket (not cumulative), and the sum of all samples in
+        seconds."""
         return tuple(self._counts), self._sum_s
 
 
 class NamespaceCounts:
-    """Counts of one namespace."""
+    """Counters of one namespace since the store started."""
 
     def __init__(self) -> None:
         self.entries = self.hits = 0
@@ -85,7 +87,7 @@ class NamespaceCounts:
 
 
 class StoreCounters:
-    """Counts of a store. `name_of` returns the namespace of an app."""
+    """Counters of a store since it started. `name_of` returns the namespace of an app."""
 
     def __init__(self, names: Iterable[str], name_of: Callable[[str], str]) -> None:
         self.spaces = {name: NamespaceCounts() for name in names}
@@ -95,12 +97,12 @@ class StoreCounters:
 
     @property
     def hits(self) -> int:
-        """Hits in all namespaces."""
+        """Number of hits in all namespaces."""
         return self.unplaced_hits + sum(one.hits for one in self.spaces.values())
 
     @property
     def refusals(self) -> int:
-        """Reservations rejected with FULL or TOO_LARGE."""
+        """Number of reservations rejected with FULL or TOO_LARGE."""
         return sum(
             one.reservations[refusal.value]
             for one in self.spaces.values()
@@ -116,7 +118,8 @@ class StoreCounters:
             self.spaces[self._name_of(app)].hits += count
 
     def noted(self, reads: NotedReads, entries: Sequence[CountedEntry]) -> None:
-        """Count reads noted by a client, with the entries that still exist."""
+        """Count reads and lookups that a client has noted. `entries` are the read entries that still
+        exist."""
         self.read(entries[: reads.hits])
         self.unplaced_hits += max(0, reads.hits - len(entries))
         self.misses += reads.misses
@@ -154,7 +157,7 @@ class StoreCounters:
         space.removals[cause] += 1
 
     def evicted(self, app: str, unused_s: float) -> None:
-        """Record the time since the last use of an evicted entry. `removed` counts it too."""
+        """Record the time since the last use of an evicted entry. `removed` has to be called as well."""
         self.spaces[self._name_of(app)].ages.note(max(0.0, unused_s))
 
 
@@ -171,7 +174,8 @@ class AppBytes:
             del self._bytes[app]
 
     def largest(self) -> dict[str, int]:
-        """Return bytes by app for the STAT_APPS largest. All others are summed under OTHER_APPS."""
+        """Return bytes by app for the STAT_APPS largest apps. The bytes of all other apps are summed under
+        OTHER_APPS."""
         largest = dict(heapq.nlargest(STAT_APPS, self._bytes.items(), key=lambda each: each[1]))
         if len(self._bytes) > STAT_APPS:
             largest[OTHER_APPS] = sum(self._bytes.values()) - sum(largest.values())
@@ -180,19 +184,20 @@ class AppBytes:
 
 @dataclass(frozen=True, slots=True)
 class StoreSnapshot:
-    """Copies of the counts, which the daemon's loop does not change."""
+    """Copies of a store's counts, so that the endpoint's thread can read them while the daemon's loop
+    runs."""
 
     stat: StoreStat
     memory_bytes: int
     clients: int
     ages: Mapping[str, Samples]
-    """Ages of evicted entries, by namespace."""
+    """Ages of evicted entries in seconds, by namespace."""
     answers: Mapping[str, Samples]
     """Time in seconds that the loop spent on each request, by kind."""
 
 
 class StoreTelemetry:
-    """Metrics of the daemon's loop. `show` is called with a snapshot at each tick. None: no snapshots."""
+    """Metrics of the daemon's loop. `show` is called with a snapshot at each tick, unless it is None."""
 
     def __init__(self, index: StoreIndex, clients: Sized) -> None:
         self.show: Callable[[StoreSnapshot], None] | None = None

@@ -1,14 +1,14 @@
 """Space of the disk tier: the records of each segment, and the location of the next record.
 
     oldest segment ... newest segment | the next record
-    └ dropped whole when a new segment would exceed the bound; records that were read move to the new one
+    └ dropped when a new segment would exceed the bound; records that were read move to the new segment
 
-The segment that is dropped is the one with the fewest guaranteed bytes, and among equals the oldest. Bytes
+The segment with the fewest guaranteed bytes is dropped, and the oldest segment if several have as few. Bytes
 are guaranteed if their namespace is pinned, or would otherwise have less than its share of the disk.
 Guaranteed records move to the new segment before others.
 
-`DiskCounters` counts the disk tier's reads and writes since the daemon started. No I/O. Only the daemon's
-loop uses this module.
+`DiskCounters` counts the disk tier's reads and writes since the daemon started. This module does no I/O. Only
+the daemon's loop uses it.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from cornplug.store.store_stats import DiskNamespaceStat, DiskStat
 MOST_SEGMENT_BYTES: Final = 256 << 20
 _LEAST_SEGMENTS: Final = 8
 MOST_RECORDS: Final = 1 << 20
-"""Number of records beyond which the oldest segment is dropped too. The daemon keeps about 300 bytes for
-each."""
+"""Maximum number of records. Segments are dropped if there are more, because the daemon needs about 300 bytes
+of memory per record."""
 UNUSED: Final = "evicted"
-"""Cause of a removal with its segment."""
+"""Cause of the removal of a record whose segment was dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskBounds:
-    """Bounds of one namespace on the disk."""
+    """Bounds of one namespace's records on the disk."""
 
     name: str = ""
     share_bytes: int = 0
-    """Bytes that other namespaces cannot displace."""
+    """Number of this namespace's bytes that other namespaces cannot displace."""
     ceiling_bytes: float = math.inf
     pinned: bool = False
-    """Whether records of other namespaces never displace its records."""
+    """Whether records of other namespaces never displace records of this namespace."""
 
 
 @dataclass(slots=True, eq=False)
 class DiskRecord:
-    """Entry on disk, complete as far as the scan or the writer can detect."""
+    """Entry on disk. Its record is complete as far as the scan or the writer can detect."""
 
     key: bytes
     app: str
     cost_s: float
     written_s: float
-    """Unix time."""
+    """Unix time at which the entry was written."""
     payload_bytes: int
     segment: int
     offset: int
@@ -71,7 +71,7 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class DroppedSegment:
-    """Segment to delete, and the new locations of its records that are kept."""
+    """Segment to delete, and the new locations of the records that are kept."""
 
     number: int
     lost: list[DiskRecord]
@@ -80,10 +80,10 @@ class DroppedSegment:
 
 
 class DiskSpace:
-    """Records of one disk tier.
+    """Records of one disk tier, by key, namespace and segment.
 
     Args:
-        existing: (number, bytes) of the segments of an earlier daemon.
+        existing: (number, bytes) of each segment of earlier daemons.
         bounds: Function that returns the bounds of an app's namespace. None: no bounds.
     """
 
@@ -96,7 +96,7 @@ class DiskSpace:
         self.size_bytes = size_bytes
         self._bounds_of = bounds or (lambda app: DiskBounds())
         self._bounds: dict[str, DiskBounds] = {}
-        """Bounds by namespace, of namespaces that have had a record."""
+        """Bounds of each namespace that has or had a record."""
         self._by_name: dict[str, OrderedDict[bytes, DiskRecord]] = {}
         """Records of each namespace, oldest first."""
         self._bytes_by_name: Counter[str] = Counter()
@@ -107,10 +107,10 @@ class DiskSpace:
         self._records: dict[bytes, DiskRecord] = {}
         self._newest = max(self._segments, default=0)
         self._open = False
-        """Whether the newest segment accepts records. A segment of an earlier daemon does not."""
+        """Whether the newest segment accepts records. A segment of an earlier daemon does not accept any."""
         self.entries_by_app: Counter[str] = Counter()
         self.bytes_by_app: Counter[str] = Counter()
-        """Entries and bytes of live records, by app."""
+        """Number and bytes of live records, by app."""
 
     def __len__(self) -> int:
         return len(self._records)
@@ -137,7 +137,7 @@ class DiskSpace:
         """Add a record that was written, or that a scan found. Return False if its segment has been dropped.
 
         Args:
-            older: Whether it is older than the records added before.
+            older: Whether this record is older than the records that were added before.
         """
         segment = self._segments.get(record.segment)
         if segment is None:
@@ -151,8 +151,8 @@ class DiskSpace:
         return True
 
     def excess(self, app: str, new_bytes: int) -> list[DiskRecord] | None:
-        """Return the oldest records of the app's namespace to remove so that `new_bytes` more fit below its
-        ceiling, or None if that is not enough."""
+        """Return the oldest records of the app's namespace, as many as have to be removed so that it stays
+        below its ceiling with `new_bytes` more. Returns None if removals are not enough."""
         bounds = self._bounds_of(app)
         missing = self._bytes_by_name[bounds.name] + new_bytes - bounds.ceiling_bytes
         if missing > 0 and bounds.pinned:
@@ -200,7 +200,7 @@ class DiskSpace:
         return record_bytes <= self.segment_bytes - self.segment_bytes // 2
 
     def give_up(self, number: int) -> None:
-        """Remove a new segment, which has no record, because its file could not be created."""
+        """Remove a new segment, which has no record yet, because its file could not be created."""
         self._segments.pop(number, None)
         self._open = self._open and number != self._newest
 
@@ -211,7 +211,7 @@ class DiskSpace:
 
     @property
     def is_full(self) -> bool:
-        """Whether a new segment requires dropping a segment."""
+        """Whether a segment has to be dropped before a new segment is created."""
         return self.used_bytes > self._most_old_bytes or len(self._records) > MOST_RECORDS
 
     @property
@@ -219,10 +219,11 @@ class DiskSpace:
         return self.size_bytes - self.segment_bytes - self.segment_bytes // 2
 
     def open_segment(self) -> list[DroppedSegment]:
-        """Start a new segment, and return the segments dropped for it.
+        """Start a new segment, and return the segments that are dropped for it.
 
-        Records that were read since they were written move into the new segment, up to half of it. Half a
-        segment of the limit is reserved for them, so that files never exceed it.
+        Records of dropped segments that were read since they were written move into the new segment, up to
+        half of its size. Half a segment of the size limit is reserved for these records, so that the files
+        never exceed the limit.
         """
         self._newest += 1
         self._open = True
@@ -308,11 +309,12 @@ def _down(size_bytes: int) -> int:
 
 
 class DiskCounters:
-    """Counts of the disk tier. `name_of` returns the namespace of an app. Only the daemon's loop uses it."""
+    """Counts of the disk tier. `name_of` returns the namespace of an app. Only the daemon's loop uses
+    them."""
 
     def __init__(self, space: DiskSpace, name_of: Callable[[str], str]) -> None:
         self.writes: Counter[str] = Counter()
-        """Entries by outcome."""
+        """Number of entries by outcome of their write, as in `DiskStat.writes`."""
         self.reads: Counter[str] = Counter()
         self._space, self._name_of = space, name_of
         self._hits: Counter[str] = Counter()

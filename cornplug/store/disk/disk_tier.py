@@ -1,13 +1,13 @@
-"""Disk tier of a store. Entries are written in the background, and recalled after they left memory.
+"""Disk tier of a store. It writes entries in the background, and recalls them after they have left memory.
 
     committed, read ──> queue ──> a segment, by the writer     entries are written once, sealed
     recalled        ──> memory, by readers (`promotions.py`)
     evicted                                                    the table shows it as on disk only
     deleted, purged, expired                                   the record is ended too
-    restart         ──> scan of headers (`segment_files.py`)   the table shows what it finds
+    restart         ──> scan of headers (`segment_files.py`)   the table shows the entries that it finds
 
-Only the daemon's loop calls it, and no call blocks. Entries are not leased while they are written: an entry
-that is evicted during the write gets no record.
+Only the daemon's loop calls the tier, and no call blocks. Entries are not leased while they are written. An
+entry that is evicted during the write gets no record.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from cornplug.store.disk.tier_protocols import MemoryTier, TieredEntry
 from cornplug.store.store_stats import DiskStat
 
 MOST_QUEUED: Final = 1 << 16
-"""Maximum number of entries that wait to be written. Beyond it, new entries are not written until they are
-read."""
+"""Maximum number of entries that wait to be written. If there are more, new entries are not queued until they
+are read."""
 RETRY_S: Final = 5.0
 """Pause of writes after a failed write, in seconds."""
 _WRITING: Final = 8
-"""Number of entries that the writer has at a time, so that its next write is ready."""
+"""Number of entries that the writer thread has at a time, so that its next write is queued."""
 _FLUSH_BYTES: Final = 64 << 20
 """Written bytes after which the writer flushes to the device."""
 _FOUND_AT_ONCE: Final = 256
-"""Number of found records that one iteration of the loop adds, about 1 ms."""
+"""Number of records found by the scan that one iteration of the loop adds. This takes about 1 ms."""
 _DRAIN_S: Final = 5.0
 """Maximum time for writing the remaining entries at shutdown, in seconds."""
 _PROBLEMS: Final = {
@@ -58,7 +58,7 @@ _log = logging.getLogger("cornplug.store")
 
 
 class DiskOptions(Protocol):
-    """Disk that is ready for a tier (`open_disk.py`)."""
+    """Disk folder and limits of a tier. `open_disk.py` provides them."""
 
     @property
     def files(self) -> SegmentFiles: ...
@@ -84,11 +84,11 @@ class DiskTier:
         self._workers = DiskWorkers(write_bytes_s=disk.write_bytes_s)
         self._queue: OrderedDict[bytes, None] = OrderedDict()
         self._writing: dict[bytes, bool] = {}
-        """Entries that the writer has, and whether they have ended since."""
+        """Entries that the writer thread has, and whether each has ended since its write began."""
         self._writing_bytes: Counter[str] = Counter()
-        """Bytes of their records, by namespace."""
+        """Bytes of the records that are being written, by namespace."""
         self._problem = ""
-        """Problem of the last write, if it failed."""
+        """Outcome of the last write if it failed, otherwise empty."""
         self._resume_s = 0.0
         self._unflushed_bytes = 0
         self._killed: set[int] = set()
@@ -112,7 +112,7 @@ class DiskTier:
         return self._scan.has_records
 
     def added(self, entry: TieredEntry) -> None:
-        """Queue an entry in memory for writing, unless it is on disk."""
+        """Queue an entry in memory for writing, unless it is already on disk."""
         self._offer(entry.key)
 
     def read(self, entries: Iterable[TieredEntry]) -> None:
@@ -125,14 +125,14 @@ class DiskTier:
                 record.was_read = True
 
     def ended(self, key: bytes, cause: str) -> None:
-        """Handle an entry that has left memory."""
+        """Handle the removal of an entry from memory."""
         if cause != UNUSED:
             self.forget(key, cause)
         elif self._space.find(key) is not None:
             self._marks.show_on_disk(key)
 
     def forget(self, key: bytes, cause: str) -> bool:
-        """End an entry on disk, also for later daemons. Return whether there was one."""
+        """End an entry on disk, also for later daemons. Return whether the entry was on disk."""
         self._queue.pop(key, None)
         if key in self._writing:
             self._writing[key] = True
@@ -162,12 +162,12 @@ class DiskTier:
         return self._space.all_keys()
 
     def purge_begins(self, rule: PurgeRule) -> None:
-        """Let a running scan skip the records that this purge ends."""
+        """Let a running scan skip the records that the purge with this rule ends."""
         self._scan.purged(rule)
 
     def purge(self, key: bytes, rule: PurgeRule) -> int | None:
-        """End an entry that is on disk only, and return its bytes there, or None if the rule does not
-        match."""
+        """End an entry that is on disk only, and return the size of its record, or None if the rule does not
+        match. With `rule.dry_run`, the entry stays."""
         record = self._space.find(key)
         if record is None or not purge_names(rule, record.app, time.time() - record.written_s):
             return None
@@ -176,7 +176,7 @@ class DiskTier:
         return record.record_bytes
 
     def stat(self) -> DiskStat:
-        """Return a snapshot."""
+        """Return a snapshot of the statistics."""
         queued = len(self._queue) + len(self._writing)
         return self._counters.stat(queued=queued, scanning=not self._scan.over)
 
@@ -223,7 +223,7 @@ class DiskTier:
             return
         record = _record(header, found.segment, found.offset)
         if self._space.excess(record.app, record.record_bytes):
-            # Newer records fill the namespace up to its ceiling. Records of a pinned namespace stay.
+            # Newer records already fill the namespace up to its ceiling. Records of a pinned namespace stay.
             self._kill(found.segment, found.offset)
             return
         if self._space.add(record, older=True) and self._index.find(header.key) is None:
@@ -238,7 +238,7 @@ class DiskTier:
             self._counters.writes["dropped"] += 1
 
     def _write_some(self) -> None:
-        # During the scan, an entry may have an older record, which ends when it is found.
+        # During the scan, an entry may have an older record, which is ended when the scan finds it.
         if not self._queue or time.monotonic() < self._resume_s:
             return
         if not self._scan.over and self._space.is_full and self._rules.has_guarantees:
@@ -320,7 +320,7 @@ class DiskTier:
                 self._counters.writes["written"] += 1
         entry = self._index.find(key)
         if entry is not None:
-            # If the entry has its record now, `_offer` does nothing. Otherwise it is a new entry with the
+            # If the entry has a record now, `_offer` does nothing. Otherwise this is a new entry with the
             # same key.
             self._offer(key)
         elif self._space.find(key) is not None:
@@ -367,14 +367,16 @@ class DiskTier:
             self._space.give_up(number)
 
     def _kill(self, segment: int, offset: int) -> None:
-        # If this fails, the segment is gone or the disk fails. The key is not read in this run.
+        # This fails if the segment was dropped or the disk fails. This daemon does not read the record
+        # anyway.
         self._workers.write(functools.partial(self._files.kill, segment, offset), self._noted)
         self._killed.add(segment)
 
     def _sync_killed(self) -> None:
         """Flush the marks of ended records to the device, so that a power failure does not undo them.
 
-        One flush of a segment covers all records that ended before it, because a purge may end thousands.
+        One flush of a segment covers all of its records that ended before the flush, because a purge may end
+        thousands of records.
         """
         if self._syncing:
             return
@@ -395,7 +397,7 @@ class DiskTier:
         """Pause writes, and return the outcome of a write that had this problem."""
         kind = _PROBLEMS.get(getattr(problem, "errno", 0), "disk_error")
         if kind != self._problem:
-            _log.error("the store's disk: %s: no entries are written there for now", problem)
+            _log.error("the store's disk fails, so no entries are written to it for now: %s", problem)
         self._problem, self._resume_s = kind, time.monotonic() + RETRY_S
         return kind
 

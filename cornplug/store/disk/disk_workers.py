@@ -2,8 +2,8 @@
 
     loop ──write(work, done)──> thread: work() ──fileno() readable──> loop: collect() calls done(result)
 
-Reads for which a client waits are done before background reads. Encryption, decryption and system calls run
-without the interpreter's lock, so the loop replies in parallel.
+The threads do reads for which a client waits before background reads. Encryption, decryption and system calls
+run without the interpreter's lock, so the loop replies in parallel.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ T = TypeVar("T")
 DiskFailure = OSError | RecordDamaged
 Job = Callable[[], None]
 _Jobs = PriorityQueue[tuple[int, int, Job | None]]
-"""Jobs with their rank and number. The number keeps jobs of one rank in order."""
+"""Queue of (rank, number, job). The number keeps jobs of one rank in order. A job of None ends the thread."""
 _WAITED_FOR, _END, _LATER = range(3)
-"""Ranks of jobs."""
+"""Ranks of jobs. The job with the lowest rank runs first."""
 
 
 class DiskWorkers:
-    """The threads, and their results. `fileno` is readable when there is a result to collect.
+    """Threads that do I/O for the daemon's loop. `fileno` is readable when there is a result to collect.
 
     Args:
         write_bytes_s: Maximum write rate in bytes per second. None: unlimited.
@@ -66,17 +66,18 @@ class DiskWorkers:
     def write(
         self, work: Callable[[], T], done: Callable[[T | DiskFailure], None], size_bytes: int = 0
     ) -> None:
-        """Run `work`, which writes `size_bytes`, after all earlier writes. `done` gets its result or
-        error."""
+        """Run `work`, which writes `size_bytes`, after all earlier writes. `done` is called with its result
+        or error."""
         pause_s = size_bytes / self._write_bytes_s if self._write_bytes_s else 0.0
         self._writes.put((_WAITED_FOR, next(self._numbers), self._job(work, done, pause_s)))
 
     def read(self, work: Callable[[], T], done: Callable[[T | DiskFailure], None]) -> None:
-        """Run `work` in parallel with writes and other reads. Otherwise like `write`."""
+        """Run `work` in parallel with writes and other reads. `done` is called with its result or error."""
         self._reads.put((_WAITED_FOR, next(self._numbers), self._job(work, done, 0.0)))
 
     def read_later(self, order: int, work: Callable[[], T], done: Callable[[T | DiskFailure], None]) -> None:
-        """Run `work` when no other read waits, lowest `order` first. Not run after `close` was called."""
+        """Run `work` when no other read waits, in increasing `order`. `work` is not run if `close` is called
+        before."""
         self._reads.put((_LATER + order, next(self._numbers), self._job(work, done, 0.0)))
 
     def _job(self, work: Callable[[], T], done: Callable[[T | DiskFailure], None], pause_s: float) -> Job:
@@ -85,7 +86,8 @@ class DiskWorkers:
             try:
                 result = work()
             except (OSError, RecordDamaged) as e:
-                # With its traceback it would be in a cycle, and a busy daemon collects no cycles.
+                # With its traceback, the error would be part of a reference cycle, and a busy daemon does not
+                # collect cycles.
                 result = e.with_traceback(None)
             self._results.append(lambda: done(result))
             os.eventfd_write(self._ready, 1)
@@ -95,7 +97,7 @@ class DiskWorkers:
         return job
 
     def collect(self) -> None:
-        """Call `done` for the available results."""
+        """Call `done` for each available result."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._ready)
         while self._results:
@@ -112,8 +114,8 @@ class DiskWorkers:
         self._closing.set()
 
     def close(self, *, within_s: float = _END_S) -> None:
-        """End the threads after their queued writes and reads. Results are lost. Waits `within_s` for each
-        thread."""
+        """End the threads after their queued writes and reads. Results are discarded. Waits for each thread
+        for at most `within_s` seconds."""
         self.hurry()
         for queue in self._queues:
             queue.put((_END, next(self._numbers), None))

@@ -31,8 +31,8 @@ def open_disk(
     Raises ConfigError if the folder cannot be used, or if the package for encryption is not installed.
 
     Args:
-        size_bytes: Maximum size of its files. None: half of the free space on the file system, counting
-            existing files in the folder as free.
+        size_bytes: Maximum size of the folder's files in bytes. None: half of the free space on the file
+            system, counting existing files in the folder as free space.
     """
     if importlib.util.find_spec("cryptography") is None:
         raise ConfigError(

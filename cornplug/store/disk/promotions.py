@@ -1,9 +1,10 @@
-"""Recalls: entries on disk that clients will read become entries in memory.
+"""Recalls, which read entries from disk into memory because clients will read them.
 
 recalled ──reserve──> read, each chunk verified ──> committed: clients find it in the table
     └ refused         └ damaged: removed
 
-Namespaces take turns. If there are several, each has at most half of the bytes that are recalled at once.
+Namespaces take turns. If there are several namespaces, each has at most half of the bytes that are recalled
+at once.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from cornplug.store.disk.segment_files import SegmentFiles
 from cornplug.store.disk.tier_protocols import TIER_OWNER, MemoryTier
 
 _READING: Final = 4
-"""Number of entries that are read at a time, so that each reader's next read is ready."""
+"""Number of entries that the reader threads have at a time. It exceeds the number of threads, so that each
+thread's next read is queued."""
 
 
 class Promotions:
-    """Recalls of one tier.
+    """Recalls of one disk tier.
 
     Args:
         most_bytes: Maximum payload bytes recalled at a time. More entries would evict one another.
-        forget: Ends an entry on disk, with the cause.
+        forget: Function that ends an entry on disk, with a cause.
     """
 
     def __init__(
@@ -51,10 +53,10 @@ class Promotions:
         """Records by namespace. The first namespace has the next turn."""
         self._reading: dict[bytes, DiskRecord] = {}
         self._bytes: Counter[str] = Counter()
-        """Bytes that wait or are being read, by namespace."""
+        """Payload bytes of entries that wait or are being read, by namespace."""
 
     def recall(self, keys: Sequence[bytes]) -> None:
-        """Queue these entries for reading, in this order, up to the limit of bytes."""
+        """Queue these entries for reading, in this order, as far as the limit of bytes allows."""
         for key in keys:
             record = self._space.find(key)
             if record is None or key in self._reading or self._index.find(key):
@@ -70,7 +72,7 @@ class Promotions:
             self._wait(record)
 
     def _has_room(self, name: str, payload_bytes: int) -> bool:
-        """Return whether this namespace may recall `payload_bytes` more. One record is always allowed."""
+        """Return whether this namespace may recall `payload_bytes` more. It may always recall one record."""
         own_bytes, all_bytes = self._bytes[name], self._bytes.total()
         most_bytes = self._most_bytes // (2 if len(self._rules.names) > 1 else 1)
         return not own_bytes or (
@@ -86,7 +88,7 @@ class Promotions:
             self._waiting.move_to_end(name, last=False)
 
     def _next(self) -> DiskRecord:
-        """Remove the next record from the queue. The next turn is another namespace's."""
+        """Remove the next record from the queue and return it. The next turn goes to another namespace."""
         name, waiting = self._waiting.popitem(last=False)
         _, record = waiting.popitem(last=False)
         if waiting:
@@ -127,11 +129,11 @@ class Promotions:
     def _read(
         self, key: bytes, size_bytes: int, segment: int, offset: int, room: Reservation
     ) -> bytes | None:
-        """Read an entry into its memory, and return its header, or None if the reservation has ended. Runs on
-        a reader's thread."""
+        """Read an entry into the reserved memory. Return its meta, or None if the reservation has ended. Runs
+        on a reader's thread."""
         found = self._files.find(segment, offset)
         if (found.header.key, found.header.payload_bytes) != (key, size_bytes):
-            raise RecordDamaged("another entry's record")
+            raise RecordDamaged("the record belongs to another entry")
         may_write = functools.partial(self._memory.may_write, room.location)
         return self._files.read(found, self._memory.view(room.location), may_write=may_write)
 
@@ -156,6 +158,6 @@ class Promotions:
         if meta is None or isinstance(meta, bytes):
             self._counters.reads["late"] += 1
         else:
-            # Otherwise clients would wait for it repeatedly.
+            # If the record stayed, clients would wait for it repeatedly.
             self._counters.reads["damaged" if isinstance(meta, RecordDamaged) else "disk_error"] += 1
             self._forget(record.key, "damaged")

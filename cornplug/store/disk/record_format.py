@@ -1,4 +1,4 @@
-"""Format of a disk record, and its encryption: a plain header, then the sealed entry. No I/O.
+"""Format of a disk record, which is a plain header and the sealed (encrypted) entry. This module does no I/O.
 
     magic "CPDR" | u16 version | u16 state | u64 payload bytes | u32 header bytes of the entry ("meta") |
     u16 app bytes | f64 seconds of recomputation | f64 time of writing (Unix) | 32-byte key | 16-byte salt |
@@ -9,14 +9,14 @@ All integers are little-endian. Records begin at multiples of 4 KiB, so that a d
 own record. The tag is keyed by the store's secret, so a scan rejects headers written with another secret.
 `state` is the only field that is overwritten: 0 becomes 1 when the entry is deleted.
 
-Each sealed piece is its AES-256-GCM ciphertext and 16 bytes of tag, with the header (state 0) as associated
-data and its number as nonce, under a key that only this record has. Chunks have CHUNK_BYTES of payload, so
-that part of a payload can be read and verified alone.
+Each sealed piece consists of AES-256-GCM ciphertext and 16 bytes of tag. The associated data is the header
+(with state 0), the nonce is the number of the piece, and only this record has the encryption key. A chunk has
+CHUNK_BYTES of payload, so that part of a payload can be read and verified alone.
 
-A record persists after the process that wrote it, and other users may be able to change it. The seal binds it
-to the sharing domain's secret. Each record has its own key, HKDF-SHA256(secret, salt of the record, domain
-name | entry's key), so nonces can be numbers, and no two records of one entry share a key and a nonce. Only a
-store with a disk needs the package "cryptography", which is imported at the first use.
+A record persists after the process that wrote it, and other users may be able to change it. The seal binds
+the record to the sharing domain's secret. Each record has its own encryption key, HKDF-SHA256(secret, salt of
+the record, domain name | entry's key), so nonces can be numbers, and no two records of one entry share a key
+and a nonce. Only a store with a disk needs the package "cryptography", which is imported at the first use.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DEAD: Final = b"\x01\x00"
 _FIXED: Final = struct.Struct("<4sHHQIHdd32s16s")
 _MOST_APP_BYTES: Final = 1024
 MOST_HEADER_BYTES: Final = _FIXED.size + _MOST_APP_BYTES + TAG_BYTES
-"""Maximum size of a header, which lies within the first ALIGN_BYTES of its record."""
+"""Maximum size of a header in bytes. A header is always within the first ALIGN_BYTES of its record."""
 _MOST_META_BYTES: Final = 1 << 24
 
 Authenticate = Callable[[bytes], bytes]
@@ -62,13 +62,14 @@ class RecordHeader:
     meta_bytes: int
     cost_s: float
     written_s: float
-    """Unix time, so that the time to live of a namespace applies after a restart too."""
+    """Unix time at which the entry was written, so that the time to live of a namespace applies after a
+    restart too."""
     salt: bytes
     dead: bool = False
 
     @property
     def header_bytes(self) -> int:
-        """Size of the header with its tag."""
+        """Size of the header with its tag in bytes."""
         return _FIXED.size + len(self.app.encode()) + TAG_BYTES
 
     @property
@@ -78,13 +79,13 @@ class RecordHeader:
 
     @property
     def used_bytes(self) -> int:
-        """Size of the record without the padding."""
+        """Size of the record without its padding in bytes."""
         sealed = self.meta_bytes + self.payload_bytes + TAG_BYTES * (1 + self.chunks)
         return self.header_bytes + sealed
 
     @property
     def record_bytes(self) -> int:
-        """Size of the record."""
+        """Size of the record with its padding in bytes."""
         return -(-self.used_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
     def chunk_at(self, number: int) -> tuple[int, int]:
@@ -94,7 +95,7 @@ class RecordHeader:
 
 
 def encode_record_header(header: RecordHeader, authenticate: Authenticate) -> bytes:
-    """Return the header's bytes with its tag, state 0. Raises ValueError if a field does not fit."""
+    """Return the header's bytes with state 0, and its tag. Raises ValueError if a field does not fit."""
     app = header.app.encode()
     if len(app) > _MOST_APP_BYTES or header.meta_bytes > _MOST_META_BYTES:
         raise ValueError(
@@ -106,8 +107,8 @@ def encode_record_header(header: RecordHeader, authenticate: Authenticate) -> by
 
 
 def decode_record_header(data: bytes, authenticate: Authenticate) -> RecordHeader | None:
-    """Return the header at the start of `data`, or None if it is incomplete, of another format or of another
-    secret."""
+    """Return the header at the start of `data`. Returns None if the header is incomplete, has another format
+    or was written with another secret."""
     if len(data) < _FIXED.size or data[:4] != MAGIC:
         return None
     _, version, state, payload_bytes, meta_bytes, app_bytes, cost_s, written_s, key, salt = (
@@ -135,7 +136,7 @@ def new_salt() -> bytes:
 
 
 class RecordSealer:
-    """Keys derived from one secret. Thread-safe."""
+    """Derives the keys of records from one secret. Thread-safe."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -146,7 +147,7 @@ class RecordSealer:
         return hashlib.blake2b(body, key=self._header_key, digest_size=TAG_BYTES).digest()
 
     def cipher(self, key: bytes, salt: bytes, header: bytes) -> RecordCipher:
-        """Return the cipher of one record. `header` is its header's bytes with state 0."""
+        """Return the cipher of one record. `header` is the record's header with state 0, as bytes."""
         return RecordCipher(derive_key(self._secret, salt=salt, info=_RECORD_DOMAIN + key), header)
 
 
@@ -160,23 +161,23 @@ class RecordCipher:
         self._cipher, self._header, self._damaged = AESGCM(key), header, InvalidTag
 
     def seal_meta(self, meta: bytes) -> bytes:
-        """Return the sealed header of the entry."""
+        """Seal the entry's meta."""
         return self._cipher.encrypt(_nonce(_META_NUMBER), meta, self._header)
 
     def open_meta(self, sealed: bytes | memoryview) -> bytes:
-        """Return the header of the entry. Raises RecordDamaged."""
+        """Open the entry's sealed meta. Raises RecordDamaged if it does not match its tag."""
         try:
             return self._cipher.decrypt(_nonce(_META_NUMBER), sealed, self._header)
         except self._damaged as e:
             raise RecordDamaged from e
 
     def seal_chunk(self, number: int, payload: memoryview, into: memoryview) -> None:
-        """Seal a chunk of the payload. `into` is larger by TAG_BYTES."""
+        """Seal a chunk of the payload into `into`, which is larger by TAG_BYTES."""
         self._cipher.encrypt_into(_nonce(1 + number), payload, self._header, into)
 
     def open_chunk(self, number: int, sealed: memoryview, into: memoryview) -> None:
-        """Open a chunk into the payload's memory. Raises RecordDamaged, after which that memory is
-        undefined."""
+        """Open a chunk into the payload's memory. Raises RecordDamaged if the chunk does not match its tag.
+        The content of the memory is then undefined."""
         try:
             self._cipher.decrypt_into(_nonce(1 + number), sealed, self._header, into)
         except self._damaged as e:

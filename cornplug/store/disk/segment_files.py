@@ -1,12 +1,12 @@
 """Files of the disk tier: one folder of this user, used by one daemon, with append-only segments.
 
-    lock                 held by the daemon that uses the folder
+    lock                 locked by the daemon that uses the folder
     segment-00000042     records (`record_format.py`), one after another
 
-A daemon never appends to a segment of an earlier daemon, so a write interrupted by a kill is at the end, and
-no record follows it. Writes do not wait for the device: a record that it lost is a miss, because its seal
-does not match. The mark that ends a record is flushed on the writer's thread (`sync`, `drop`), because a
-power failure would otherwise restore a deleted entry.
+A daemon never appends to a segment of an earlier daemon. A write that was interrupted by a kill is therefore
+at the end of its segment, and no record follows it. Writes do not wait for the device. If the device loses a
+record, reading the record is a miss, because its seal does not match. The mark that ends a record is flushed
+on the writer's thread (`sync`, `drop`), because a power failure would otherwise restore a deleted entry.
 
 `DiskScan` finds the records of earlier daemons while this daemon serves, newest segments first. A segment is
 read in portions of a few milliseconds, and only while no recall waits.
@@ -64,7 +64,8 @@ class FoundRecord:
 
 
 class _OpenFile:
-    """Descriptor that is closed with its last user, because a reader may still use a dropped segment."""
+    """Descriptor that is closed when its last user releases it, because a reader may still use a dropped
+    segment."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -77,9 +78,10 @@ class SegmentFiles:
     """Segments in a folder. Thread-safe, but only one thread may write at a time.
 
     Args:
-        setting: The setting that names the folder, for errors.
+        setting: Name of the setting that selects the folder, for errors.
 
-    Raises ConfigError if other users can access the folder, it cannot be used, or another daemon uses it.
+    Raises ConfigError if other users can access the folder, if it cannot be used, or if another daemon uses
+    it.
     """
 
     def __init__(self, path: Path, secret: bytes, *, setting: str) -> None:
@@ -102,7 +104,7 @@ class SegmentFiles:
             on_error.pop_all()
 
     def existing(self) -> list[tuple[int, int]]:
-        """Return (number, bytes) of all segments, oldest first. Raises OSError."""
+        """Return (number, bytes) of each segment, oldest first. Raises OSError."""
         return [(i, os.fstat(self._files[i].fd).st_size) for i in sorted(self._files) if i]
 
     def create(self, number: int) -> None:
@@ -111,8 +113,10 @@ class SegmentFiles:
         self._files[number] = _OpenFile(open_file(self._folder, _name(number), flags))
 
     def drop(self, number: int) -> None:
-        """Delete a segment and flush its removal to the device. Reads in progress complete. Raises OSError,
-        after which the segment is removed from this object anyway."""
+        """Delete a segment and flush its removal to the device. Reads in progress complete.
+
+        Raises OSError. The segment is then removed from this object anyway.
+        """
         self._files.pop(number, None)
         os.unlink(_name(number), dir_fd=self._folder)
         os.fsync(self._folder)
@@ -127,10 +131,10 @@ class SegmentFiles:
         *,
         intact: Callable[[], bool] = lambda: True,
     ) -> RecordHeader | None:
-        """Write an entry's record, and return its header. Raises OSError. Then no scan finds the record.
+        """Write an entry's record, and return its header.
 
-        Returns None if `intact` finally returns False because the payload may have changed. No scan finds
-        that record either.
+        Returns None if `intact` returns False after the payload was written, because the payload may have
+        changed. Raises OSError. In both cases, no scan finds the record.
 
         Args:
             header: Header of this meta and payload, with a new salt.
@@ -153,7 +157,8 @@ class SegmentFiles:
         return header
 
     def find(self, segment: int, offset: int) -> FoundRecord:
-        """Return the live record at this location. Raises RecordDamaged if there is none, and OSError."""
+        """Return the live record at this location. Raises RecordDamaged if there is no live record, and
+        OSError."""
         file = self._files.get(segment)
         header = None
         if file is not None:
@@ -168,16 +173,16 @@ class SegmentFiles:
     ) -> bytes | None:
         """Read an entry's payload into `into`, verify each chunk, and return the entry's meta.
 
-        Returns None if `may_write`, called before each chunk, returns False because the reservation has
-        ended. Raises RecordDamaged, after which `into` is undefined, OSError, and ValueError if `into` has
-        another size.
+        Calls `may_write` before each chunk. If it returns False because the reservation has ended, this
+        returns None. Raises OSError, RecordDamaged, and ValueError if `into` does not have the payload's
+        size. After an error, the content of `into` is undefined.
         """
         header = found.header
         if into.nbytes != header.payload_bytes:
             raise ValueError(f"payload of {header.payload_bytes} bytes, target of {into.nbytes}")
         file = self._files.get(found.segment)
         if file is None:
-            raise RecordDamaged("its segment was deleted")
+            raise RecordDamaged("the record's segment was deleted")
         head = encode_record_header(header, self._sealer.header_tag)
         cipher = self._sealer.cipher(header.key, header.salt, head)
         buffer = memoryview(bytearray(max(header.meta_bytes, CHUNK_BYTES) + TAG_BYTES))
@@ -193,37 +198,38 @@ class SegmentFiles:
         return meta
 
     def copy(self, found: FoundRecord, segment: int, offset: int) -> None:
-        """Copy a record unchanged, because its seal does not depend on its location. Raises OSError, or
-        RecordDamaged if it is short."""
+        """Copy a record to another location. The bytes are unchanged, because the seal does not depend on the
+        location. Raises OSError, or RecordDamaged if the record is incomplete."""
         source, target = self._file(found.segment), self._file(segment)
         start, left = found.offset, found.header.used_bytes
         while left:
             done = os.copy_file_range(source.fd, target.fd, left, start, offset)
             if not done:
-                raise RecordDamaged("it ends before its last byte")
+                raise RecordDamaged("the record ends before its last byte")
             start, offset, left = start + done, offset + done, left - done
 
     def kill(self, segment: int, offset: int) -> None:
-        """Mark a record as ended, so that no later scan finds it. A power failure before `sync` may undo it.
-        Raises OSError."""
+        """Mark a record as ended, so that no later scan finds it. A power failure before `sync` may undo the
+        mark. Raises OSError."""
         _write_all(self._file(segment).fd, DEAD, offset + STATE_AT)
 
     def sync(self, segment: int) -> None:
-        """Flush written data to the device. Raises OSError."""
+        """Flush a segment's written data to the device. Raises OSError."""
         os.fdatasync(self._file(segment).fd)
 
     def flush(self, segment: int) -> None:
-        """Flush written data to the device, and free its page cache. Raises OSError."""
+        """Flush a segment's written data to the device, and remove it from the page cache. Raises OSError."""
         self.sync(segment)
         fd = self._file(segment).fd
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def scan(self, segment: int) -> Iterator[FoundRecord | None]:
-        """Yield the live records of a segment, in order. None stands for a step that found no record, so that
-        a caller may pause there. Raises OSError.
+        """Yield the live records of a segment, in order. Yields None after a step that found no record, so
+        that the caller can pause. Raises OSError.
 
-        A header that is damaged or of another secret hides only its own record. Only headers are read. If a
-        header is missing, up to `_SKIP_BYTES` are read at a time to find the next one.
+        A header that is damaged, or that was written with another secret, hides only its own record. Only
+        headers are read. If a header is missing, up to `_SKIP_BYTES` are read at a time to find the next
+        header.
         """
         file = self._file(segment)
         end, at = os.fstat(file.fd).st_size, 0
@@ -239,7 +245,7 @@ class SegmentFiles:
             at += header.record_bytes
 
     def free_bytes(self) -> int:
-        """Return the bytes that are free on the file system for this user. Raises OSError."""
+        """Return the number of bytes that are free on the file system for this user. Raises OSError."""
         about = os.fstatvfs(self._folder)
         return about.f_bavail * about.f_frsize
 
@@ -258,7 +264,8 @@ class SegmentFiles:
 
 
 def _next_magic(fd: int, at: int) -> int:
-    """Return the offset of the next possible header, at most `_SKIP_BYTES` from `at`. Raises OSError."""
+    """Return the offset of the next possible header, or `at + _SKIP_BYTES` if there is none before. Raises
+    OSError."""
     data = os.pread(fd, _SKIP_BYTES, at)
     found = data.find(MAGIC)
     while found % ALIGN_BYTES and found >= 0:
@@ -282,13 +289,13 @@ def _read_all(fd: int, into: memoryview, at: int) -> memoryview:
     while done < into.nbytes:
         size = os.preadv(fd, [into[done:]], at + done)
         if not size:
-            raise RecordDamaged("it ends before its last byte")
+            raise RecordDamaged("the record ends before its last byte")
         done += size
     return into
 
 
 class DiskScan:
-    """Scan of `segments`, which are ordered oldest first."""
+    """Scan for the records of earlier daemons in `segments`, which are ordered oldest first."""
 
     def __init__(self, files: SegmentFiles, workers: DiskWorkers, segments: Sequence[int]) -> None:
         self._found: deque[FoundRecord] = deque()
@@ -300,7 +307,7 @@ class DiskScan:
 
     @property
     def over(self) -> bool:
-        """Whether all records were found and taken."""
+        """Whether the scan is complete and all its records were taken."""
         return not self._unread and not self._found
 
     @property
@@ -322,12 +329,12 @@ class DiskScan:
             self._ended_keys.add(key)
 
     def purged(self, rule: PurgeRule) -> None:
-        """Note that a purge has begun."""
+        """Note that a purge has begun, because records that it ends may be found later."""
         if not self.over and not rule.dry_run:
             self._purges.append((rule, time.time()))
 
     def is_ended(self, found: FoundRecord) -> bool:
-        """Return whether the entry was deleted or purged since the scan began."""
+        """Return whether the record's entry was deleted or purged since the scan began."""
         header = found.header
         return header.key in self._ended_keys or any(
             header.written_s < begun_s and purge_names(rule, header.app, begun_s - header.written_s)
@@ -343,10 +350,11 @@ class DiskScan:
             return
         self._unread -= 1
         if over is True:
-            # Newest first, as with segments: an entry may have several records, and the newest one counts.
+            # As with segments, the newest record is first, because an entry may have several records, and the
+            # newest of them counts.
             self._found.extend(reversed(scan.records))
         elif getattr(over, "errno", 0) != errno.ENOENT:
-            # A segment that no longer exists was dropped to make room for new records.
+            # With ENOENT, the segment was dropped to free space for new records.
             _log.warning("a segment of the store's disk cannot be read: %s", over)
 
 
@@ -359,7 +367,8 @@ class _SegmentScan:
         self._steps = files.scan(number)
 
     def portion(self) -> bool:
-        """Read for a few milliseconds, on a worker's thread. Return whether the segment is complete."""
+        """Scan for a few milliseconds, on a worker's thread. Return whether the segment's scan is
+        complete."""
         end_s = time.monotonic() + _PORTION_S
         for found in self._steps:
             if found is not None:
@@ -370,6 +379,6 @@ class _SegmentScan:
 
 
 def purge_names(rule: PurgeRule, app: str, age_s: float) -> bool:
-    """Return whether a purge ends an entry on disk. Its age is also the upper limit of the time since its
-    last read."""
+    """Return whether a purge ends an entry on disk. The time since the entry's last read is not known, so its
+    age is used instead, which is at least as long."""
     return rule.app in (None, app) and age_s >= max(rule.older_s, rule.unused_s)

@@ -10,9 +10,9 @@ from cornplug.settings import NamespaceConfig
 from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, ReserveTerms
 
 TIER_OWNER: Final = 0
-"""The disk's number among the owners of reservations. Clients have other numbers."""
+"""Owner number of the disk tier's reservations. Clients have other numbers."""
 FAR_OWNER: Final = -1
-"""The far tier's number among the owners of reservations."""
+"""Owner number of the far tier's reservations."""
 
 
 class TieredEntry(Protocol):
@@ -30,15 +30,15 @@ class TieredEntry(Protocol):
     def cost_s(self) -> float: ...
     @property
     def written_s(self) -> float:
-        """Time of writing, on the monotonic clock."""
+        """Time at which the entry was written, on the monotonic clock."""
 
     @property
     def visible(self) -> bool:
-        """Whether the entry is stored. False before its memory can be reused."""
+        """Whether the entry is stored. This becomes False before the entry's memory can be reused."""
 
 
 class TieredIndex(Protocol):
-    """Entries in memory."""
+    """Index of the entries in memory."""
 
     def find(self, key: bytes) -> TieredEntry | None:
         """Return an entry, or None."""
@@ -52,7 +52,7 @@ class TieredIndex(Protocol):
         now_s: float,
         promotes: bool = False,
     ) -> list[Reservation | ReserveRefusal]:
-        """Reserve memory for each (key, size), or return the reason why not.
+        """Reserve memory for each (key, size), or return the reason why there is no memory.
 
         Args:
             promotes: Whether the entries are on disk or in a far store.
@@ -100,7 +100,7 @@ class RoomMemory(Protocol):
     """Memory of entries and reservations."""
 
     def view(self, location: PayloadLocation) -> memoryview:
-        """Return the bytes of a location, writable."""
+        """Return a writable view of a location."""
 
     def may_write(self, location: PayloadLocation) -> bool:
         """Return whether this location is still reserved."""

@@ -1,2 +1,2 @@
-"""Far stores, selected by URL, in which hosts of one sharing domain exchange sealed records of their
-entries."""
+"""Far stores, which are selected by URL. Hosts of one sharing domain exchange sealed records of their entries
+in them."""

@@ -1,4 +1,4 @@
-"""Far stores whose client library runs in its own process, which replies on inherited sockets.
+"""Far stores whose client library runs in a separate process, which replies on inherited sockets.
 
     thread ──question──> idle socket ──> the process ──> the far store
 
@@ -29,17 +29,17 @@ from cornplug.store.far.far_store import FarFailure
 _CHANNELS: Final = 4
 """Number of threads of a far peer that make calls."""
 _LONGEST_S: Final = 6
-"""Time limit of a call in seconds. A Mooncake call to a dead master takes 4.5 s, and its client finds a new
-master itself."""
+"""Time limit of a call in seconds. With Mooncake, a call to a dead master takes 4.5 s, and Mooncake's client
+then finds a new master itself."""
 _START_S: Final = 60
-"""Time limit of the process's start in seconds, which loads libraries, perhaps on busy cores."""
+"""Time limit for the start of the process in seconds. The process loads libraries, perhaps on busy cores."""
 _READY: Final = b"ready"
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
 
 
 class Question(msgspec.Struct, array_like=True):
-    """Call of `FarStore`."""
+    """Call of a `FarStore` method, as sent to the process."""
 
     call: Literal["exists", "get", "put", "delete"]
     names: Sequence[str]
@@ -47,7 +47,7 @@ class Question(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """Result of a call. `failure` is the reason if there is none."""
+    """Result of a call, as sent by the process. If the call failed, `failure` is the reason."""
 
     failure: str = ""
     there: Sequence[bool] = ()
@@ -58,9 +58,11 @@ class ProcessFarStore:
     """Far store accessed through a process that runs one module.
 
     Args:
-        module: Its `main` reads `settings` with `client_settings`, and passes its reply function to `serve`.
-        settings: Sent to the process's standard input, because other users can read its command line.
-        variables: Defaults for its environment, unless the daemon's environment has them.
+        module: Module to run. It reads `settings` with `client_settings`, and passes a function that handles
+            calls to `serve`.
+        settings: Settings of the process. They are sent to its standard input, because other users can read
+            its command line.
+        variables: Environment variables of the process. Values from the daemon's environment replace them.
     """
 
     most_names = 1024
@@ -100,12 +102,12 @@ class ProcessFarStore:
 
 
 class _Client:
-    """The process, and its idle sockets."""
+    """One process with the client library, and the sockets to it."""
 
     def __init__(self, module: str, settings: bytes, variables: Mapping[str, str]) -> None:
         self._name = module.rpartition(".")[2]
         self._idle: SimpleQueue[tuple[Connection, bool]] = SimpleQueue()
-        """Idle sockets, and whether the process has reported on them that it serves."""
+        """Idle sockets. For each socket, the flag is set once the process has reported that it serves it."""
         theirs = []
         for _ in range(_CHANNELS):
             mine, its = socket.socketpair()
@@ -116,7 +118,8 @@ class _Client:
             theirs.append(its)
         self._gives_up_s = time.monotonic() + _START_S
         descriptors = [its.fileno() for its in theirs]
-        # A terminal's signals go only to the daemon. The process's errors go to the daemon's log.
+        # With its own session, the process does not receive a terminal's signals. Its errors go to the
+        # daemon's log.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *map(str, descriptors)], stdin=subprocess.PIPE,
             pass_fds=descriptors, env={**variables, **without_proxies(os.environ)}, start_new_session=True,
@@ -132,8 +135,8 @@ class _Client:
         return self._process.poll() is not None
 
     def ask(self, question: Question) -> Answer:
-        """Send a call and return its result. Raises FarFailure, after which the process is killed unless it
-        is still starting."""
+        """Send a call and return its result. Raises FarFailure. The process is then killed, unless it is
+        still starting."""
         try:
             channel, ready = self._idle.get(timeout=_LONGEST_S)
             if not ready:
@@ -160,12 +163,12 @@ class _Client:
 
 
 def client_settings(kind: type[Settings]) -> Settings:
-    """Return the settings that the daemon has sent to this process."""
+    """Read the settings that the daemon has sent to this process."""
     return msgspec.msgpack.decode(sys.stdin.buffer.read(), type=kind)
 
 
 def serve(answer: Callable[[Question], Answer], descriptors: Sequence[int]) -> None:
-    """Reply to the daemon, with one thread per socket, until it has closed all of them."""
+    """Reply to the daemon's calls, with one thread per socket, until the daemon has closed all sockets."""
     threads = [
         threading.Thread(target=_serve, args=(answer, Connection(descriptor))) for descriptor in descriptors
     ]

@@ -1,19 +1,19 @@
 """One far store as used by the daemon's loop: its threads, a circuit breaker, and the keys of its entries.
 
     ask(keys)  ──> one lookup at a time, with all keys queued since ──> found(peer, keys), over()
-    fetch(key) ──> its record, head open
-    offer(key) ──> queue ──> sealed and put, unless it has the record
-    forget(key) ─> its record is deleted, if the entry was deleted
+    fetch(key) ──> the entry's record, with its head opened
+    offer(key) ──> queue ──> sealed and put, unless the store has the record
+    forget(key) ─> the record is deleted, if the entry was deleted
 
-A far store is off at first. A lookup or a read that fails or misses its deadline turns it off for a pause
-that grows. Then a separate probe checks whether it responds, so that no request is delayed by that. While it
-is off, only probes are sent.
+A far store is off at first. A lookup or a read that fails or misses its deadline turns the store off for a
+pause that grows. After the pause, a separate probe checks whether the store responds, so that the check does
+not delay any request. While the store is off, only probes are sent.
 
-Writes and deletions have their own pauses, because a store that is full, or rejects them, still serves reads.
-A failed write is retried after the pause, if its entry is still in memory. A deletion is retried until it
-succeeds.
+Writes and deletions have their own pauses, because a store that is full, or that rejects them, still serves
+reads. A failed write is retried after the pause, if its entry is still in memory. A deletion is retried until
+it succeeds.
 
-A far store may lose records by a restart or by eviction. When an entry in memory is read, the store is
+A far store may lose records by a restart or by eviction. When an entry in memory is read, the far store is
 queried whether it still has the record, at most once in `CONFIRM_S` and after each failure. A lost record is
 written again.
 """
@@ -37,30 +37,31 @@ from cornplug.store.far.far_store import ASK_S, MOVE_S, FarFailure, FarStore
 from cornplug.store.store_stats import FarStat
 
 _KIND_S: Final = 1.0
-"""Deadline that is passed to the breaker, which counts by deadline. Each kind of call has its own breaker, so
-one value is enough."""
+"""Deadline that is passed to the circuit breaker, which counts by deadline. Each kind of call has its own
+circuit breaker, so they can all use this value."""
 _log = logging.getLogger("cornplug.store")
 ABSENT_S: Final = 1.0
 """Seconds for which a key's absence is remembered."""
 CONFIRM_S: Final = 60.0
-"""Minimum time between two checks whether the store still has the record of an entry in memory, in
-seconds."""
+"""Minimum time in seconds between two checks whether the far store still has the record of an entry in
+memory."""
 MOST_KNOWN: Final = 1 << 17
-"""Maximum number of keys that are remembered as stored there."""
+"""Maximum number of keys that are remembered as stored in the far store."""
 MOST_QUEUED: Final = 1 << 12
-"""Maximum number of entries that wait to be written. Beyond it, new entries are dropped."""
+"""Maximum number of entries that wait to be written. If there are more, new entries are dropped."""
 _WRITING: Final = 2
 _DELETED_AT_ONCE: Final = 64
 """Maximum number of records that one call deletes."""
 _END_S: Final = 0.2
 T = TypeVar("T")
 Write = Callable[[FarStore, bool], tuple[str, int]]
-"""Function that seals an entry and puts it into the store, replacing another record if the flag is set.
-Returns the outcome and the record's bytes."""
+"""Function that seals an entry and puts it into the far store. If the flag is set, it replaces an existing
+record. It returns the outcome and the number of bytes written."""
 
 
 class RecentKeys:
-    """Recent keys, each for `seconds`, at most the `most` newest. Not thread-safe."""
+    """Set of keys that remembers each key for `seconds`, and at most the `most` newest keys. Not
+    thread-safe."""
 
     def __init__(self, *, seconds: float, most: int) -> None:
         self._seconds, self._most = seconds, most
@@ -107,7 +108,7 @@ class CallHealth:
         """Whether the last call succeeded. None before the first call."""
 
     def succeeded(self) -> bool:
-        """Record a successful call. Return whether it is the first after a failure."""
+        """Record a successful call. Return whether this is the first successful call after a failure."""
         self._breaker.answered(_KIND_S)
         was, self.state = self.state, True
         if was is False:
@@ -115,7 +116,7 @@ class CallHealth:
         return was is False
 
     def failed(self, why: str) -> None:
-        """Record a call that failed, or that is late."""
+        """Record a call that failed, or whose reply is late."""
         if self.state is not False:
             _log.warning("far store %s %s: %s", self._label, self._failing, why)
         self.state = False
@@ -128,19 +129,19 @@ class CallHealth:
 
 @dataclass(slots=True)
 class _OpenWrite:
-    """Write in progress."""
+    """Write of a record in progress."""
 
     replaces_ended: bool
-    """Whether it replaces a record that is to be deleted."""
+    """Whether the write replaces a record that is to be deleted."""
     ended: bool = False
-    """Whether its entry was deleted since the write began."""
+    """Whether the entry was deleted since the write began."""
 
 
 class FarPeer:
     """State of one far store. Used only by the daemon's loop.
 
     Args:
-        found: Called with the keys that a lookup has found.
+        found: Function that is called with this peer and the keys that a lookup has found.
     """
 
     def __init__(
@@ -159,17 +160,18 @@ class FarPeer:
         self._deleting = CallHealth(label, failing="deletes no records for now", working="deletes records")
         self._asking = False
         self._calls: dict[object, tuple[CallHealth, float, float]] = {}
-        """Calls in progress: (health of their kind, start, deadline in seconds)."""
+        """Calls in progress, as tuples of (health of this kind of call, start, deadline in seconds)."""
         self._questions = FarQuestions()
         self._absent = RecentKeys(seconds=ABSENT_S, most=1 << 16)
         self._known: OrderedDict[bytes, float] = OrderedDict()
-        """Time at which its record was last seen there, by key."""
+        """Time at which the far store last had the record, by key."""
         self._back_s = 0.0
-        """Time at which it responded again after a failure. It may have restarted empty."""
+        """Time at which the far store responded again after a failure. It may have restarted empty."""
         self._shunned: OrderedDict[bytes, None] = OrderedDict()
-        """Keys whose record there is damaged, or was ended here. It is not read, and will be overwritten."""
+        """Keys whose record in the far store is damaged or has ended. Such records are not read, and will be
+        overwritten."""
         self._ended: OrderedDict[bytes, None] = OrderedDict()
-        """Keys whose record there is to be deleted."""
+        """Keys whose record in the far store is to be deleted."""
         self._delete_open = False
         """Whether a deletion is in progress."""
         self._queue: OrderedDict[bytes, None] = OrderedDict()
@@ -186,20 +188,21 @@ class FarPeer:
 
     @property
     def answers(self) -> bool:
-        """Whether the store responds. If not, only probes are sent."""
+        """Whether the far store responds. If not, only probes are sent."""
         return self._reading.state is True
 
     def knows(self, key: bytes) -> bool:
-        """Return whether the store had this entry when last seen."""
+        """Return whether the far store had this entry at the last lookup or write, even if that was before a
+        failure."""
         return key in self._known
 
     def has(self, key: bytes) -> bool:
-        """Return whether the store had this entry since it last failed."""
+        """Return whether the far store is known to have had this entry since its last failure."""
         return self._known.get(key, -1.0) >= self._back_s
 
     def ask(self, keys: Sequence[bytes], over: Callable[[], None]) -> None:
         """Look up these entries, unless they were looked up recently. `over` is called when the lookup is
-        complete or abandoned, and immediately if none is needed."""
+        complete or abandoned, or immediately if no lookup is needed."""
         now_s = time.monotonic()
         for key in keys if self.answers else ():
             if key in self._questions or key in self._shunned or self._absent.holds(key, now_s):
@@ -209,18 +212,18 @@ class FarPeer:
         self._questions.tell(over)
 
     def fetch(self, key: bytes, done: Callable[[FarRecord | DiskFailure | None], None]) -> None:
-        """Read a record. `done` gets None if the store does not have it."""
+        """Read an entry's record and pass it to `done`, or None if the far store does not have the record."""
         self._mover.read(
             self._timed(self._reading, functools.partial(self._fetch, key), MOVE_S),
             functools.partial(self._fetched, done),
         )
 
     def open_into(self, work: Callable[[], bool], done: Callable[[bool | DiskFailure], None]) -> None:
-        """Run `work`, which opens a record into its memory, on a thread that reads."""
+        """Run `work`, which opens a record into reserved memory, on a reader's thread."""
         self._mover.read(work, done)
 
     def offer(self, key: bytes) -> None:
-        """Queue an entry in memory for writing, unless the store has it."""
+        """Queue an entry in memory for writing, unless the far store is known to have it."""
         if key in self._queue or key in self._writing or (key in self._known and key not in self._shunned):
             return
         if len(self._queue) < MOST_QUEUED:
@@ -229,14 +232,15 @@ class FarPeer:
             self._writes["dropped"] += 1
 
     def confirm(self, key: bytes, payload_bytes: int) -> None:
-        """Ensure that an entry that was just read in memory is written if the store lacks its record or has
-        lost it."""
+        """Handle a read of an entry in memory. If the far store has no record of the entry, or has lost it,
+        the entry is written."""
         seen_s = self._known.get(key)
         if seen_s is None:
             if payload_bytes <= self._store.most_bytes:
                 self.offer(key)
             return
-        # More than fit in one lookup would delay the lookups of clients. A later read tries again.
+        # If more keys are queued than one lookup can have, clients' lookups would be delayed. A later read of
+        # the entry tries again.
         may_ask = (
             self.answers and len(self._questions) < self._store.most_names and key not in self._questions
         )
@@ -244,11 +248,11 @@ class FarPeer:
             self._questions.add(key)
 
     def forget(self, key: bytes, *, shun: bool, delete: bool = False) -> None:
-        """Stop reading this entry from the store until it is found again, or with `shun`, until it is written
-        again.
+        """Stop reading this entry from the far store until a lookup finds it again. With `shun`, stop until
+        it is written again.
 
         Args:
-            delete: Whether to delete its record, if it is known to be there.
+            delete: Whether to delete the entry's record, if the far store is known to have it.
         """
         if delete and (key in self._known or key in self._writing):
             _bounded(self._ended, key, None)
@@ -260,8 +264,8 @@ class FarPeer:
             _bounded(self._shunned, key, None)
 
     def step(self, write: Callable[[bytes], Write | None]) -> None:
-        """Process the results of the threads, and start more work. `write` returns the function that writes a
-        key."""
+        """Process the results of the threads, and start more work. `write` returns the function that writes
+        the entry of a key, or None if the entry has left memory."""
         self._mover.collect()
         self._asker.collect()
         now_s = time.monotonic()
@@ -283,7 +287,8 @@ class FarPeer:
             if work is None:
                 self._writes["gone"] += 1
                 continue
-            # The new record replaces one that is to be deleted. The deletion must not delete the new record.
+            # If the new record replaces a record that is to be deleted, the deletion must not delete the new
+            # record.
             ended = key in self._ended
             self._ended.pop(key, None)
             self._writing[key] = _OpenWrite(replaces_ended=ended)
@@ -292,7 +297,7 @@ class FarPeer:
             self._mover.write(timed, functools.partial(self._written, key))
 
     def stat(self) -> FarStat:
-        """Return a snapshot."""
+        """Return a snapshot of the statistics."""
         queued = len(self._queue) + len(self._writing)
         return FarStat(
             self.answers, queued, dict(self._asks), dict(self.reads), dict(self._writes),
@@ -307,7 +312,7 @@ class FarPeer:
         self._store.close()
 
     def _timed(self, health: CallHealth, work: Callable[[], T], deadline_s: float) -> Callable[[], T]:
-        """Return `work` wrapped so that `step` sees it while it runs."""
+        """Return a function that runs `work`, and that registers the call for `step` while it runs."""
 
         def job() -> T:
             call = object()
@@ -327,8 +332,8 @@ class FarPeer:
         self._asker.write(self._timed(self._reading, work, ASK_S), functools.partial(self._asked, keys))
 
     def _delete_some(self) -> None:
-        """Delete records on the thread that writes: after queued writes of these entries, and before new
-        ones."""
+        """Delete records on the writer's thread, which is after the queued writes of these entries and before
+        new writes."""
         keys = taken(self._ended, _DELETED_AT_ONCE)
         self._delete_open = True
         work = functools.partial(self._store.delete, [self._sealer.name(key) for key in keys])
@@ -401,7 +406,7 @@ class FarPeer:
             return
         self._putting.succeeded()
         if write.ended or key in self._ended:
-            # This record is deleted next. The key may have a new entry.
+            # This record is deleted next. The key may have a new entry, which has to be written.
             self.offer(key)
             return
         self._absent.forget(key)
@@ -416,7 +421,7 @@ class FarPeer:
             self._back_s = time.monotonic()
 
     def _probe(self, now_s: float) -> None:
-        """Look up a random name when the pause is over."""
+        """Look up a random name when the pause after a failure is over."""
         if self._asking or self._reading.refuses(now_s):
             return
         self._asking = True

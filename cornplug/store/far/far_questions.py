@@ -7,27 +7,27 @@ from collections.abc import Callable
 from typing import Final
 
 MOST_ASKED: Final = 8192
-"""Maximum number of keys that wait for a lookup. Beyond it, new keys are dropped."""
+"""Maximum number of keys that wait for a lookup. If there are more, new keys are dropped."""
 _MOST_TOLD: Final = 8192
-"""Maximum number of callers that are notified. Beyond it, the oldest are not, and wait until their time
-limit."""
+"""Maximum number of callers that wait for a notification. If there are more, the oldest callers are not
+notified, and wait until their time limit."""
 
 
 class FarQuestions:
-    """Queue of lookups, in the order of arrival. Used only by the daemon's loop."""
+    """Queue of keys to look up, in the order of arrival. Used only by the daemon's loop."""
 
     def __init__(self) -> None:
         self._wanted: OrderedDict[bytes, None] = OrderedDict()
         self._in_question: set[bytes] = set()
         """Keys of the lookup in progress."""
         self._added = self._taken = self._over = 0
-        """Total numbers of keys: that were added, that were taken for a lookup, and whose lookup is
-        complete."""
+        """Total number of keys that were added, that were taken for a lookup, and whose lookup is complete,
+        respectively."""
         self._callers: deque[tuple[int, Callable[[], None]]] = deque()
-        """Callers, with the number of keys that were added before them."""
+        """Callers to notify, each with the number of keys that were added before."""
 
     def __len__(self) -> int:
-        """Return the number of keys that are in no lookup yet."""
+        """Return the number of keys that wait for a lookup."""
         return len(self._wanted)
 
     def __contains__(self, key: bytes) -> bool:
@@ -43,14 +43,16 @@ class FarQuestions:
         return True
 
     def tell(self, over: Callable[[], None]) -> None:
-        """Call `over` when all keys added so far are looked up or abandoned, or immediately if they are."""
+        """Call `over` when all keys added so far were looked up or abandoned. If they already were, call it
+        immediately."""
         self._callers.append((self._added, over))
         if len(self._callers) > _MOST_TOLD:
             self._callers.popleft()
         self._tell_callers()
 
     def take(self, most: int) -> list[bytes]:
-        """Return the keys of the next lookup, which starts when the previous one is complete."""
+        """Remove and return at most `most` keys for the next lookup. Call this when no lookup is in
+        progress."""
         keys = taken(self._wanted, most)
         self._taken += len(keys)
         self._in_question.update(keys)

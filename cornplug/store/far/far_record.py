@@ -1,15 +1,15 @@
-"""Names and bytes of far records. They reveal no content, app or tenant to the far store's operator.
+"""Names and format of far records. They reveal no content, app or tenant to the far store's operator.
 
     name      "cp1/" and HMAC-SHA256(key of names, entry's key) in hex
     record    magic "CPFR" | u16 version | 4-byte id of the sealing secret | 16-byte salt |
               u32 bytes of the sealed head | sealed head | sealed chunk of the payload ...
 
-All integers are little-endian. The head is msgpack: app, seconds of recomputation, time of writing (Unix),
-bytes of the payload, the entry's header ("meta"). Each sealed piece is its AES-256-GCM ciphertext and 16
-bytes of tag, with the bytes before the head as associated data and its number as nonce, under
-HKDF-SHA256(sealing secret, salt, domain name | entry's key). So a record that was put under another name,
-truncated or changed cannot be opened. An older record of the same key has the same content, since keys are
-digests of it.
+All integers are little-endian. The head is msgpack. It has the app, seconds of recomputation, time of writing
+(Unix), size of the payload in bytes, and the entry's header ("meta"). Each sealed piece consists of
+AES-256-GCM ciphertext and 16 bytes of tag. The associated data is all bytes before the head, the nonce is the
+number of the piece, and the encryption key is HKDF-SHA256(sealing secret, salt, domain name | entry's key).
+So a record that was put under another name, truncated or changed cannot be opened. An older record of the
+same key has the same content, because keys are digests of the content.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RecordHead(msgspec.Struct, frozen=True, array_like=True):
     app: str
     cost_s: float
     written_s: float
-    """Unix time."""
+    """Unix time at which the entry was written."""
     payload_bytes: int
     meta: bytes
 
@@ -59,14 +59,14 @@ _decoder: Final = msgspec.msgpack.Decoder(RecordHead)
 
 @dataclass(frozen=True, slots=True)
 class FarRecord:
-    """Record whose head is opened, and whose payload is still sealed."""
+    """Record whose head has been opened, and whose payload is still sealed."""
 
     head: RecordHead
     _cipher: RecordCipher
     _chunks: memoryview
 
     def open_into(self, room: memoryview) -> None:
-        """Open the payload into `room`. Raises RecordDamaged, after which `room` is undefined."""
+        """Open the payload into `room`. Raises RecordDamaged. The content of `room` is then undefined."""
         if room.nbytes != self.head.payload_bytes:
             raise RecordDamaged("the target has another size")
         for number in range(_chunk_count(room.nbytes)):
@@ -79,8 +79,12 @@ class FarSealer:
     """Names, seals and opens records of one sharing domain. Thread-safe."""
 
     def __init__(self, secret: bytes, sealing: Sequence[bytes] = ()) -> None:
-        """Create a sealer. `secret` names records. `sealing` are the secrets that open records, and the first
-        of them seals new records. If empty, `secret` does both.
+        """Create a sealer.
+
+        Args:
+            secret: Secret from which the names of records are derived.
+            sealing: Secrets with which records can be opened. The first of them seals new records. If empty,
+                `secret` opens and seals records.
         """
         self._name_key = derive_key(secret, salt=None, info=_NAME_DOMAIN)
         self._sealing = {
@@ -97,7 +101,7 @@ class FarSealer:
         return _PREFIX.size + len(_encoder.encode(head)) + TAG_BYTES + _sealed_bytes(head.payload_bytes)
 
     def seal(self, key: bytes, head: RecordHead, payload: memoryview) -> bytes:
-        """Return an entry's record."""
+        """Return the sealed record of an entry."""
         salt, body = new_salt(), _encoder.encode(head)
         prefix = _PREFIX.pack(_MAGIC, _VERSION, self._newest, salt, len(body) + TAG_BYTES)
         cipher = _cipher(self._sealing[self._newest], key, salt, prefix)
@@ -113,25 +117,26 @@ class FarSealer:
         return bytes(record)
 
     def open(self, key: bytes, record: bytes) -> FarRecord:
-        """Open the record of this entry. Raises RecordDamaged for any other bytes."""
+        """Open the record of an entry. Raises RecordDamaged if `record` is not a record of this entry that
+        this host can open."""
         if len(record) < _PREFIX.size:
-            raise RecordDamaged("it is too short")
+            raise RecordDamaged("the record is too short")
         magic, version, sealed_by, salt, head_bytes = _PREFIX.unpack_from(record)
         end = _PREFIX.size + head_bytes
         if (magic, version) != (_MAGIC, _VERSION) or not TAG_BYTES <= head_bytes <= _MOST_HEAD_BYTES:
-            raise RecordDamaged("it is not a record of this format")
+            raise RecordDamaged("the bytes are not a record of this format")
         secret = self._sealing.get(sealed_by)
         if secret is None:
-            raise RecordDamaged("it is sealed under a secret that this host does not have")
+            raise RecordDamaged("the record is sealed with a secret that this host does not have")
         data = memoryview(record)
         cipher = _cipher(secret, key, salt, record[: _PREFIX.size])
         try:
             head = _decoder.decode(cipher.open_meta(data[_PREFIX.size : end]))
         except msgspec.MsgspecError as e:
-            raise RecordDamaged("its head has the format of another release") from e
+            raise RecordDamaged("the record's head has the format of another release") from e
         chunks = data[end:]
         if head.payload_bytes < 0 or chunks.nbytes != _sealed_bytes(head.payload_bytes):
-            raise RecordDamaged("it has another length")
+            raise RecordDamaged("the record's length does not match its head")
         return FarRecord(head, cipher, chunks)
 
 

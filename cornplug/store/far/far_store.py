@@ -18,11 +18,11 @@ class FarFailure(OSError):
 
 
 class FarStore(Protocol):
-    """One far store. Calls are made on threads that may wait, and raise FarFailure."""
+    """One far store. Its methods are called on threads that may wait, and raise FarFailure."""
 
     @property
     def most_bytes(self) -> int:
-        """Size of the largest record that can be written or read."""
+        """Maximum size in bytes of a record that can be written or read."""
 
     @property
     def most_names(self) -> int:
@@ -32,13 +32,13 @@ class FarStore(Protocol):
         """Return whether each of these records exists."""
 
     def get(self, name: str) -> bytes | None:
-        """Return a record, or None if it does not exist."""
+        """Return the record of this name, or None if it does not exist."""
 
     def put(self, name: str, record: bytes) -> None:
-        """Store a record, and replace an older record of this name."""
+        """Store a record under this name, and replace an older record of the same name."""
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete records. Names without a record are ignored."""
+        """Delete the records of these names. Names without a record are ignored."""
 
     def close(self) -> None:
         """Close the connections."""

@@ -1,12 +1,13 @@
-"""Far tier of a store: entries that other hosts wrote are found, shown as entries on disk, and recalled.
+"""Far tier of a store. It finds entries that other hosts wrote, shows them as entries on disk, and recalls
+them.
 
     a client recalls an absent key ──> looked up in all peers           ──> the table shows it as on disk only
     all peers have replied, or failed                                   ──> the table shows the ticket
-    a client recalls that          ──> fetched, opened into memory      ──> an entry in memory as any other
+    a client recalls that entry    ──> fetched, opened into memory      ──> an entry in memory as any other
     committed                      ──> written to each peer, in the background
 
-Only the daemon's loop calls it, and no call blocks. Engines see only the disk's marks, and recall these
-entries like those on disk.
+A peer is a far store. Only the daemon's loop calls the tier, and no call blocks. Engines see only marks for
+entries on disk, and recall entries in far stores like entries on disk.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from cornplug.store.far.open_far import OpenedFar
 from cornplug.store.store_stats import FarStat
 
 MOST_SHOWN: Final = 1 << 15
-"""Maximum number of marks in the table. Beyond it, the oldest are removed."""
+"""Maximum number of entries that the tier shows in the table. If there are more, the oldest are removed."""
 MOST_RECALLED: Final = 1024
-"""Maximum number of entries that wait to be fetched. Further recalls are refused."""
+"""Maximum number of entries that wait to be fetched. Recalls of further entries are refused."""
 _FETCHING: Final = 4
 """Maximum number of records that are being fetched or wait for memory."""
 _HIDE_AT_ONCE: Final = 256
-"""Number of marks that one iteration of the loop removes when no peer responds."""
+"""Number of entries that one iteration of the loop removes from the table when no peer responds."""
 
 
 class FarTier:
     """Far tier of one daemon.
 
     Args:
-        on_disk: Returns whether an entry is on this host's disk.
-        show_answers: Shows clients whether a far store responds.
-        show_ticket: Shows a client that its lookup is complete.
+        on_disk: Function that returns whether an entry is on this host's disk.
+        show_answers: Function that shows clients whether a far store responds.
+        show_ticket: Function that shows clients that the lookup with a ticket is complete.
     """
 
     def __init__(
@@ -84,13 +85,13 @@ class FarTier:
             peer.offer(entry.key)
 
     def read(self, entries: Iterable[TieredEntry]) -> None:
-        """Write entries in memory that were just read to the peers that lack them."""
+        """Handle reads of entries in memory. Each entry is written to the peers that do not have it."""
         for entry in entries:
             for peer in self._peers:
                 peer.confirm(entry.key, entry.location.size)
 
     def ended(self, key: bytes, cause: str) -> None:
-        """Handle an entry that has left memory."""
+        """Handle the removal of an entry from memory."""
         if cause != "evicted":
             self.forget(key)
             return
@@ -99,18 +100,19 @@ class FarTier:
             self._show(key, peer)
 
     def forget(self, key: bytes) -> bool:
-        """Stop reading a deleted or expired entry from the peers, and delete it from those known to have it.
-        Return whether it was shown."""
+        """Stop reading a deleted or expired entry from the peers, and delete it from the peers that are known
+        to have it. Return whether the table showed the entry because of this tier."""
         for peer in self._peers:
             peer.forget(key, shun=True, delete=True)
         self._waiting.pop(key, None)
         return self._hide(key)
 
     def recall(self, keys: Sequence[bytes], ticket: int = 0) -> None:
-        """Start to read entries that are shown into memory, and look up the others in the peers.
+        """Start to read the entries into memory that this tier shows, and look up the remaining keys in the
+        peers.
 
         Args:
-            ticket: Shown when each peer has replied or failed. 0: none.
+            ticket: Ticket to show when each peer has replied or failed. 0: no ticket.
         """
         unknown = []
         for key in keys:
@@ -202,7 +204,8 @@ class FarTier:
             self._end_unread(key, peer, "error")
 
     def _end_unread(self, key: bytes, peer: FarPeer, outcome: str, *, shun: bool = False) -> None:
-        """End a fetch without an entry, so that nothing waits for it."""
+        """End a fetch that did not produce an entry, and stop showing the entry, so that clients do not wait
+        for it."""
         self._fetching.pop(key, None)
         peer.reads[outcome] += 1
         peer.forget(key, shun=shun)
@@ -225,13 +228,13 @@ class FarTier:
                 work = functools.partial(self._open, record, room)
                 peer.open_into(work, functools.partial(self._opened, key, record, room))
             else:
-                # The mark stays, because memory may be available later.
+                # The table keeps showing the entry, because memory may be available later.
                 del self._fetching[key]
                 peer.reads[room.value] += 1
 
     def _open(self, record: FarRecord, room: Reservation) -> bool:
-        """Open a record into its memory. Return False if the reservation had ended before. Runs on a worker
-        thread."""
+        """Open a record into the reserved memory. Return False if the reservation has already ended. Runs on
+        a worker thread."""
         if not self._memory.may_write(room.location):
             return False
         record.open_into(self._memory.view(room.location))
@@ -263,7 +266,8 @@ class FarTier:
     def _write(
         self, entry: TieredEntry, head: RecordHead, payload: memoryview, store: FarStore, over: bool
     ) -> tuple[str, int]:
-        """Write an entry to a far store. Runs on a worker thread."""
+        """Write an entry to a far store, and return the outcome and the number of bytes written. `over` means
+        that an existing record is replaced. Runs on a worker thread."""
         if self._sealer.sealed_bytes(head) > store.most_bytes:
             return "too_large", 0
         name = self._sealer.name(entry.key)

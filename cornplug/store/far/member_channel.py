@@ -1,6 +1,6 @@
 """Messages between two members of a sharing domain, over TCP, authenticated by the domain's secret.
 
-    asker ──> listener    16 random bytes, and back 16
+    asker ──> listener    16 random bytes; the listener replies with 16 random bytes
     message               u32 length | 16 bytes of HMAC-SHA256(key, direction | number | body) | body
 
 The key is derived from the secret and both sides' random bytes, so that no message is valid on another
@@ -25,17 +25,18 @@ _NONCE_BYTES: Final = 16
 _MAC_BYTES: Final = 16
 _DOMAIN: Final = b"cornplug member 1"
 _REST: Final = struct.pack("@ll", 2, 0)
-"""Time limit for the rest of a message that has begun, 2 s as `struct timeval`."""
+"""Time limit for the rest of a message whose first bytes have arrived. This is 2 s as `struct timeval`."""
 
 
 class MemberChannel:
-    """Connection used by one thread at a time. Calls raise OSError or EOFError, after which it is unusable.
+    """Authenticated connection to another member, used by one thread at a time. Calls raise OSError or
+    EOFError. After such an error, the channel is unusable.
 
     Args:
         connected: TCP connection, which the channel closes.
         key: Key derived from the domain's secret.
         asks: Whether this side opened the connection.
-        within_s: Deadline of the exchange of random bytes, which the constructor waits for.
+        within_s: Maximum time in seconds that the constructor waits for the exchange of random bytes.
     """
 
     def __init__(self, connected: socket.socket, key: bytes, *, asks: bool, within_s: float) -> None:
@@ -66,7 +67,7 @@ class MemberChannel:
     ) -> bytes:
         """Return the next message. Until it arrives, call `meanwhile` repeatedly, with pauses of `every_s`.
 
-        Raises TimeoutError after `within_s`, and PermissionError for a message that is not authenticated as
+        Raises TimeoutError after `within_s`. Raises PermissionError if the message is not authenticated as
         the next message to this side.
         """
         message = self._take(within_s, MOST_BYTES + _MAC_BYTES, meanwhile, every_s)

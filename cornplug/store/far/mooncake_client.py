@@ -1,7 +1,7 @@
 """Process with Mooncake's client, which replies to the daemon's requests (`client_process.py`).
 
-Its setup and shutdown hold the interpreter's lock: 90 s if the master is dead, measured with release 0.3.13.
-In the daemon's own process they would block every engine of the host.
+The setup and shutdown of Mooncake's client hold the interpreter's lock, for 90 s if the master is dead
+(measured with release 0.3.13). In the daemon's own process they would block every engine of the host.
 
 Usage: mooncake_client.py DESCRIPTOR ... < SETTINGS
 """
@@ -22,7 +22,8 @@ from cornplug.store.far.client_process import Answer, Question, client_settings,
 
 MOST_BYTES: Final = 32 << 20
 _BUFFER_BYTES: Final = 4 * MOST_BYTES
-"""Memory for records in transfer: two reads and one write, and the gaps between them."""
+"""Size of the memory for records in transfer in bytes. It is enough for two reads and one write, and for the
+gaps between them."""
 _LONGEST_S: Final = 10
 """Time limit of setup and of shutdown in seconds, after which the process is killed."""
 _ABSENT: Final = -704
@@ -35,15 +36,15 @@ class ClientSettings(msgspec.Struct, frozen=True):
     """Address of the master, as HOST:PORT."""
     metadata: str
     segment_bytes: int
-    """Memory that this host contributes to the cluster."""
+    """Memory in bytes that this host contributes to the cluster."""
     device: str
-    """RDMA device. Empty: TCP."""
+    """Name of the RDMA device. Empty: use TCP."""
     host: str
-    """Address of this host for other hosts. Empty: the address from which it reaches the master."""
+    """Address of this host for other hosts. Empty: the address from which this host reaches the master."""
 
 
 def main(settings: ClientSettings, descriptors: Sequence[int]) -> None:
-    """Reply until the daemon has closed all sockets."""
+    """Reply to the daemon's calls until the daemon has closed all sockets."""
     try:
         # Imported here because the daemon also imports this module, and does not need the library.
         from mooncake.store import MooncakeDistributedStore
@@ -59,7 +60,8 @@ def main(settings: ClientSettings, descriptors: Sequence[int]) -> None:
         sys.exit(f"cornplug: Mooncake's client of {settings.master} did not start: error {code}")
     signal.alarm(0)
     serve(functools.partial(_answer, client), descriptors)
-    # The shutdown takes 2 s, for which readers of the daemon's log should not wait.
+    # The shutdown takes 2 s, and a process that reads the daemon's log until its end should not wait for
+    # that.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     signal.alarm(_LONGEST_S)
     client.close()
@@ -87,7 +89,7 @@ def _answer(client: Any, question: Question) -> Answer:
             # `put` would not replace an older record.
             return _unless_failed([client.upsert(names[0], question.record)], Answer())
         case "delete":
-            # Forced, because otherwise a record that was read within 10 s stays.
+            # Force the deletion, because otherwise a record that was read within the last 10 s stays.
             return _unless_failed(client.batch_remove(names, True), Answer())
 
 

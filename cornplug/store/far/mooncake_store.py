@@ -1,4 +1,6 @@
-"""`mooncake://`: records as objects of a Mooncake cluster, by a process with Mooncake's client.
+"""`mooncake://`: a far store that keeps records as objects of a Mooncake cluster.
+
+A process with Mooncake's client accesses the cluster:
 
 mooncake_client.py ──> master, and hosts with segments
 """
@@ -22,7 +24,7 @@ _PORT: Final = 50051
 
 
 class _Options(BaseModel, extra="forbid"):
-    """Query of a URL."""
+    """Options in the query of a URL."""
 
     metadata: str = "P2PHANDSHAKE"
     segment: ByteSize = ByteSize(0)
@@ -31,8 +33,8 @@ class _Options(BaseModel, extra="forbid"):
 
 
 def open_mooncake_url(url: str) -> ProcessFarStore:
-    """Open mooncake://MASTER[:PORT][?segment=SIZE&device=NAME&host=ADDRESS&metadata=URL]. Its process starts
-    to connect. Raises ConfigError."""
+    """Open mooncake://MASTER[:PORT][?segment=SIZE&device=NAME&host=ADDRESS&metadata=URL]. A process is
+    started and connects in the background. Raises ConfigError."""
     parts = urlsplit(url)
     try:
         if not parts.hostname or parts.path.strip("/"):

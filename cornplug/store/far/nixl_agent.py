@@ -14,17 +14,19 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 _WAIT_S: Final = 2.0
-"""Maximum time that a new record waits for the transfer of a record in its location, in seconds."""
+"""Maximum time in seconds that a new record waits until the transfer of an older record in the same location
+is complete."""
 _ROOMS: Final = 2
-"""Maximum number of records that arrive at a time."""
+"""Number of receive buffers, each of which can receive one record at a time."""
 _PAUSE_S: Final = 0.00005
 """Time between two checks of a transfer in seconds, during which other threads run."""
 _QUARANTINE_S: Final = 10.0
-"""Seconds for which a buffer stays unused after a record was late, because it may still arrive."""
+"""Seconds for which a receive buffer stays unused if its record was late, because the record may still
+arrive."""
 
 
 class RecordRing:
-    """Records of one member. Thread-safe.
+    """Records of one member, in a ring of memory. A new record overwrites the oldest records. Thread-safe.
 
     Args:
         room: Memory for the records, each of which is contiguous.
@@ -35,7 +37,7 @@ class RecordRing:
         self._end = 0
         """Offset at which the newest record ends."""
         self._places: OrderedDict[str, tuple[int, int]] = OrderedDict()
-        """(offset, bytes) by name, oldest first."""
+        """(offset, bytes) of each record by name, oldest first."""
         self._held: list[tuple[int, int]] = []
         self._putting = threading.Lock()
         self._changed = threading.Condition()
@@ -45,10 +47,10 @@ class RecordRing:
             return name in self._places
 
     def put(self, name: str, record: bytes) -> None:
-        """Store a record, and replace an older record of its name.
+        """Store a record, and replace an older record of the same name.
 
-        Raises ValueError if the record is larger than the ring, and TimeoutError if bytes in its location are
-        held for longer than 2 s.
+        Raises ValueError if the record is larger than the ring. Raises TimeoutError if an older record in the
+        same location is held for longer than 2 s.
         """
         size = len(record)
         if size > self._room.nbytes:
@@ -59,7 +61,8 @@ class RecordRing:
             start = self._end if self._end + width <= self._room.nbytes else 0
             while self._places:
                 oldest, place = next(iter(self._places.items()))
-                # If the record starts again at the front, the records after the newest are the oldest.
+                # If the new record starts again at the front, the records behind the newest record are the
+                # oldest.
                 if not (start < self._end <= place[0] or _overlap(place, (start, size))):
                     break
                 del self._places[oldest]
@@ -84,8 +87,8 @@ class RecordRing:
 
     @contextlib.contextmanager
     def held(self, name: str) -> Iterator[tuple[int, int] | None]:
-        """Yield the (offset, bytes) of a record, which is not overwritten during the context, or None if it
-        does not exist."""
+        """Yield the (offset, bytes) of a record, or None if it does not exist. The record is not overwritten
+        during the context."""
         with self._changed:
             place = self._places.get(name)
             if place is not None:
@@ -104,9 +107,9 @@ def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
 
 
 class Memory:
-    """Memory of this process, and its address.
+    """Memory that NIXL transfers records from or to, and its address.
 
-    Pages are allocated when they are used.
+    The kernel allocates its pages when they are used.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -119,8 +122,8 @@ class NixlAgent:
     """NIXL agent. Thread-safe. Calls raise ConnectionError if NIXL cannot reach the other agent.
 
     Args:
-        segment_bytes: Size of the memory whose content it sends.
-        room_bytes: Maximum size of a record that it receives.
+        segment_bytes: Size of the memory from which the agent sends records.
+        room_bytes: Maximum size of a record that the agent receives.
     """
 
     def __init__(self, *, segment_bytes: int, room_bytes: int) -> None:
@@ -138,14 +141,14 @@ class NixlAgent:
         rooms = [Memory(room_bytes) for _ in range(_ROOMS)]
         registered = self._nixl.register_memory([_described(room) for room in rooms], "DRAM")
         self.metadata: bytes = self._nixl.get_partial_agent_metadata(registered, True, ["UCX"])
-        """Address of this agent for others, with the right to write only into its receive buffers."""
+        """Data with which other agents can connect to this agent, and write only into its receive buffers."""
         self._rooms: SimpleQueue[Memory] = SimpleQueue()
         for room in rooms:
             self._rooms.put(room)
 
     def join(self, metadata: bytes) -> str:
-        """Add another agent and return its name, for `send`. The metadata must be from a trusted source,
-        because NIXL does not check them."""
+        """Add another agent and return its name, which `send` needs. The metadata must come from a trusted
+        source, because NIXL does not check it."""
         with _as_connection_error():
             name: str | bytes = self._nixl.add_remote_agent(metadata)
         return name.decode() if isinstance(name, bytes) else name
@@ -156,9 +159,12 @@ class NixlAgent:
             self._nixl.remove_remote_agent(name)
 
     def send(self, place: tuple[int, int], name: str, address: int, within_s: float) -> None:
-        """Write bytes of the segment, (offset, bytes), to an address in another agent's receive buffers.
+        """Write part of the segment to an address in another agent's receive buffers.
 
-        Raises TimeoutError.
+        Raises TimeoutError if the transfer takes longer than `within_s`.
+
+        Args:
+            place: (offset, bytes) of the part in the segment.
         """
         offset, size_bytes = place
         with _as_connection_error():
@@ -187,7 +193,7 @@ class NixlAgent:
 
     @contextlib.contextmanager
     def room(self, within_s: float) -> Iterator[Memory]:
-        """Yield memory for a record of another agent. Raises TimeoutError if none is free."""
+        """Yield a receive buffer for a record of another agent. Raises TimeoutError if no buffer is free."""
         try:
             room = self._rooms.get(timeout=within_s)
         except Empty:

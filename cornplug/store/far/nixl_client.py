@@ -2,10 +2,10 @@
 
     put            ──> only this member's memory
     exists, delete ──> all members, by `MemberChannel`
-    get            ──> the member that has it writes it into memory of this one, by NIXL
+    get            ──> the member that has the record writes it into this member's memory, by NIXL
 
-Only members of the domain learn where NIXL may write, in authenticated messages. NIXL's own exchange of
-metadata is not authenticated. Records are sealed, so NIXL's transfers need not be trusted.
+Only members of the domain receive the addresses to which NIXL may write, in authenticated messages. NIXL's
+own exchange of metadata is not authenticated. Records are sealed, so NIXL's transfers need not be trusted.
 
 Usage: nixl_client.py DESCRIPTOR ... < SETTINGS
 """
@@ -30,9 +30,9 @@ from cornplug.store.far.nixl_agent import NixlAgent, RecordRing
 
 MOST_BYTES: Final = 32 << 20
 _ANSWER_S: Final = 0.2
-"""Deadline of all members' replies in seconds. That of a far peer is 0.25 s."""
+"""Deadline for the replies of all members in seconds. The daemon's deadline for a lookup is 0.25 s."""
 _MOVE_S: Final = 1.5
-"""Deadline of a record's transfer in seconds. That of a far peer is 2 s."""
+"""Deadline for the transfer of a record in seconds. The daemon's deadline for a transfer is 2 s."""
 _PROGRESS_S: Final = 0.0001
 _RETRY_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
 _MOST_CALLERS: Final = 64
@@ -45,8 +45,10 @@ class MemberSettings(msgspec.Struct, frozen=True):
     members: Sequence[tuple[str, int]]
     """Hosts and ports of all members, including this one."""
     own: int
-    """Index of this member. -1: the first whose address is this host's and whose port is free."""
+    """Index of this member in `members`. -1: this member is the first in the list whose address belongs to
+    this host and whose port is free."""
     segment_bytes: int
+    """Size of the memory for records that this member contributes."""
     key: bytes
     """Key derived from the domain's secret."""
 
@@ -57,28 +59,29 @@ class MemberQuestion(msgspec.Struct, array_like=True):
     call: Literal["join", "exists", "send", "delete"]
     names: Sequence[str] = ()
     metadata: bytes = b""
-    """join: metadata of the sender's agent."""
+    """For "join": metadata of the sender's agent."""
     member: int = 0
-    """join: index of the sender."""
+    """For "join": index of the sender."""
     address: int = 0
-    """send: address of the sender's memory for a record."""
+    """For "send": address of the requesting member's receive buffer for the record."""
 
 
 class MemberAnswer(msgspec.Struct, array_like=True):
-    """Reply to a member."""
+    """Reply to a `MemberQuestion`."""
 
     there: Sequence[bool] = ()
     size_bytes: int = -1
-    """Size of the record that was sent. -1: there is no record of this name."""
+    """Size of the record that was sent, in bytes. -1: there is no record of this name."""
 
 
 class OtherMember:
-    """Connection to another member, as number `own`. Its thread connects, and reconnects after a failure."""
+    """Connection from this member, whose index is `own`, to another member. A thread connects, and reconnects
+    after a failure."""
 
     def __init__(self, address: tuple[str, int], key: bytes, agent: NixlAgent, own: int) -> None:
         self._address, self._key, self._agent, self._own = address, key, agent, own
         self.lock = threading.Lock()
-        """Held by a caller from a request to its reply."""
+        """Lock that a caller holds from a request to its reply."""
         self._channel: MemberChannel | None = None
         self._tried, self._broken, self._seen = threading.Event(), threading.Event(), threading.Event()
         threading.Thread(target=self._keep, name="cornplug-member", daemon=True).start()
@@ -93,11 +96,11 @@ class OtherMember:
         self._tried.wait(within_s)
 
     def listens(self) -> None:
-        """Connect now, because the member was heard from."""
+        """Let the thread try to connect now, because the other member has connected to this member."""
         self._seen.set()
 
     def ask(self, question: MemberQuestion) -> bool:
-        """Send a request. Return whether it was sent. The caller holds `lock`."""
+        """Send a request, and return whether it was sent. The caller must hold `lock`."""
         channel = self._channel
         if channel is None:
             return False
@@ -109,7 +112,7 @@ class OtherMember:
         return True
 
     def answer(self, end_s: float, *, moves: bool = False) -> MemberAnswer | None:
-        """Return the reply to the last request, or None if it does not arrive in time. The caller holds
+        """Return the reply to the last request, or None if it does not arrive in time. The caller must hold
         `lock`.
 
         Args:
@@ -127,7 +130,7 @@ class OtherMember:
             return None
 
     def _failed(self, why: Exception) -> None:
-        """Close the connection, because a late reply would be taken for another request's."""
+        """Close the connection, because a late reply would be mistaken for the reply to another request."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
@@ -157,16 +160,16 @@ class OtherMember:
 
 
 class Member:
-    """This member, which replies to its daemon from its own records and the others'."""
+    """This member. It replies to its daemon's calls with its own records and the records of other members."""
 
     def __init__(self, agent: NixlAgent, others: Mapping[int, OtherMember]) -> None:
         self._agent, self._numbered, self._others = agent, others, list(others.values())
         self._ring = RecordRing(agent.segment.view)
         self._found: OrderedDict[str, OtherMember] = OrderedDict()
-        """Member that had a record, by name."""
+        """Member that was last found to have a record, by the record's name."""
 
     def answer(self, question: Question) -> Answer:
-        """Return the reply to its daemon."""
+        """Execute a call of this member's daemon and return the reply."""
         names = list(question.names)
         try:
             match question.call:
@@ -189,7 +192,7 @@ class Member:
             return Answer(failure=str(e))
 
     def answer_member(self, question: MemberQuestion, asker: str) -> MemberAnswer:
-        """Return the reply to another member, whose agent has the name `asker`."""
+        """Execute a request of another member, whose agent has the name `asker`, and return the reply."""
         match question.call:
             case "join":
                 if question.member in self._numbered:
@@ -219,7 +222,7 @@ class Member:
         return there
 
     def _ask_all(self, question: MemberQuestion) -> list[tuple[OtherMember, MemberAnswer]]:
-        """Return the replies of the connected members that reply by one deadline."""
+        """Send a request to all connected members. Return the replies that arrive within `_ANSWER_S`."""
         end_s = time.monotonic() + _ANSWER_S
         asked = []
         with contextlib.ExitStack() as locks:
@@ -254,7 +257,7 @@ class Member:
 
 
 class Listener:
-    """Connections from other members, each on a thread."""
+    """Accepts connections from other members, and serves each connection on its own thread."""
 
     def __init__(self, listening: socket.socket, key: bytes, agent: NixlAgent, member: Member) -> None:
         self._listening, self._key, self._agent, self._member = listening, key, agent, member
@@ -267,7 +270,7 @@ class Listener:
             if not self._free.acquire(blocking=False):
                 connected.close()
                 continue
-            # Detects a host that lost its power, so that its thread ends.
+            # Keepalive detects a host that has lost its power, so that the connection's thread ends.
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             threading.Thread(target=self._serve, args=(connected,), daemon=True).start()
 
@@ -294,7 +297,7 @@ class Listener:
 
 
 def main(settings: MemberSettings, descriptors: Sequence[int]) -> None:
-    """Reply until the daemon has closed all sockets."""
+    """Reply to the daemon's calls until the daemon has closed all sockets."""
     number, listening = _listen(settings)
     try:
         agent = NixlAgent(segment_bytes=settings.segment_bytes, room_bytes=MOST_BYTES)
@@ -307,16 +310,16 @@ def main(settings: MemberSettings, descriptors: Sequence[int]) -> None:
     }
     member = Member(agent, others)
     Listener(listening, settings.key, agent, member)
-    # The daemon's first requests wait for the members that are running.
+    # Connect to the members that are running before the daemon's first requests are handled.
     for other in others.values():
         other.wait_for_attempt(_ANSWER_S)
     serve(member.answer, descriptors)
-    # NIXL's shutdown waits for others, and there is nothing to save.
+    # Skip NIXL's shutdown, because it waits for other agents, and there is nothing to save.
     os._exit(0)
 
 
 def _listen(settings: MemberSettings) -> tuple[int, socket.socket]:
-    """Return the index of this member, and its socket."""
+    """Return the index of this member, and a socket that listens on its address."""
     problem = ""
     for number, (host, port) in enumerate(settings.members):
         if settings.own not in (-1, number):

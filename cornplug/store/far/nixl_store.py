@@ -1,4 +1,4 @@
-"""`nixl://`: hosts that hold records for each other in memory, and transfer them with NIXL.
+"""`nixl://`: a far store in the memory of several hosts, which transfer records with NIXL.
 
 nixl_client.py ──> nixl_client.py of the other hosts
 """
@@ -27,15 +27,15 @@ _MEMBER: Final = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\[\]:/+\s]+)(?::(?P<
 
 
 class _NixlOptions(BaseModel, extra="forbid"):
-    """Query of a URL."""
+    """Options in the query of a URL."""
 
     segment: ByteSize = Field(default=ByteSize(1 << 30), ge=2 * MOST_BYTES)
     own: str = ""
 
 
 def open_nixl_url(url: str, secret: bytes) -> ProcessFarStore:
-    """Open nixl://MEMBER+MEMBER...[?segment=SIZE&own=MEMBER], where MEMBER is HOST[:PORT]. Its process starts
-    to connect. Raises ConfigError and ImportError."""
+    """Open nixl://MEMBER+MEMBER...[?segment=SIZE&own=MEMBER], where MEMBER is HOST[:PORT]. A process is
+    started and connects in the background. Raises ConfigError and ImportError."""
     parts = urlsplit(url)
     try:
         if parts.path.strip("/") or not parts.netloc:
@@ -52,7 +52,7 @@ def open_nixl_url(url: str, secret: bytes) -> ProcessFarStore:
             "If cornplug cannot detect which host is this one, add own=10.0.0.5:8760.",
         ) from e  # fmt: skip
     if importlib.util.find_spec("nixl") is None:
-        # Its process imports the package. A missing package is reported here.
+        # Only the process imports the package, but a missing package should be reported before it starts.
         raise ImportError("nixl")
     key = derive_key(secret, salt=None, info=_KEY_DOMAIN)
     settings = MemberSettings(members, own, int(options.segment), key)

@@ -1,4 +1,4 @@
-"""`file://` and `s3://`: records as objects, with the package obstore."""
+"""`file://` and `s3://`: far stores that keep records as files or objects, with the package obstore."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ObjectFarStore:
         self._store = store
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        # A folder responds faster than an event loop starts.
+        # Lookups in a folder take less time than starting an event loop.
         local = isinstance(self._store, LocalStore)
         heads = [self._head(name) for name in names] if local else asyncio.run(self._heads(names))
         return [_is_there(head) for head in heads]
@@ -68,7 +68,7 @@ class ObjectFarStore:
             raise _failure(e) from None
 
     def put(self, name: str, record: bytes) -> None:
-        # Without multipart, an interrupted write leaves the former record or none.
+        # Without multipart, an interrupted write leaves the former record, or no record.
         try:
             obstore.put(self._store, name, record, use_multipart=False)
         except (BaseError, OSError) as e:
@@ -97,14 +97,15 @@ def open_folder_url(url: str) -> ObjectFarStore:
         raise ConfigError(
             _SETTING, f"{url!r} needs an absolute path", "Write it as file:///mnt/share/cornplug."
         )
-    # Not created here, because that would create a local folder if the share is not mounted.
+    # Do not create the folder, because that would create a local folder if the share is not mounted.
     if not path.is_dir():
         raise ConfigError(_SETTING, f"{path} is not a folder", "Mount the share and create the folder.")
     return ObjectFarStore(LocalStore(str(path)))
 
 
 def open_s3_url(url: str) -> ObjectFarStore:
-    """Open s3://BUCKET/PREFIX. Its keys, region and endpoint are in AWS_* variables. Raises ConfigError."""
+    """Open s3://BUCKET/PREFIX. The access keys, region and endpoint are read from the environment's AWS_*
+    variables. Raises ConfigError."""
     parts = urlsplit(url)
     if not parts.netloc:
         raise ConfigError(_SETTING, f"{url!r} contains no bucket", "Write it as s3://bucket/prefix.")
@@ -125,14 +126,14 @@ def open_s3_url(url: str) -> ObjectFarStore:
 def _proxy_options() -> ClientConfig:
     """Return options that exclude an endpoint in a private network from the environment's proxy.
 
-    A public bucket keeps the proxy, because it may be unreachable without it.
+    For a public endpoint the proxy stays in use, because the endpoint may be unreachable without it.
     """
     proxy = next((os.environ[name] for name in _PROXIES if os.environ.get(name)), "")
     endpoint = next((os.environ[name] for name in _ENDPOINTS if os.environ.get(name)), "")
     host = urlsplit(endpoint).hostname or ""
     if not (proxy and host and _is_private(host)):
         return {}
-    # A proxy in the options replaces the environment's.
+    # A proxy in the options replaces the environment's proxy.
     return {"proxy_url": proxy, "proxy_excludes": host}
 
 

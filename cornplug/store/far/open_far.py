@@ -1,4 +1,4 @@
-"""Opening of the far stores in the settings. A package is imported only for a URL that needs it."""
+"""Opens the far stores in the settings. A package is imported only if a URL needs it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ _BACKENDS: Final[Mapping[str, tuple[str, str, str]]] = {
     "nixl": ("nixl_store", "open_nixl_url", "far-nixl"),
     "valkey": _VALKEY, "valkeys": _VALKEY, "redis": _VALKEY, "rediss": _VALKEY,
 }  # fmt: skip
-"""Module, function and the extra that installs its package, by URL scheme."""
+"""Module, function that opens the URL, and extra of cornplug that installs the package, by URL scheme."""
 _OF_MEMBERS: Final = frozenset({"nixl"})
-"""Schemes whose hosts prove to each other that they have the domain's secret."""
+"""Schemes whose hosts prove to each other that they have the domain's secret, so the secret is passed to the
+function that opens the URL."""
 
 
 def fields_of(url: str, kind: type[Fields]) -> Fields:
@@ -44,21 +45,23 @@ def fields_of(url: str, kind: type[Fields]) -> Fields:
 
 @dataclass(frozen=True, slots=True)
 class OpenedFar:
-    """Far stores in the order in which they are queried, with their labels, and the domain's secrets."""
+    """Opened far stores, and the secrets of the sharing domain."""
 
     stores: Sequence[tuple[str, FarStore]]
+    """(label, far store) in the order of the settings."""
     secret: bytes
     sealing: Sequence[bytes] = ()
-    """Sealing secrets, see `FarSealer`."""
+    """Sealing secrets, as described in `FarSealer`."""
 
 
 def open_far(
     urls: Sequence[str], secret: bytes, *, secret_file: Path, sealing_files: Sequence[Path] = ()
 ) -> OpenedFar:
-    """Open the far stores at these URLs, without connecting yet.
+    """Open the far stores at these URLs, without waiting for connections.
 
-    Raises ConfigError for an invalid URL, a missing package, a sealing secret that cannot be read, and for a
-    secret that does not identify a sharing domain, because the default file is random on each host.
+    Raises ConfigError for an invalid URL, a missing package, and a sealing secret that cannot be read. Also
+    raises ConfigError if `secret_file` is the default file, which is random on each host and therefore does
+    not identify a sharing domain.
     """
     if is_own_secret(secret_file):
         raise ConfigError(

@@ -1,4 +1,5 @@
-"""`valkey://` and `redis://`: records as strings of a Valkey or Redis server, with the package valkey."""
+"""`valkey://` and `redis://`: far stores that keep records as strings in a Valkey or Redis server, with the
+package valkey."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from cornplug.store.far.far_store import ASK_S, MOVE_S, FarFailure, label_of
 
 _SETTING: Final = "store.far"
 _MOST_BYTES: Final = 4 << 20
-"""Maximum size of a record. Larger values block the server's only thread."""
+"""Maximum size of a record in bytes. Larger values would block the server's only thread for too long."""
 _MOST_NAMES: Final = 1024
 _SCHEMES: Final = {"redis": "valkey", "rediss": "valkeys"}
 
@@ -40,7 +41,8 @@ class ValkeyFarStore:
             raise _failure(e) from None
 
     def get(self, name: str) -> bytes | None:
-        # One byte more than the maximum is read, so a longer value is truncated and cannot be opened.
+        # GETRANGE returns at most one byte more than the maximum size. A longer value is truncated, so it
+        # cannot be opened.
         try:
             found: Any = self._moving.getrange(name, 0, _MOST_BYTES)
         except (ValkeyError, OSError) as e:

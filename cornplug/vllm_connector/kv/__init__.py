@@ -1,1 +1,1 @@
-"""Transfer of KV blocks between vLLM and the store."""
+"""Transfer of KV between vLLM's blocks and the store's pages, for the scheduler and the workers."""

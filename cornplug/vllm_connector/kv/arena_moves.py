@@ -1,7 +1,7 @@
-"""Loads and saves of a rank whose GPU copies pages directly to and from the store's memory.
+"""Loads and saves of a rank whose GPU copies KV pages directly to and from the store's memory.
 
-The engine's own thread starts the copies and polls them between steps. There is no other thread or host
-buffer, and no byte of a page passes through a CPU. Pages outside the memory that the device can access are
+The engine's own thread starts the copies and polls them between steps. No other thread or host buffer is
+used, and the pages' bytes do not pass through a CPU. Pages outside the memory that the device can access are
 copied by `KVWorker`.
 """
 
@@ -31,14 +31,15 @@ from cornplug.vllm_connector.kv_copies.mover import PolledJob, PolledMover
 from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory
 
 _LOADS_AHEAD: Final = 8
-"""Maximum number of slabs of a load in flight, enough to keep the bus busy until the next step."""
+"""Maximum number of slabs that one load has in flight, enough to keep the bus busy until the next step."""
 _SAVES_AHEAD: Final = 4
-"""Maximum number of slabs of a step's saves in flight. Nothing waits for saves, and each slab costs the
-engine's thread several launches."""
+"""Maximum number of slabs that a step's saves have in flight. No request waits for saves, and each slab costs
+the engine's thread several kernel launches."""
 
 
 class ArenaMoves:
-    """Copies of one rank and cache group. Used by the engine's thread."""
+    """Copies pages directly between one rank's GPU blocks and the store's memory, for one cache group. Used
+    by the engine's thread."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class ArenaMoves:
         sizes: BlockSizes,
         discard: Callable[[Sequence[bytes]], None],
     ) -> None:
-        """Create the copies. `discard` deletes pages by key without waiting."""
+        """Prepare direct copies. `discard` deletes pages from the store by key, without waiting."""
         self._pages, self._reports = pages, reports
         self.memory = memory
         self._out, self._in = out, into
@@ -62,12 +63,14 @@ class ArenaMoves:
         self._spans = pages.spans()
         self._numbers = pages.numbers(pages.page.layer_runs)
         self._counted_s = 0.0
-        """Time up to which loads have been timed."""
+        """Time up to which load durations have already been counted, so that overlapping loads are not
+        counted twice."""
 
     # -- the engine's step ------------------------------------------------------------------------
 
     def reaches_load(self, load: PageLoad) -> bool:
-        """Return whether the device can access all pages of a load and checksum all their segments."""
+        """Return whether the device can directly access all pages of a load, and checksum all of their
+        segments."""
         pages = load.pages
         if not self._mover.works:
             return False
@@ -78,7 +81,7 @@ class ArenaMoves:
         return len(sizes) == 1 and self._pages.has_whole(self._runs(load))
 
     def reached_saves(self, saves: Iterable[PageSave]) -> tuple[list[PageSave], list[PageSave]]:
-        """Return (saves of pages that the device can access, saves of other pages)."""
+        """Split saves into (saves of pages that the device can directly access, saves of all other pages)."""
         reached: list[PageSave] = []
         others: list[PageSave] = []
         if not self._mover.works:
@@ -97,31 +100,32 @@ class ArenaMoves:
         return reached, others
 
     def load(self, load: PageLoad, mark: Any) -> None:
-        """Start a load whose pages the device can access."""
+        """Start a load for which `reaches_load` returned True, after the engine's work at `mark`."""
         self._mover.submit(self._load(load, mark, time.monotonic()))
 
     def save(self, saves: Sequence[OngoingSave], mark: Any) -> None:
-        """Start to copy pages that the device can access."""
+        """Start to copy pages to the store, after the engine's work at `mark`. The device must have access to
+        their locations."""
         self._mover.submit(self._save(saves, mark))
 
     def poll(self) -> None:
-        """Report finished copies, and start the next ones."""
+        """Process copies that have finished, and start the next copies."""
         self._mover.poll()
         self.memory.forget_ended()
 
     def drain(self) -> None:
-        """Wait until no block is being read or written."""
+        """Wait until no copy reads or writes any KV cache block."""
         self._mover.wait()
 
     def close(self) -> None:
-        """Wait for copies in flight, and drop all others."""
+        """Wait for copies in flight, and drop copies that have not started."""
         self._mover.close()
         self.memory.leave(self._mover.is_idle)
 
     # -- jobs in progress ------------------------------------------------------------------------
 
     def _load(self, load: PageLoad, mark: Any, asked: float) -> PolledJob:
-        # The request must be notified of the end of its load in every case.
+        # The end of the load must be reported in every case, because its request waits for it.
         done, begun, reason = 0, 0, "load_error"
         pending = deque[tuple[ArenaSlab, list[bytes]]]()
         try:
@@ -167,7 +171,7 @@ class ArenaMoves:
                     self._in.put_back(slab)
                 settled = True
             finally:
-                # Concurrent loads share the bus, so each is charged its part of the time.
+                # Concurrent loads share the bus, so do not count the same second for two loads.
                 now = time.monotonic()
                 seconds, self._counted_s = now - max(asked, self._counted_s), now
                 self._reports.load_over(load, done if settled else 0, reason, seconds)
@@ -193,7 +197,7 @@ class ArenaMoves:
                     of_page = found[i * len(self._numbers) : (i + 1) * len(self._numbers)]
                     self._reports.page_over(one, dict(zip(self._numbers, of_page, strict=True)))
         except CornplugError as e:
-            compat.logger.debug("cornplug: the saves of a step failed: %s", e)
+            compat.logger.debug("cornplug: saving a step's pages failed: %s", e)
         finally:
             try:
                 for slab, _ in pending:
@@ -202,7 +206,7 @@ class ArenaMoves:
                 self._reports.saves_over(saves)
 
     def _writable(self, pages: Iterator[SavedPage]) -> Iterator[SavedPage]:
-        """Yield the pages whose reservations still exist."""
+        """Yield the pages whose store reservations still exist, and report all other pages as failed."""
         for page in pages:
             try:
                 self._pages.store.view(page.target.location, writable=True)
@@ -213,9 +217,10 @@ class ArenaMoves:
                 yield page
 
     def _runs_of(self, places: Sequence[tuple[bytes, int]]) -> list[Run]:
-        """Return the byte ranges of this rank's part of pages at these (arena, offset).
+        """Return the byte ranges to copy for this rank's part of the pages at these locations, given as
+        (arena id, offset).
 
-        Raises StoreUnavailable if the device can no longer access them.
+        Raises StoreUnavailable if the device can no longer access these locations.
         """
         found: list[Run] = []
         for i, (arena_id, offset) in enumerate(places):
@@ -227,7 +232,7 @@ class ArenaMoves:
         return found
 
     def _runs(self, load: PageLoad) -> int:
-        """Return the number of segments per head in the pages of a load."""
+        """Return the number of segments per head in each page of a load."""
         meta = load.pages.metas[0]
         assert meta is not None
         return len(segment_checksums(meta)) // self._pages.page.heads
@@ -243,24 +248,25 @@ def open_arena(
     sizes: BlockSizes,
     discard: Callable[[Sequence[bytes]], None],
 ) -> ArenaMoves | None:
-    """Create the copies of a rank whose caches are on a GPU. Returns None if the GPU cannot copy pages
-    directly, and logs a warning with the reason.
+    """Create the direct copies for a rank whose KV caches are on a GPU. If the GPU cannot copy pages
+    directly, a warning gives the reason and the result is None.
 
-    `beside` is the object of another cache group. `share` is the share of a slab's memory. Other arguments as
-    for `ArenaMoves`.
+    `beside` is the `ArenaMoves` of another cache group, whose registered memory is shared. `share` is the
+    fraction of the maximum slab size that these copies use. The other arguments are the same as for
+    `ArenaMoves`.
     """
     device, page = blocks.device, pages.page
     try:
         if page.layer_bytes % BLOCK_BYTES:
             raise LayoutError(
-                f"{page.layer_bytes} bytes of a layer are not a multiple of 1 KiB", reason="layout"
+                f"{page.layer_bytes} bytes per layer are not a multiple of 1 KiB", reason="layout"
             )
         sides = CudaSide(device), CudaSide(device, urgent=True)
         checksums = DeviceChecksums(device)
         out, into = (ArenaCopies(blocks, side, checksums, swap_blocks_batch, share=share) for side in sides)
         if not (out.works(page.segment_bytes) and into.works(page.segment_bytes)):
             raise LayoutError("a test page changed when it was copied", reason="layout")
-    except Exception as e:  # noqa: BLE001 - any error of a driver or compiler: the engine starts
+    except Exception as e:  # noqa: BLE001 - an error of a driver or compiler must not stop the engine
         compat.logger.warning("cornplug: KV pages are copied through staging memory, which is slower: %s", e)
         return None
     memory = (

@@ -1,4 +1,5 @@
-"""Page geometry of a model, and a rank's slice of it, derived from the caches that vLLM plans."""
+"""Page geometry of a model, and the part of each page that a rank holds, derived from the KV caches that vLLM
+plans."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> PageGeometry:
-    """Return the page geometry of this model. Raises LayoutError with the reason if KV cannot be shared.
+    """Return the page geometry of a model with a single cache group. Raises LayoutError, with the reason, if
+    KV cannot be shared.
 
-    Hybrid models (sliding window, Mamba) have several cache groups, and a prefix counts only if every group
-    has it. They run as stock, and the log gives the reason.
+    Hybrid models (sliding window, Mamba) have several cache groups (see `kv_groups.page_kinds`).
     """
     if len(cache.kv_cache_groups) != 1:
         raise LayoutError(f"{len(cache.kv_cache_groups)} KV cache groups (a hybrid model)", reason="hybrid")
@@ -51,11 +52,11 @@ def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) ->
 def _only_engine(config: VllmConfig, planes: int, quantised: str) -> str:
     if planes == 1:
         return engine_of_latents("vllm", config.model_config.hf_config.to_dict())
-    return "vllm" if quantised else ""  # fp8 KV has not been compared with SGLang's.
+    return "vllm" if quantised else ""  # vLLM's fp8 KV has not been compared with SGLang's.
 
 
 def _first_layers(layers: int, stages: int) -> list[int]:
-    """Return the first layer of each pipeline stage."""
+    """Return the number of the first layer of each pipeline stage."""
     from vllm.distributed.utils import get_pp_indices
 
     if stages == 1:
@@ -64,13 +65,15 @@ def _first_layers(layers: int, stages: int) -> list[int]:
 
 
 def _layers(config: VllmConfig, cache: KVCacheConfig) -> int:
-    """Return the number of layers of a page: the model's layers with their own cache, then a draft
-    model's."""
+    """Return the number of layers in a page: the model's layers that have their own cache, and a draft
+    model's layers."""
     total = config.model_config.get_total_num_hidden_layers()
     if config.parallel_config.pipeline_parallel_size > 1:
-        # This plan may be for a single stage. Workers detect layers that share caches.
+        # `cache` may describe a single stage. Workers detect layers that share caches.
         if drafts_with_kv(config) is not None:
-            raise LayoutError("a draft model with pipeline parallelism", reason="speculative")
+            raise LayoutError(
+                "a draft model with pipeline parallelism is not supported", reason="speculative"
+            )
         return total
     target, drafts = _split(config, cache)
     if len(target) > total:
@@ -79,20 +82,24 @@ def _layers(config: VllmConfig, cache: KVCacheConfig) -> int:
 
 
 def steady_drafts(config: VllmConfig) -> SpeculativeConfig | None:
-    """Return `drafts_with_kv`. Raises LayoutError if the KV of drafts has gaps."""
+    """Return the speculation config if the draft model has its own KV, else None. Raises LayoutError if that
+    KV may have gaps."""
     speculative = drafts_with_kv(config)
     if speculative is not None and speculative.uses_dynamic_speculative_decoding():
-        # Gaps occur when the engine was too busy to draft.
-        raise LayoutError("the number of draft tokens depends on the load", reason="speculative")
+        # With dynamic speculative decoding, gaps occur in steps in which the engine was too busy to draft.
+        raise LayoutError(
+            "speculative decoding whose number of draft tokens depends on the load is not supported",
+            reason="speculative",
+        )
     return speculative
 
 
 def _split(config: VllmConfig, cache: KVCacheConfig) -> tuple[list[str], list[str]]:
-    """Return the names of the group's layers: the model's layers by number, then its draft's layers in vLLM's
-    order.
+    """Split the layer names of a single cache group into (the model's layers by number, its draft's layers in
+    vLLM's order).
 
-    vLLM loads a draft after its target and appends its layers, with numbers that continue or restart. Raises
-    LayoutError if the KV layout of the draft differs from the target's.
+    vLLM loads a draft model after its target model and appends the draft's layers. Their numbers continue or
+    start again at 0. Raises LayoutError if the KV layout of the draft differs from the target's.
     """
     names, speculative = cache.kv_cache_groups[0].layer_names, steady_drafts(config)
     count = len(names)
@@ -105,15 +112,16 @@ def _split(config: VllmConfig, cache: KVCacheConfig) -> tuple[list[str], list[st
         count = min(count, model.get_total_num_hidden_layers())
     target = sorted(names[:count], key=layer_number)
     if [layer_number(name) for name in target] != list(range(count)):
-        raise LayoutError(f"layers {target} are not the first {count} of the model", reason="layout")
+        raise LayoutError(f"layers {target} are not the first {count} layers of the model", reason="layout")
     return target, names[count:]
 
 
 def _planes(spec: Any) -> int:
-    """Return 2 for layers of full attention whose blocks hold K and V of every token, 1 for MLA latents.
+    """Return the number of planes in the blocks of layers with this spec: 2 for full attention (K and V of
+    each token), 1 for MLA (one latent per token).
 
-    Raises LayoutError for all others. Some subclasses free blocks in the middle of a request (R-SWA), and
-    some keep sinks before its first token.
+    Raises LayoutError for all other kinds of layers. Some of them free blocks in the middle of a request
+    (R-SWA), and some keep sink tokens before the request's first token.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
@@ -127,8 +135,8 @@ def _planes(spec: Any) -> int:
 
 
 def rank_slice(config: VllmConfig, cache: KVCacheConfig, geometry: PageGeometry) -> RankSlice:
-    """Return the slice of a page that this worker's rank holds. Raises LayoutError if it is not
-    contiguous."""
+    """Return the heads and layers of a page that this worker's rank holds. Raises LayoutError if the layers
+    are not contiguous."""
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     heads, writes = tensor_parallel_heads(
@@ -148,16 +156,16 @@ def rank_slice(config: VllmConfig, cache: KVCacheConfig, geometry: PageGeometry)
 def in_page_order(
     config: VllmConfig, cache: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return this rank's caches in the order of a page's layers.
+    """Return this rank's KV caches by layer name, in the order of the layers in a page.
 
-    A layer that uses another layer's cache is left out, because the page already has that cache. With
-    pipeline parallelism it is kept, and the worker refuses it, because the page then has a fixed number of
-    layers.
+    A layer that uses another layer's cache is left out, because the page already contains that cache. With
+    pipeline parallelism, such a layer is kept and the worker rejects it, because the page then has a fixed
+    number of layers.
     """
     if config.parallel_config.pipeline_parallel_size > 1:
         names = sorted(kv_caches, key=layer_number)
     else:
         target, drafts = _split(config, cache)
         names = [*target, *drafts]
-    # If vLLM registers fewer caches, the worker refuses them.
+    # If vLLM registers fewer caches than expected, the worker rejects them.
     return {name: kv_caches[name] for name in names if name in kv_caches}

@@ -1,13 +1,14 @@
-"""Copies in flight when vLLM does not expect them: at its sleep, at its end, and for a reused request id.
+"""Handling of KV copies that are still in flight when vLLM sleeps, when vLLM ends, and when a request id is
+reused.
 
-An engine core in a separate process keeps stepping until all copies have ended. A core in the process of its
-caller (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) runs no step after the program's last request, so copies may be in
-flight when it sleeps or when the program ends.
+An engine core in a separate process continues to run steps until all copies have ended. An engine core in its
+caller's process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) runs no step after the program's last request, so copies
+may be in flight when it sleeps or when the program ends.
 
-vLLM forgets a request when it ends, but keeps an aborted request until its blocks are loaded, and asserts
-that no request arrives with the same id in the meantime. A client that reuses request ids, which vLLM does
-not change with VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1, would stop the engine. Here the load keeps the
-blocks, and vLLM forgets the request.
+vLLM removes a request when it ends, but keeps an aborted request until its blocks are loaded, and asserts
+that no request with the same id arrives in the meantime. A client that reuses request ids would stop the
+engine, if VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1 makes vLLM use these ids unchanged. With this module, the
+load keeps the blocks, and vLLM removes the request.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from typing import Any, Final
 from cornplug.vllm_connector import compat
 
 _LAST_SAVES_S: Final = 5.0
-"""Maximum time for finishing saves when the program ends."""
+"""Maximum seconds to wait for unfinished saves when the program ends."""
 
 
 def _add_request(
     original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
     held = scheduler.requests.get(request.request_id)
-    # With other connectors, the end of a load does not show whose load it was.
+    # If other connectors are configured too, the end of a load does not identify its request.
     detach = getattr(scheduler.connector, "_detach_load", None)
     if held is not None and held.is_finished() and detach is not None and detach(held):
         scheduler._free_blocks(held)
@@ -34,7 +35,7 @@ def _add_request(
 
 
 def _ours(connector: Any) -> Iterator[Any]:
-    """Yield cornplug's KV connector: this connector, or one of its children."""
+    """Yield cornplug's KV connector, which is `connector` itself or one of its children."""
     for one in getattr(connector, "sub_connectors", [connector]):
         if hasattr(one, "_end_copies"):
             yield one
@@ -61,8 +62,8 @@ def _shutdown(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any
 
 
 def _end_saves(core: Any) -> None:
-    """Run steps until the saves of the last requests have ended. On a CPU, these copies wait for an idle
-    engine."""
+    """Run engine steps until the saves of the last requests have ended. On a CPU, these copies wait until the
+    engine is idle."""
     connectors = [] if core.scheduler.has_unfinished_requests() else list(_ours(core.scheduler.connector))
     until = time.monotonic() + _LAST_SAVES_S
     while any(one.has_pending_push_work() for one in connectors) and time.monotonic() < until:

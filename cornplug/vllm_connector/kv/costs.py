@@ -1,4 +1,5 @@
-"""Measured durations of this engine's loads and steps, which `LoadRule` uses."""
+"""Measurements of how long this engine's loads and steps take. `LoadRule` uses them to decide whether to load
+or to compute."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _LOAD_FLOOR_S: Final = 1.0
-"""Minimum deadline of a load. The deadline is three times the time to compute its tokens if that is longer.
-After it, the rest is computed."""
+"""Minimum seconds after which a load is given up and its remaining tokens are computed instead. The time
+limit is three times the time to compute all tokens of the load if that is longer."""
 _TIMED_TOKENS, _TIMED_STEPS = 64, 16
-"""Steps with at least this many tokens beyond one per request are timed, and one in this many of all other
-steps."""
+"""Which steps are timed: every step with at least `_TIMED_TOKENS` more tokens than requests, and one in
+`_TIMED_STEPS` of all other steps."""
 _TIMED_OPEN: Final = 256
 RECALL_FRESH_S: Final = 60.0
-"""Age at which measurements of a disk expire, so a disk that was too slow is tried again."""
+"""Seconds after which measured disk speeds expire, so that a disk that was too slow is tried again."""
 
 
 @dataclass(slots=True)
@@ -33,47 +34,53 @@ class _Loading:
     began: float
     size_bytes: int
     moving_before: float | None
-    """Seconds of transfer time before the load began, or None if it overlapped with another load."""
+    """Total transfer seconds (`LoadCosts._moving_s`) when the load began, or None if the load overlapped with
+    another load."""
 
 
 class LoadCosts:
-    """Cost measurements of one scheduler half. Used by the engine's thread."""
+    """Measures the cost of one engine's loads and steps, and decides which loads are worthwhile. Used by the
+    engine's thread."""
 
     def __init__(self, config: StoreConfig, page: PageSize) -> None:
         self.rule = LoadRule(config.load_when)
         self.page = PageCost()
-        """Cost of computing a page's tokens, for pages that this engine saves."""
+        """Cost of computing one page's tokens, which is stored with each page that this engine saves."""
         self._config = config
         self._page = page
         self._recalling = FadedRate()
-        """Bytes that the store read from disk, by the seconds until this engine saw them."""
+        """Measured rate of reads from disk, including the time until this engine notices that the pages have
+        arrived."""
         self._loading: dict[str, _Loading] = {}
         self._moving_s = 0.0
-        """Seconds that movers have spent on loads so far."""
+        """Total seconds that movers have spent on loads since the start."""
         self._steps = 0
         self._timed: dict[int, tuple[float, int]] = {}
-        """Time at which the step was scheduled, and its number of tokens, by step."""
+        """(time when the step was scheduled, its number of tokens) for each timed step, by the step's
+        number."""
         self._step_ended = 0.0
         self._moved = False
-        """Whether something was loaded since the last step ended."""
+        """Whether any bytes have been loaded since the last step ended."""
 
     @property
     def loads_open(self) -> bool:
-        """Whether a load is in flight."""
+        """Whether any load is in flight."""
         return bool(self._loading)
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes of all loads in flight."""
+        """Total size in bytes of all loads in flight."""
         return sum(one.size_bytes for one in self._loading.values())
 
     def pays(self, *, tokens: int, pages: int) -> bool:
-        """Return whether to load `tokens` from `pages` pages now."""
+        """Return whether loading `tokens` tokens from `pages` stored pages is faster than computing the
+        tokens."""
         size_bytes = pages * self._page.page_bytes
         return self.rule.pays(tokens=tokens, size_bytes=size_bytes, queued_bytes=self.queued_bytes)
 
     def recall_pays(self, *, tokens: int, pages: int, on_disk: int) -> bool:
-        """Return whether to load `tokens` from `pages` pages after reading `on_disk` of them from disk."""
+        """Return whether loading `tokens` tokens from `pages` stored pages is faster than computing the
+        tokens, if `on_disk` of the pages must first be read from disk."""
         page_bytes = self._page.page_bytes
         recall_s = self._recalling.seconds(on_disk * page_bytes, fresh_s=RECALL_FRESH_S) or 0.0
         return self.rule.pays(
@@ -81,23 +88,25 @@ class LoadCosts:
         )
 
     def recalled(self, pages: int, seconds: float) -> None:
-        """Record that `pages` pages were read from disk."""
+        """Record that reading `pages` pages from disk took `seconds`."""
         self._recalling.note(pages * self._page.page_bytes, seconds)
 
     def deadline_s(self, tokens: int) -> float:
-        """Return the maximum seconds of a load before the rest of it is computed."""
-        # The lease has used at most a third of its time when the engine accepts the offer.
+        """Return the time limit in seconds for a load of `tokens` tokens. After it, the load is given up and
+        the remaining tokens are computed."""
+        # At most a third of the lease's time has passed when the engine accepts the offer.
         leased_s, compute_s = LEASE_S * 2 / 3, self.rule.compute_s(tokens)
         if compute_s is None or self._config.load_when == "always":
             return leased_s
         return min(leased_s, max(_LOAD_FLOOR_S, 3 * compute_s))
 
     def far_wait_s(self, tokens: int) -> float:
-        """See `LoadRule.far_wait_s`."""
+        """Return the maximum seconds to wait for far stores' replies about `tokens` absent tokens (see
+        `LoadRule.far_wait_s`)."""
         return self.rule.far_wait_s(tokens)
 
     def load_began(self, request_id: str, pages: int) -> None:
-        """Record that the engine accepted an offer."""
+        """Record that a request begins to load `pages` pages."""
         alone = not self._loading
         for other in self._loading.values():
             # The latency of a load cannot be measured while two loads overlap.
@@ -107,7 +116,8 @@ class LoadCosts:
         )
 
     def load_ended(self, request_id: str, *, whole: bool) -> float:
-        """Record the end of a load. Returns the seconds that its request has waited."""
+        """Record the end of a request's load, and return the seconds that the request waited for the load.
+        `whole` is whether all pages were loaded."""
         one = self._loading.pop(request_id)
         waited = time.monotonic() - one.began
         if whole and one.moving_before is not None:
@@ -115,7 +125,8 @@ class LoadCosts:
         return waited
 
     def time_step(self, output: SchedulerOutput) -> int:
-        """Begin to time this step. Returns its number, or 0 if it is not timed."""
+        """Start to time the step that was just scheduled. Returns the step's number, or 0 if this step is not
+        timed."""
         self._steps += 1
         tokens = output.total_num_scheduled_tokens
         more = tokens - len(output.num_scheduled_tokens)
@@ -124,7 +135,7 @@ class LoadCosts:
         if not wanted or getattr(output, "scheduled_encoder_inputs", None):
             return 0
         if len(self._timed) >= _TIMED_OPEN:
-            self._timed.clear()  # No worker replies.
+            self._timed.clear()  # The workers have stopped acknowledging steps.
         self._timed[self._steps] = time.monotonic(), tokens
         return self._steps
 
@@ -132,7 +143,7 @@ class LoadCosts:
         """Record the measurements in the workers' acknowledgements."""
         for number in acks.steps:
             began, tokens = self._timed.pop(number, (0.0, 0))
-            # Steps may be scheduled while others run. A step begins to run when the previous one has ended.
+            # Steps may be scheduled while others run. A step begins to run when the previous step has ended.
             self.rule.computed(tokens, time.monotonic() - max(began, self._step_ended))
         if acks.steps:
             self.page.seconds = self.rule.compute_s(self._page.page_tokens) or 0.0

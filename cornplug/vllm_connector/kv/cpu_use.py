@@ -1,14 +1,15 @@
-"""Limits of the CPU use of vLLM's processes, so that it is as low as without a connector.
+"""Limits on the CPU use of vLLM's processes, so that it is as low as without a connector.
 
-A worker polls shared memory continuously for one second after each message of its engine core. cornplug makes
-an engine run steps while it waits for the encoder service or copies KV, and each of these steps would restart
-that second. The worker would then use a core that the process it waits for, or another engine, needs. Here
-the second counts from the last step with tokens, as in an engine without cornplug.
+A vLLM worker polls shared memory continuously for one second after each message from its engine core.
+cornplug makes an engine run steps while it waits for the encoder service or copies KV, and each of these
+steps would restart that second. The worker would then use a CPU core that is needed by the process that it
+waits for, or by another engine. With this module, the second counts from the last step with tokens, as in an
+engine without cornplug.
 
-With any KV connector, an engine on a CPU reserves one more core in each worker, intended for NIXL's progress
-thread. A host with two cores has none left to reserve. vLLM then computes on both cores and every other
-process interrupts its threads, which wait for each other at each operation. Here it reserves none for
-cornplug.
+With any KV connector, an engine on a CPU reserves one more core per worker, intended for NIXL's progress
+thread. A host with two cores has no core to reserve. vLLM then computes on both cores, and every other
+process interrupts vLLM's threads, which wait for each other at each operation. With this module, vLLM does
+not reserve a core for cornplug.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, Final
 from cornplug.vllm_connector.compat import KV_CONNECTOR
 
 _RECHECK_MS: Final = 50
-"""Maximum time that a worker waits for a notification before it checks for a message."""
+"""Maximum milliseconds that a worker waits for a notification before it checks for a message itself."""
 
 
 def _reserve_as_stock(
@@ -35,19 +36,19 @@ def _reserve_as_stock(
 
 
 class _Steps:
-    """Last step of this worker process."""
+    """Whether this worker process's last step computed tokens, and when the last such step began."""
 
     def __init__(self) -> None:
         self.computes = True
         self.computed_s = time.monotonic()
-        """Start of the last step with tokens."""
+        """Time when the last step with tokens began."""
 
 
 _steps: Final = _Steps()
 
 
 def began(*, computes: bool) -> None:
-    """Record the step that this worker process begins."""
+    """Record that this worker process begins a step. `computes` is whether the step computes tokens."""
     _steps.computes = computes
     if computes:
         _steps.computed_s = time.monotonic()

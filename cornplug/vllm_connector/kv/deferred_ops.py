@@ -1,4 +1,4 @@
-"""Store operations of the KV scheduler, sent once per step: commits, releases and deletes."""
+"""Store operations that the KV scheduler collects and sends once per step: commits, releases and deletes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import msgspec
 from cornplug.engine_common.page_publish import PagePublisher
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CornplugError
-from cornplug.store.base import Reservation
-from cornplug.store.posted import Answered, Posted
+from cornplug.store.base import Answered, Posted, Reservation
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class OpenSave(msgspec.Struct, eq=False):
-    """Reserved page that the worker halves are writing."""
+    """Page that the worker halves are writing to a reservation in the store."""
 
     reservation: Reservation
     name: str
@@ -33,22 +32,22 @@ class OpenSave(msgspec.Struct, eq=False):
     tracked: TrackedRequest | None = None
     """The page's request, or None if the request finished before the save began."""
     blocks: Sequence[KVCacheBlock] = ()
-    """Blocks that hold the page, set when they are pinned or the request has finished."""
+    """vLLM blocks that contain the page. Empty until the blocks are pinned or the request has finished."""
     pinned: bool = False
-    """Whether its blocks hold a reference for it."""
+    """Whether this object holds a reference to the blocks, so that vLLM does not reuse them."""
     checksums: dict[int, int] = msgspec.field(default_factory=dict)
     failed_segments: int = 0
     given_up: bool = False
-    """Whether its blocks were reused."""
+    """Whether the page must not be committed, because its blocks were reused."""
     announced: PageSpan | None = None
-    """Page to announce in KV events once it is stored, if `tracked` is None."""
+    """Span to announce in KV events once the page is stored. Used if `tracked` is None."""
 
 
 class DeferredStoreOps:
-    """Operations collected during a step. `run` sends them to the store in at most three messages.
+    """Collects store operations during a step. `run` sends them to the store in at most three messages.
 
-    They run on the engine's own thread, which does not wait for replies to commits: the next step reads them.
-    Another thread would wait for the interpreter's lock, which vLLM's busy loop holds.
+    `run` is called on the engine's own thread and does not wait for replies to commits, which the next step
+    reads. A separate thread would have to wait for Python's interpreter lock, which vLLM's busy loop holds.
     """
 
     def __init__(self, runtime: EngineRuntime, publisher: PagePublisher) -> None:
@@ -58,26 +57,26 @@ class DeferredStoreOps:
         self._release: list[int] = []
         self._delete: list[bytes] = []
         self._committed: deque[Posted[bool]] = deque()
-        """Commits whose replies have not arrived yet."""
+        """Commits that were sent and whose replies have not been read yet."""
 
     def __bool__(self) -> bool:
         return bool(self._commit or self._release or self._delete or self._committed)
 
     def commit(self, saves: list[OpenSave]) -> None:
-        """Commit written pages."""
+        """Add a commit of pages that every rank has written."""
         self._commit += saves
 
     def release(self, tokens: list[int]) -> None:
-        """End leases, or release reservations."""
+        """Add the release of leases or reservations with these tokens."""
         self._release += tokens
 
     def delete(self, key: bytes) -> None:
-        """Delete an entry whose header or payload is damaged."""
+        """Add the deletion of an entry whose header or payload is damaged."""
         self._delete.append(key)
 
     def run(self) -> None:
-        """Send the operations once. Operations that fail now are dropped, because the store releases
-        everything when the connection ends."""
+        """Send the collected operations to the store. Operations that fail are dropped, because the store
+        releases all leases and reservations when the connection ends."""
         commit, self._commit = self._commit, []
         release, self._release = self._release, []
         delete, self._delete = self._delete, []

@@ -1,8 +1,10 @@
-"""Saves of an idle engine: pages of finished requests that were not worth copying while requests ran.
+"""Saving of pages while the engine is idle. These are pages of finished requests that were not worth copying
+while requests ran.
 
-With `engine.save = "second"` the first use of a page saves nothing, so a prompt that one app sent once would
-be computed again for another app. An idle engine copies such pages if the store has free capacity, so no page
-that was used twice is evicted for them. Their blocks count as free all the time (`FreedBlocks`).
+With `engine.save = "second"`, a page is not saved when the first request uses it. A prompt that one app sent
+once would then be computed again for another app. An idle engine therefore copies such pages if the store has
+free capacity, so that no page that was used twice is evicted for them. The blocks of such pages count as free
+all the time (`FreedBlocks`).
 """
 
 from __future__ import annotations
@@ -32,29 +34,30 @@ if TYPE_CHECKING:
     from cornplug.vllm_connector.kv.page_events import PageEvents, PageSpan
 
 _SETTLE_S: Final = 0.05
-"""Time without a scheduled token before the first copy, because a pause between two requests is not
-idleness."""
+"""Seconds without a scheduled token before the first copy. A shorter pause between two requests does not
+count as idle."""
 _LIMIT_S: Final = 1.0
-"""Time without a scheduled token after which an engine sleeps, and saves the other pages when it is idle
-again. This also limits how long a caller that pauses the engine has to wait."""
+"""Seconds without a scheduled token after which an engine stops saving until it is idle again. This also
+limits how long a caller that pauses the engine has to wait."""
 _BATCH_BYTES: Final = 32 << 20
-"""Bytes of pages that are copied at a time, and therefore while a new request starts."""
+"""Maximum total size in bytes of pages that are copied at a time, and that may still be being copied when a
+new request starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """Page to be copied."""
+    """Unsaved page of a finished request, and the vLLM blocks that contain it."""
 
     key: bytes
     index: int
-    """Index of the page in `blocks`."""
+    """Index of the page within `blocks`, in pages."""
     blocks: Sequence[KVCacheBlock]
     hashes: Sequence[BlockHashWithGroupId | None]
     announced: PageSpan | None = None
-    """Span for KV events, or None without events."""
+    """Span to announce in KV events once the page is stored, or None without KV events."""
 
     def cached(self) -> bool:
-        """Return whether its blocks have held it without interruption.
+        """Return whether the blocks have contained this page without interruption since the request finished.
 
         vLLM removes the hash from a block that it reuses, and creates a new hash object when it caches a
         block, even for the same tokens. Such a block may have been computed again with an adapter that was
@@ -66,8 +69,8 @@ class _Page:
 
 
 class IdleSaves:
-    """Idle saves of one scheduler half. Used by the engine's thread. True while an idle engine must run steps
-    for them."""
+    """Saves pages of one scheduler half's finished requests while the engine is idle. Used by the engine's
+    thread. Truthy while an idle engine still has to run steps to finish these saves."""
 
     def __init__(
         self,
@@ -78,7 +81,8 @@ class IdleSaves:
         publisher: PagePublisher,
         alarm: EngineAlarm = ALARM,
     ) -> None:
-        """Create the saves. `publisher` reserves capacity for pages whether or not they were used before."""
+        """Prepare idle saves. `publisher` reserves space for pages whether or not a request has used them
+        before."""
         self._alarm = alarm
         self._run, self._page = runtime, page
         self._requests, self._saves, self._publisher = requests, saves, publisher
@@ -87,27 +91,29 @@ class IdleSaves:
         self._pool: BlockPool | None = None
         self._unit_tokens = self._unit_blocks = self._most_pages = 0
         self._finished: deque[dict[int, _Page]] = deque()
-        """Unsaved pages of finished requests, by their index in the request. Oldest first."""
+        """Unsaved pages of finished requests, one dict per request by page index. The oldest request is
+        first."""
         self._asking: list[tuple[TrackedRequest, dict[int, _Page]]] = []
-        """Finished requests whose reservations the store has not answered completely."""
+        """Finished requests with pending reservations, each with its unsaved pages by page index."""
         self._pages = 0
         """Number of pages in `_finished`."""
         self._growing: list[_Page] = []
-        """Pages for which the store is allocating memory."""
+        """Pages that the store refused because it is still allocating memory. They are tried again."""
         self._open: dict[int, OpenSave] = {}
         self._idle_since: float | None = None
         self._woken = False
-        """Whether the timer ends this pause, so the engine does not have to run steps during it."""
+        """Whether a timer will wake the engine in this pause, so that the engine need not run steps until
+        then."""
         self._unanswered = False
-        """Whether the store failed to reply since the engine became idle."""
+        """Whether the store has failed to reply since the engine became idle."""
 
     def bind(self, pool: BlockPool | None, block_size: int) -> None:
-        """Set the engine's block pool, with blocks of `block_size` tokens."""
-        # Without prefix caching, no page outlives its request.
+        """Set the engine's block pool, whose blocks have `block_size` tokens."""
+        # Without prefix caching, the blocks of a finished request are not kept.
         if self._run.config.engine.save != "second" or pool is None or not pool.enable_caching:
             return
         self._pool = pool
-        # A page and a block both begin at multiples of this.
+        # A page and a block both begin at each multiple of this number of tokens.
         self._unit_tokens = math.lcm(self._page.page_tokens, block_size)
         self._unit_blocks = self._unit_tokens // block_size
         self._most_pages = pool.num_gpu_blocks * block_size // self._page.page_tokens
@@ -116,14 +122,14 @@ class IdleSaves:
         if self._unanswered or not (self._finished or self._growing) or self._requests.unfinished():
             return False
         if self._alarm.replicas_wait():
-            return False  # In a step that computes nothing, vLLM sleeps for 1 ms.
+            return False  # vLLM sleeps for 1 ms in a step that computes nothing, and the replicas would wait.
         if self._idle_since is None:
             return True
         idle_s = time.monotonic() - self._idle_since
         return idle_s <= _LIMIT_S and not (self._woken and idle_s < _SETTLE_S)
 
     def remember(self, tracked: TrackedRequest, block_ids: Sequence[int]) -> None:
-        """Remember the pages of a finished request, which still has these blocks."""
+        """Remember the unsaved pages of a request that has just finished and still has these blocks."""
         if self._pool is None or not (tracked.unsaved or tracked.asked):
             return
         keys = tracked.unsaved | {asked.index: asked.key for asked in tracked.asked}
@@ -141,7 +147,8 @@ class IdleSaves:
             self._pages -= len(self._finished.popleft())
 
     def _add_answered(self) -> None:
-        """Add the pages of finished requests for which nothing was reserved."""
+        """Add the pages of finished requests for which the store has replied to all reservations but has not
+        reserved space."""
         asking, self._asking = self._asking, []
         for tracked, pages in asking:
             if tracked.asked:
@@ -150,7 +157,8 @@ class IdleSaves:
                 self._add({index: page for index, page in pages.items() if index in tracked.unsaved})
 
     def of_step(self, output: SchedulerOutput) -> list[PageSave]:
-        """Return pages that the worker halves should copy in this step. Empty while a token is computed."""
+        """Return the saves for the worker halves to carry out in this step. Empty if the step computes
+        tokens."""
         if self._asking:
             self._add_answered()
         nothing = not (self._finished or self._growing)
@@ -172,17 +180,18 @@ class IdleSaves:
         return self._reserve(pages) if pages else []
 
     def forget(self) -> None:
-        """Drop all remembered pages."""
+        """Drop all unsaved pages of finished requests."""
         self._finished.clear()
         self._asking.clear()
         self._growing.clear()
         self._pages = 0
 
     def _free_pages(self) -> int:
-        """Return the number of pages that fit into the store without an eviction. If there are none, idle
-        saves end until the next pause.
+        """Return the number of pages that fit into the store without an eviction. If no page fits, idle saves
+        stop until the next pause.
 
-        A store that does not reply is no reason to keep an engine awake. The next pause tries again.
+        If the store does not reply, idle saves stop too, so that the engine can sleep. The next pause tries
+        again.
         """
         free = free_pages(self._run, self._page)
         if free is None:
@@ -193,8 +202,8 @@ class IdleSaves:
         return free
 
     def _take(self, count: int) -> list[_Page]:
-        """Take at most `count` pages that are still cached: those of the newest requests, each from its
-        start."""
+        """Remove and return at most `count` pages that are still cached. The newest requests come first, and
+        each request's pages are in order."""
         pages = [page for page in self._growing[:count] if page.cached()]
         del self._growing[:count]
         while self._finished and len(pages) < count:
@@ -209,7 +218,8 @@ class IdleSaves:
         return pages
 
     def _page_of(self, ids: Sequence[int], index: int, key: bytes, announced: PageSpan | None) -> _Page:
-        """Create a page of a request with these blocks. Only the blocks that hold the page are kept."""
+        """Create the record of page `index` of a request whose block ids are `ids`. The record keeps only the
+        blocks that contain the page."""
         assert self._pool is not None
         unit, place = divmod(index * self._page.page_tokens, self._unit_tokens)
         span = slice(unit * self._unit_blocks, (unit + 1) * self._unit_blocks)
@@ -233,7 +243,7 @@ class IdleSaves:
         save = self._saves.begin(reservation, page.index, None)
         save.name, save.announced = save_name("idle", reservation), page.announced
         self._open[reservation.token] = save
-        # The blocks stay free, and the engine reuses them last.
+        # The blocks still count as free, but the engine reuses them last.
         self._pool.touch(page.blocks)
         save.blocks = page.blocks
         self._saves.freed.release(self._pool, save)

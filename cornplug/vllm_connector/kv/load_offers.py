@@ -1,4 +1,5 @@
-"""Loads of KV pages: stored pages of a request are leased, offered to vLLM, and loaded if vLLM accepts."""
+"""Loading of KV pages. A request's stored pages are leased, offered to vLLM, and loaded if vLLM accepts the
+offer."""
 
 from __future__ import annotations
 
@@ -27,31 +28,32 @@ if TYPE_CHECKING:
     from cornplug.vllm_connector.kv.page_events import PageEvents
 
 _FIRST_PAGES: Final = 32
-"""Number of pages in the first query of a lookup. Computing that many keys takes about as long as the
-query."""
+"""Number of pages in the first query of a lookup. Computing the keys of this many pages takes about as long
+as the query."""
 
 
 @dataclass(slots=True)
 class LeasedPages:
-    """Leased pages for one request, valid until `expires`."""
+    """Leased pages that are offered to one request. The offer is valid until `expires`."""
 
     computed: int
-    """Number of tokens in the engine's own cache. The pages follow them."""
+    """Number of tokens in the engine's own cache. The leased pages follow these tokens."""
     expires: float
-    """Expiry on the monotonic clock, in seconds."""
+    """Time on the monotonic clock, in seconds, when the offer expires."""
     first_page: int = 0
     pages: Leases = NO_LEASES
-    """Whole pages, starting with `first_page`."""
+    """Leases of pages with valid headers, starting with page `first_page` of the request."""
     groups: list[tuple[int, Leases]] = field(default_factory=list)
-    """(first page, pages) of each cache group, if a model has several. `pages` then belongs to one group."""
+    """(index of the first page, leased pages) for each cache group, if the model has several. `pages` then
+    has the pages of one of these groups."""
     tokens: list[int] = field(default_factory=list)
-    """Tokens of all leases, including leases of incomplete pages."""
+    """Lease tokens of all leased pages, including pages that are not offered."""
     end: int = 0
-    """First token after the load, set when loading begins."""
+    """Index of the first token after the load. Set when loading begins."""
 
 
 class LoadOffers:
-    """Load offers of one scheduler half. Used by the engine's thread."""
+    """Looks up a request's stored pages, leases them and offers them to vLLM. Used by the engine's thread."""
 
     def __init__(
         self,
@@ -73,12 +75,13 @@ class LoadOffers:
 
     @property
     def recall_open(self) -> bool:
-        """Whether a request waits for pages on disk."""
+        """Whether any request waits for pages that are read from disk."""
         return self._recalls.waited_for
 
     def tokens(self, tracked: TrackedRequest, computed: int) -> int | None:
-        """Return the number of tokens beyond `computed` in leased pages, or None while pages are read from
-        disk or far stores are queried. Called often, and usually served from memory."""
+        """Return the number of tokens after the first `computed` tokens that are in leased pages, or None
+        while pages are read from disk or far stores are queried. vLLM calls this often. Most calls need no
+        message to the store."""
         if tracked.load_failed:
             return 0
         if tracked.recall is not None and not tracked.recall.over and self._waits(tracked.recall):
@@ -97,15 +100,16 @@ class LoadOffers:
                 tracked.offer = None
                 return None
             if self.events is not None and offer.pages:
-                # Include pages before the offer: the engine's own cache has them, and a router follows the
-                # chain.
+                # Include the pages before the offer, which are in the engine's own cache, because a router
+                # follows the chain of blocks from the start of the prompt.
                 self.events.note(tracked, range(offer.first_page + len(offer.pages)))
         if not offer.pages:
             return 0
         return (offer.first_page + len(offer.pages)) * self._page.page_tokens - computed
 
     def _waits(self, recall: PageRecall) -> bool:
-        """Return whether pages are still being read from disk. Counts late pages once."""
+        """Return whether the request still waits for pages from disk. Pages that did not arrive in time are
+        counted as misses once."""
         late: int | None = 0
         with miss(self._tally, self._run.app, KV_PAGE):
             late = self._recalls.late(recall)
@@ -114,7 +118,7 @@ class LoadOffers:
         return late is None
 
     def _awaits_far(self, tracked: TrackedRequest) -> bool:
-        """Return whether the request still waits for far stores."""
+        """Return whether the request still waits for far stores' replies."""
         assert tracked.far is not None
         waits = self._recalls.awaits(tracked.far)
         if not waits:
@@ -124,11 +128,9 @@ class LoadOffers:
     def _seek(
         self, tracked: TrackedRequest, absent: range, keys_of: Callable[[range], Sequence[bytes]]
     ) -> bool:
-        """Query far stores for these absent pages, once per request. Returns whether the lookup ends here
-        because of that."""
-        if not absent or not self._recalls.far_answers:
-            return False
-        if tracked.far is not None or not self._may_recall(tracked):
+        """Query far stores for absent pages, at most once per request. Returns True if the request now waits
+        for replies, so that the caller must end the lookup."""
+        if not absent or tracked.far is not None or not self._may_recall(tracked):
             return False
         some = range(absent.start, min(absent.stop, absent.start + MOST_SOUGHT))
         tokens = len(absent) * self._page.page_tokens
@@ -136,8 +138,8 @@ class LoadOffers:
         return tracked.far is not None
 
     def _recall(self, tracked: TrackedRequest, keys: Sequence[bytes], *, tokens: int, pages: int) -> bool:
-        """Read keys from disk if some are there. Returns whether the lookup ends here: the request waits for
-        them, or was looked up again without them."""
+        """Start to read those pages of `keys` that are only on disk. Returns True if the caller must end the
+        lookup, because the request waits for these pages or was looked up again without them."""
         if not self._may_recall(tracked):
             return False
         on_disk = self._recalls.on_disk(keys)
@@ -150,14 +152,14 @@ class LoadOffers:
         return True
 
     def _may_recall(self, tracked: TrackedRequest) -> bool:
-        # After a reset, it is unknown whether a page on disk was stored before the reset.
+        # For a page on disk, it is unknown whether it was stored before or after a reset.
         return tracked.recall is None and self._recalls.has_disk and not self._before.reset
 
     def _there(self, tracked: TrackedRequest, keys: Sequence[bytes], deadline_s: float) -> bytes:
-        """Return a nonzero byte for each key that the store has, including on disk if this request may wait
-        for that."""
+        """Return one byte per key, nonzero if the store has the page in memory, or on disk if this request
+        may wait for reads from disk."""
         if self._may_recall(tracked):
-            return self._recalls.there(keys, deadline_s=deadline_s)
+            return self._run.store.tiers(keys, deadline_s=deadline_s)
         return self._run.store.contains(keys, deadline_s=deadline_s)
 
     def _look_up(self, tracked: TrackedRequest, offer: LeasedPages) -> None:
@@ -168,13 +170,12 @@ class LoadOffers:
         nameable = range(wanted.start, tracked.keys.pages(request.num_tokens - 1))
         keys = self._stored(tracked, tracked.keys, nameable)
         end_page = wanted.start + len(keys)
-        if self._recalls.far is not None:
+        if self._recalls.far_answers:
             keys_of = functools.partial(tracked.keys.of, request.all_token_ids)
             if self._seek(tracked, range(end_page, nameable.stop), keys_of):
                 return
         tokens = end_page * page.page_tokens - offer.computed
-        tiered = self._recalls.tiered is not None
-        if tiered and self._recall(tracked, keys, tokens=tokens, pages=len(keys)):
+        if self._recall(tracked, keys, tokens=tokens, pages=len(keys)):
             return
         if len(keys) < len(nameable):
             self._count_misses("absent", len(wanted) - len(keys))
@@ -196,19 +197,17 @@ class LoadOffers:
                 self._store_ops.delete(keys[whole])
 
     def _stored(self, tracked: TrackedRequest, keys: PageKeys, pages: range) -> list[bytes]:
-        """Return the keys of the leading `pages` that the store has.
+        """Return the keys of `pages` up to the first page that the store does not have.
 
-        Queries grow in size: few keys are computed beyond the first absent page, and a complete hit needs few
-        calls.
+        Queries grow in size, so that few keys are computed after the first absent page, and a complete hit
+        needs few calls.
         """
         if not self._before.known():
             return []
         deadline_s = self._run.config.store.deadline_s
         end_s = time.monotonic() + deadline_s
-        # Every call matters here (`benchmarks/hot_path.py`). A store without tiers needs no extra call.
-        ask = self._run.store.contains
-        if self._recalls.tiered is not None and self._may_recall(tracked):
-            ask = self._recalls.there
+        # Every call takes time (`benchmarks/hot_path.py`), so a store without tiers is called directly.
+        ask = self._run.store.tiers if self._may_recall(tracked) else self._run.store.contains
         found: list[bytes] = []
         at, count = pages.start, _FIRST_PAGES
         while at < pages.stop:
@@ -225,20 +224,20 @@ class LoadOffers:
         self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason, by=pages)
 
     def forget_stored(self, requests: Iterable[TrackedRequest]) -> None:
-        """Ignore pages stored before this call, and withdraw offers to these requests."""
+        """Ignore pages that were stored before this call, and withdraw the offers to these requests."""
         for tracked in requests:
             self.withdraw(tracked)
         self._before.begin()
 
     def withdraw(self, tracked: TrackedRequest) -> None:
-        """Release the leases of an offer that the engine does not accept."""
+        """Release the leases of the pages offered to a request, because the engine does not load them."""
         if tracked.offer is not None and tracked.offer.tokens:
             self._store_ops.release(tracked.offer.tokens)
         tracked.offer = None
 
     def take(self, tracked: TrackedRequest, blocks: Sequence[int], external: int) -> None:
-        """Handle the engine's decision: it loads `external` tokens into `blocks`. 0 means that it declined
-        the offer."""
+        """Handle the engine's decision about an offer. The engine loads `external` tokens into `blocks`, or
+        has declined the offer if `external` is 0."""
         if tracked.offer is None:
             return
         if not external:
@@ -265,13 +264,13 @@ class LoadOffers:
         tracked.saved_until(load.end // self._page.page_tokens)
 
     def new_loads(self) -> list[PageLoad]:
-        """Return the offers that the engine accepted since the last call, for the worker halves."""
+        """Return the loads that the engine has accepted since the last call, for the worker halves."""
         taken, self._taken = self._taken, []
         return taken
 
     def failed(self, tracked: TrackedRequest | None, reason: str) -> None:
-        """Record that a rank could not load a page. Ranks may report a load in different steps, but it is one
-        miss."""
+        """Record that a rank could not load a page of a request. Ranks may report a failed load in different
+        steps, but the load counts as one miss."""
         if tracked is None or not tracked.load_failed:
             self._count_misses(reason)
         if tracked is not None:
@@ -281,7 +280,8 @@ class LoadOffers:
                 tracked.save_again_from(tracked.loading.computed // self._page.page_tokens)
 
     def ended(self, tracked: TrackedRequest) -> None:
-        """Record that the worker halves have ended the request's load, completely or not."""
+        """Record that the worker halves have ended the load of a request, successfully or not, and release
+        its leases."""
         if tracked.loading is None:
             return
         load, tracked.loading = tracked.loading, None

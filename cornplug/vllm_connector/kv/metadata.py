@@ -1,4 +1,5 @@
-"""Messages between the KV connector's two halves, one per step, sent over vLLM's own channel."""
+"""Messages between the KV connector's scheduler half and worker halves, one per step and direction, sent over
+vLLM's own channel."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from cornplug.store.base import Leases, PayloadLocation
 
 
 class PageWrite(msgspec.Struct, frozen=True):
-    """Reserved page, identified by its reservation's token."""
+    """Location in the store to which the worker halves write one page, with the token of its reservation."""
 
     index: int
     token: int
@@ -24,36 +25,38 @@ class PageWrite(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PageLoad:
-    """Request to load tokens [start, end) of a request from pages. `blocks` are all of the request's blocks,
-    in order."""
+    """Instruction to load tokens [start, end) of a request from stored pages. `blocks` has the ids of all of
+    the request's blocks, in order."""
 
     request_id: str
     start: int
     end: int
     first_page: int
-    """Index in the request of the first of `pages`."""
+    """Index in the request of the first page in `pages`."""
     pages: Leases
     blocks: array[int]
-    """An array instead of a tuple, so that it is serialized as one byte string."""
+    """Block ids of the request. An array instead of a tuple is serialized as one byte string."""
     deadline_s: float = 30.0
-    """Deadline in seconds since the worker received the message. Pages not begun by then are computed."""
+    """Time limit in seconds after the worker received the message. Pages whose copy has not begun by then are
+    computed instead."""
     group: int = 0
-    """Cache group of these blocks. A request's load has one message per group."""
+    """Index of the cache group of these blocks. The load of one request has one message per group."""
 
     def blocks_from(self, first_token: int, block_size: int) -> set[int]:
-        """Return the blocks that hold tokens [first_token, end)."""
+        """Return the ids of the blocks that contain tokens [first_token, end)."""
         return set(self.blocks[first_token // block_size : -(-self.end // block_size)])
 
 
 class PageSave(msgspec.Struct, frozen=True):
-    """Request to copy whole pages to the store after this step's forward pass has computed them."""
+    """Instruction to copy complete pages from the request's blocks to the store, after this step's forward
+    pass has computed them."""
 
     name: str
-    """Unique name. A request id is not sufficient, because a later request may reuse it."""
+    """Unique name of the save. A request id is not sufficient, because a later request may reuse it."""
     pages: tuple[PageWrite, ...]
     blocks: tuple[int, ...]
     group: int = 0
-    """Cache group of these blocks."""
+    """Index of the cache group of these blocks."""
 
 
 @dataclass(slots=True)
@@ -63,37 +66,40 @@ class CornplugKVMetadata(KVConnectorMetadata):
     loads: list[PageLoad] = field(default_factory=list)
     saves: list[PageSave] = field(default_factory=list)
     given_up: list[str] = field(default_factory=list)
-    """Names of saves whose blocks were reused, and may have been overwritten."""
+    """Names of saves to give up, because their blocks were reused and may have been overwritten."""
     timed: int = 0
-    """Number of this step if its end should be acknowledged, else 0."""
+    """Number of this step if the workers should report its end, else 0."""
     computes: bool = True
-    """Whether the step computes tokens."""
+    """Whether this step computes tokens."""
 
     @property
     def begins(self) -> bool:
-        """Whether the worker halves have something new to do."""
+        """Whether the message contains loads, saves or saves to give up."""
         return bool(self.loads or self.saves or self.given_up)
 
 
 @dataclass(slots=True)
 class CornplugKVWorkerMetadata(KVConnectorWorkerMetadata):
-    """Message from the worker halves to the scheduler half."""
+    """Message from the worker halves to the scheduler half with the results of loads and saves. vLLM merges
+    the messages of all ranks with `aggregate`."""
 
     written: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Checksums by segment, by reservation token. Complete when every rank has added its segments."""
+    """Checksums of the written segments of each page, by reservation token and segment number. Complete when
+    every rank has added the checksums of its segments."""
     failed_writes: dict[int, int] = field(default_factory=dict)
-    """Number of missing segments, by reservation token. Each rank adds its own."""
+    """Number of segments that were not written, by reservation token. Each rank adds the number of its own
+    segments."""
     failed_loads: dict[str, str] = field(default_factory=dict)
-    """Reason, by request."""
+    """Reason why a request's load failed, by request id."""
     loaded_bytes: int = 0
     loading_s: float = 0.0
-    """Seconds that the mover spent on them, without the time in its queue."""
+    """Seconds that the mover spent on loads, without the time that loads waited in its queue."""
     staged_pages: int = 0
-    """Number of pages that a GPU could not copy directly."""
+    """Number of pages that a GPU could not copy directly, and that were copied through staging memory."""
     steps: list[int] = field(default_factory=list)
     """Numbers of timed steps that have ended."""
     unusable: str = ""
-    """Reason why this worker's cache cannot be mapped to pages, or ""."""
+    """Reason why this worker's KV caches cannot be mapped to pages, or "" if they can."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, CornplugKVWorkerMetadata)

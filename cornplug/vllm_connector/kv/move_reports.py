@@ -1,4 +1,4 @@
-"""Results of a worker's loads and saves, for vLLM and for the scheduler half."""
+"""Results of one worker's KV loads and saves, which are reported to vLLM and to the scheduler half."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, Table, ke
 
 @dataclass(eq=False, slots=True)
 class OngoingSave:
-    """Save in progress."""
+    """Save that a worker is carrying out, with the pages that are not written yet."""
 
     save: PageSave
     left: set[int]
-    """Reservation tokens of pages that are not acknowledged yet."""
+    """Reservation tokens of the save's pages that are not acknowledged yet."""
     given_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SavedPage:
-    """Page of a step's saves."""
+    """One page that a worker writes to the store as part of a save."""
 
     ongoing: OngoingSave
     target: PageWrite
     place: tuple[Table, int]
-    """Table of some of the request's blocks, made by `kernel_table`, and the page's position in it."""
+    """(block table that `kernel_table` made from some of the request's blocks, index of the page in that
+    table)."""
 
 
 def pages_of(saves: Iterable[OngoingSave], rows: int, sizes: BlockSizes) -> Iterator[SavedPage]:
-    """Yield the pages of saves, each with only the blocks that hold it, because a request may have thousands
-    of blocks."""
+    """Yield each page of these saves with a table of only the blocks that contain the save's pages, because a
+    request may have thousands of blocks."""
     for ongoing in saves:
         save = ongoing.save
-        # A page and a block both begin at multiples of this.
+        # A page and a block both begin at each multiple of this number of rows.
         unit = math.lcm(rows, sizes.engine)
         first = min(page.index for page in save.pages) * rows // unit * unit
         last = max(page.index for page in save.pages) * rows + rows
@@ -49,14 +50,15 @@ def pages_of(saves: Iterable[OngoingSave], rows: int, sizes: BlockSizes) -> Iter
 
 
 class MoveReports:
-    """Results of one worker. Movers report them, and the engine's thread collects them."""
+    """Collects the results of one worker's loads and saves. Movers report the results, and the engine's
+    thread reads them."""
 
     def __init__(self, pages: RankPages, block_size: int) -> None:
         self._pages, self._block_size = pages, block_size
         self._lock = threading.Lock()
         self._acks = CornplugKVWorkerMetadata()
         self._unsent: dict[int, str] = {}
-        """Name of the save, by reservation token, for pages in `_acks.written`."""
+        """Names of the saves whose pages are in `_acks.written`, by reservation token."""
         self._loaded: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._saving: dict[str, OngoingSave] = {}
@@ -65,11 +67,11 @@ class MoveReports:
     # -- the engine's thread ----------------------------------------------------------------------
 
     def unusable(self, reason: str) -> None:
-        """Report that this rank's caches cannot be mapped."""
+        """Report that this rank's KV caches cannot be mapped to pages."""
         self._acks.unusable = reason
 
     def saves_begin(self, saves: Iterable[PageSave]) -> list[OngoingSave]:
-        """Record that these saves begin."""
+        """Record that these saves begin, and return their progress records."""
         begun = [OngoingSave(save, {page.token for page in save.pages}) for save in saves]
         with self._lock:
             for ongoing in begun:
@@ -77,19 +79,21 @@ class MoveReports:
         return begun
 
     def staged(self, pages: int) -> None:
-        """Record that `pages` pages were copied through staging memory."""
+        """Count `pages` pages that are copied through staging memory instead of directly."""
         with self._lock:
             self._acks.staged_pages += pages
 
     def stepped(self, number: int) -> None:
-        """Acknowledge the end of a timed step with the next acknowledgements."""
+        """Include the end of timed step `number` in the next acknowledgements."""
         with self._lock:
             self._acks.steps.append(number)
 
     def give_up_saves(self, names: Collection[str]) -> None:
-        """Report pages of these saves that are not acknowledged yet as not written. Does not wait.
+        """Report the pages of these saves as not written, except pages that were already acknowledged. Does
+        not wait.
 
-        Their blocks now belong to other requests, and may have been overwritten before they were read.
+        The blocks of the saves now belong to other requests, and may have been overwritten before they were
+        read.
         """
         wanted = set(names)
         with self._lock:
@@ -101,19 +105,21 @@ class MoveReports:
                 self._acks.failed_writes[token] = self._pages.segments
 
     def finished(self) -> set[str]:
-        """Return the ids of requests whose load ended since the last call."""
+        """Return the ids of requests whose load has ended since the last call, successfully or not."""
         with self._lock:
             received, self._loaded = self._loaded, set()
         return received
 
     def bad_blocks(self) -> set[int]:
-        """Return the blocks whose load failed, before `finished` returns the request."""
+        """Return the ids of blocks that could not be loaded, since the last call. A request's blocks are
+        included no later than `finished` returns the request."""
         with self._lock:
             bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def acks(self) -> CornplugKVWorkerMetadata | None:
-        """Return acknowledgements since the last call, or None if there are none."""
+        """Return the acknowledgements for the scheduler half since the last call, or None if there are
+        none."""
         with self._lock:
             if self._acks.is_empty():
                 return None
@@ -124,8 +130,8 @@ class MoveReports:
     # -- movers -----------------------------------------------------------------------------------
 
     def load_over(self, load: PageLoad, whole_pages: int, reason: str, seconds: float) -> None:
-        """Record the end of a load with `whole_pages` complete pages. `reason` is empty if these are all
-        pages."""
+        """Record the end of a load of which the first `whole_pages` pages are complete. `reason` is why the
+        load failed, or "" if all pages are complete."""
         first_bad = min((load.first_page + whole_pages) * self._pages.page.rows, load.end)
         with self._lock:
             if reason:
@@ -136,8 +142,8 @@ class MoveReports:
             self._loaded.add(load.request_id)
 
     def page_over(self, page: SavedPage, checksums: Mapping[int, int]) -> None:
-        """Record that a page is in the store, with the checksums of this rank's segments. Without checksums,
-        the page failed."""
+        """Record the result of writing a page to the store: the checksums of this rank's segments, or no
+        checksums if the write failed."""
         ongoing, token = page.ongoing, page.target.token
         with self._lock:
             if checksums and not ongoing.given_up:
@@ -150,7 +156,7 @@ class MoveReports:
                 self._over(ongoing)
 
     def saves_over(self, saves: Iterable[OngoingSave]) -> None:
-        """Record the end of these saves. Pages without a result have failed."""
+        """Record the end of these saves. Pages without a result are reported as failed."""
         with self._lock:
             for ongoing in saves:
                 self._failed(ongoing.left)
@@ -161,10 +167,10 @@ class MoveReports:
             self._acks.failed_writes |= dict.fromkeys(tokens, self._pages.segments)
 
     def _over(self, ongoing: OngoingSave) -> None:
-        """Record that the save's blocks are no longer read."""
+        """Remove a save whose blocks are no longer read."""
         self._saving.pop(ongoing.save.name, None)
 
 
 def take(pages: Iterator[SavedPage], count: int) -> list[SavedPage]:
-    """Take at most `count` of the next pages that are not given up."""
+    """Return up to `count` of the next pages, without pages of saves that were given up."""
     return list(itertools.islice((page for page in pages if not page.ongoing.given_up), count))

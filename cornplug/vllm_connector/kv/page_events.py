@@ -1,13 +1,14 @@
-"""KV events of the store's pages: which prefixes of this engine's requests are in memory and on disk.
+"""KV events for the store's pages. They report to routers which prefixes of this engine's requests are in
+memory and on disk.
 
-Saves and hits register pages. The table of the store's entries, which this process maps, shows where they
-are. Events therefore follow the store's contents, regardless of who stored or evicted a page. A check sends
-no message and does not count as a use. vLLM collects events in steps, so an engine without requests reports
-an eviction in its next step.
+Saves and hits register pages. The store's table of entries, which this process maps, shows where the pages
+are. Events therefore follow the store's contents, regardless of which process stored or evicted a page.
+Checking the table sends no message and does not count as a use of the page. vLLM collects events in steps, so
+an engine without requests reports an eviction in its next step.
 
 A router identifies blocks by their tokens and by the hashes in vLLM's own KV events, which do not depend on
-cornplug's secret. A page may be longer or shorter than a block, so an event describes a span: the smallest
-number of whole pages that are whole blocks.
+cornplug's secret. A page may be longer or shorter than a block, so an event describes a span: the shortest
+run of complete pages that is also a run of complete blocks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import StoreUnavailable
-from cornplug.store.base import PeekableStore, Tier
+from cornplug.store.base import Store, Tier
 from cornplug.vllm_connector import compat
 
 if TYPE_CHECKING:
@@ -44,38 +45,43 @@ if TYPE_CHECKING:
 
 
 _LOOK_S: Final = 0.05
-"""Interval between checks of announced pages."""
+"""Seconds between checks of announced pages, if no page is registered."""
 _SOON_S: Final = 0.002
-"""Interval between checks of registered pages: pages of a hit are stored already, and pages of a save will be
-soon."""
+"""Seconds between checks of registered pages. These are already stored (hits), or will be stored within a few
+steps (saves)."""
 _NOTED_S: Final = 1.0
-"""Time after which a registered page that the store does not have is dropped, because its save failed."""
+"""Seconds after which a registered page that the store does not have is dropped, because its save has
+failed."""
 _LOST_S: Final = 5.0
-"""Time after which an unreachable store has no pages for this engine."""
+"""Seconds after which all announced pages are reported as removed if the store cannot be reached."""
 _LOOKED_AT: Final = 256
-"""Number of announced spans per check, or a 64th of them if there are more than 16,384."""
+"""Number of announced spans to check at a time. With more than 16,384 announced spans, a 64th of them is
+checked at a time."""
 _MOST: Final = 1 << 16
-"""Maximum number of announced spans. Each takes about 1 KiB. Further pages are not announced."""
+"""Maximum number of announced and registered spans. Each span takes about 1 KiB of memory. Further pages are
+not announced."""
 _MEDIUM: Final[Mapping[int, str]] = {Tier.MEMORY: MEDIUM_CPU, Tier.DISK: MEDIUM_STORAGE}
 
 
 class NamedSpan(msgspec.Struct, frozen=True):
-    """Content of one span's events."""
+    """Content of the KV events for one span of a request's tokens."""
 
     hashes: Sequence[Any]
     parent: Any
-    """Hash of the previous block, or None for the first block."""
+    """Hash of the block before the span, or None if the span begins with the request's first block."""
     tokens: array[int]
     extra_keys: Sequence[Any]
-    """For each block: the adapter's name, media and salt that are part of its hash."""
+    """For each block, the adapter's name, the media and the salt that are part of the block's hash."""
     lora_id: int | None
     lora_name: str | None
     lookahead: Sequence[list[int]] | None
-    """For each block: later tokens that are part of its hash (since vLLM 0.33)."""
+    """For each block, the tokens after the block that are part of the block's hash (since vLLM 0.33). None if
+    there are none."""
 
 
 class BlockSpans:
-    """Spans of one cache group of an engine, each of `pages` pages."""
+    """Divides a request's tokens into spans and creates their KV events, for one cache group. Each span has
+    `pages` pages."""
 
     def __init__(self, pool: BlockPool, spec: KVCacheSpec, group: int, page_tokens: int) -> None:
         self.group = group
@@ -87,15 +93,15 @@ class BlockSpans:
         self._window = get_kv_cache_spec_sliding_window(spec)
 
     def named(self, request: Request, first: int, count: int) -> list[NamedSpan]:
-        """Return the content of events for a request's spans from `first` on, as far as vLLM has hashed their
-        blocks."""
+        """Return the content of KV events for `count` spans of a request, beginning with span `first`. Spans
+        whose blocks vLLM has not hashed yet are left out."""
         size, many, ahead = self._size, self._blocks, getattr(self._pool, "num_hash_lookahead_tokens", 0)
         hashes = resolve_block_hashes(request.block_hashes, self._pool.hash_block_size, size)
         begin = first * many
         count = min(count, len(hashes) // many - first)
         if count <= 0:
             return []
-        # A prompt has thousands of blocks, so they are read from vLLM's lists together.
+        # A prompt may have thousands of blocks, so read vLLM's lists once for all of them.
         names = [maybe_convert_block_hash(one) for one in hashes[max(0, begin - 1) : begin + count * many]]
         if not begin:
             names.insert(0, None)
@@ -121,15 +127,14 @@ class BlockSpans:
         return found
 
     def _extra_keys(self, request: Request, ends: Sequence[int], ahead: int) -> Sequence[Any]:
-        """Return the extra keys of each block that ends at one of `ends`. With `ahead`, its hash covers that
-        many more tokens.
-        """
+        """Return the extra keys for each block that ends at one of `ends`. The hash of a block also covers
+        the `ahead` tokens after the block."""
         size = self._size
         keys = [generate_block_hash_extra_keys(request, end - size, end + ahead, 0)[0] for end in ends]
         return to_event_extra_keys(keys) or ()
 
     def stored(self, span: NamedSpan, medium: str) -> BlockStored:
-        """Return the event for a span that is now on this medium."""
+        """Return the event that reports this span as stored on this medium."""
         event = BlockStored(
             block_hashes=list(span.hashes),
             parent_block_hash=span.parent,
@@ -149,7 +154,8 @@ class BlockSpans:
 
 
 def joined(tail: BlockStored, event: BlockStored) -> bool:
-    """Append `event` to `tail` if it continues where `tail` ends, and return whether it did."""
+    """Append the blocks of `event` to `tail` if they follow the blocks of `tail` in the same request, and
+    return whether they do."""
     goes_on = event.parent_block_hash == tail.block_hashes[-1]
     if not goes_on or (event.medium, event.lora_name) != (tail.medium, tail.lora_name):
         return False
@@ -163,23 +169,23 @@ def joined(tail: BlockStored, event: BlockStored) -> bool:
 
 @dataclass(slots=True)
 class PageSpan:
-    """Content of the events of a page, and of the pages that share vLLM's blocks with it."""
+    """State of a span of stored pages: the content of its KV events, and the tier that was last announced."""
 
     named: NamedSpan
     keys: Sequence[bytes]
-    """Keys of its pages in the store. No event contains them."""
+    """Keys of the span's pages in the store. KV events do not contain these keys."""
     noted_s: float
     tier: int = Tier.ABSENT
-    """Tier as announced."""
+    """Tier of the store that the span's last event announced."""
 
 
 @dataclass(slots=True)
 class _Changes:
-    """Events of one check."""
+    """KV events that result from one check of the store's table."""
 
     stored: list[KVCacheEvent] = field(default_factory=list)
     removed: dict[str, list[object]] = field(default_factory=dict)
-    """Hashes by medium."""
+    """Hashes of removed blocks, by medium."""
 
     def add(self, event: BlockStored) -> None:
         if not (self.stored and joined(self.stored[-1], event)):
@@ -187,27 +193,30 @@ class _Changes:
 
 
 class PageEvents:
-    """KV events of one scheduler half. Used by the engine's thread."""
+    """Creates the KV events that one scheduler half publishes for the store's pages. Used by the engine's
+    thread."""
 
-    def __init__(self, store: PeekableStore, requests: TrackedRequests) -> None:
+    def __init__(self, store: Store, requests: TrackedRequests) -> None:
         self._store, self._requests = store, requests
         self._spans: BlockSpans | None = None
         self._noted: dict[bytes, PageSpan] = {}
-        """Span that the store may have, by its last page's key."""
+        """Registered spans, which the store may have but which are not announced yet, by the key of each
+        span's last page."""
         self._announced: dict[bytes, PageSpan] = {}
         self._round: list[bytes] = []
-        """Keys of `_announced` that are still to be checked in this round."""
+        """Keys in `_announced` that are still to be checked in this round."""
         self._next_s = 0.0
         self._lost_s = 0.0
-        """Time since which the store is unreachable, or 0 if it is reachable."""
+        """Time when the store became unreachable, or 0 if it can be reached."""
         self._reset = False
         self._cleared = False
-        """Whether vLLM has reported to routers that this engine has no blocks."""
+        """Whether vLLM has reported to routers that this engine has cleared all blocks."""
         self._queue: list[KVCacheEvent] = []
 
     def bind(self, pool: BlockPool | None, spec: KVCacheSpec, group: int, page_tokens: int) -> None:
-        """Set the engine's blocks of the cache group whose pages are announced."""
-        # With context parallelism, a hash covers other tokens than a block of this rank.
+        """Set the engine's block pool, and the cache group whose pages are announced. Without a block pool,
+        no page is announced."""
+        # With context parallelism, a hash covers other tokens than those in a block of this rank.
         if pool is not None and spec.block_size % pool.hash_block_size == 0:
             self._spans = BlockSpans(pool, spec, group, page_tokens)
             reset = pool.reset_prefix_cache
@@ -221,16 +230,19 @@ class PageEvents:
 
     @property
     def waits(self) -> bool:
-        """Whether registered pages are not checked yet, so the engine should continue stepping."""
+        """Whether there are registered pages or events to process, so that the engine should continue to run
+        steps."""
         return bool(self._noted or self._queue or (self._cleared and self._announced))
 
     def note(self, tracked: TrackedRequest, pages: range) -> None:
-        """Register pages of a request that the store has, or gets in the next step."""
+        """Register pages of a request that the store has now or will have after the next step, so that they
+        are announced."""
         for span in self._spans_of(tracked, pages, known=False):
             self._noted[span.keys[-1]] = span
 
     def _spans_of(self, tracked: TrackedRequest, pages: range, *, known: bool) -> list[PageSpan]:
-        """Return the spans of these pages of a request, without known spans unless `known` is set."""
+        """Return the spans that contain these pages of a request. Spans that are already announced or
+        registered are left out unless `known` is set."""
         spans, keys = self._spans, tracked.keys
         if spans is None or keys is None or not pages:
             return []
@@ -249,8 +261,8 @@ class PageEvents:
         ]
 
     def _knows(self, last: bytes, now_s: float) -> bool:
-        """Return whether the span with this last key is announced or registered. A registered span is
-        refreshed."""
+        """Return whether the span whose last page has this key is already announced or registered. The time
+        of a registered span is updated."""
         if last in self._noted:
             self._noted[last].noted_s = now_s
         return last in self._announced or last in self._noted
@@ -259,21 +271,21 @@ class PageEvents:
         return len(self._announced) + len(self._noted) + more > _MOST
 
     def note_span(self, span: PageSpan) -> None:
-        """Register a page of a finished request that the store has, or gets in the next step."""
+        """Register a span of a finished request that the store has now or will have after the next step."""
         now_s = time.monotonic()
         if not self._knows(span.keys[-1], now_s) and not self._is_full(1):
             span.noted_s = now_s
             self._noted[span.keys[-1]] = span
 
     def found(self, tracked: TrackedRequest, page: int) -> None:
-        """Register a page that this engine has computed and that the store already has."""
+        """Register a page of a request that this engine has computed and that the store already has."""
         # After a reset, this engine ignores pages that were stored before.
         if not self._reset:
             self.note(tracked, range(page, page + 1))
 
     def kept(self, tracked: TrackedRequest, pages: Iterable[int]) -> dict[int, PageSpan]:
-        """Return data that `note_span` needs for these pages of a finished request, with as few tokens as
-        possible."""
+        """Return the spans that contain these pages of a finished request, by page index, for later calls of
+        `note_span`. A span keeps only its own tokens."""
         wanted = sorted(pages)
         if self._spans is None or not wanted:
             return {}
@@ -283,16 +295,17 @@ class PageEvents:
         return {i: found[i // many - first] for i in wanted if i // many - first < len(found)}
 
     def forget_stored(self) -> None:
-        """Ignore pages stored before this call."""
+        """Announce all pages as removed, because the engine ignores pages that were stored before this
+        call."""
         self._reset = True
         self._forget()
 
     def weights_replaced(self) -> None:
-        """Drop announced pages, because they belong to the previous weights."""
+        """Announce all pages as removed, because their KV was computed with the previous weights."""
         self._forget()
 
     def take(self) -> Sequence[KVCacheEvent]:
-        """Return the events since the last call."""
+        """Check the store if a check is due, and return the KV events since the last call."""
         now_s = time.monotonic()
         if self._cleared:
             self._announce_again()
@@ -302,7 +315,8 @@ class PageEvents:
         return events
 
     def _announce_again(self) -> None:
-        """Announce pages again after vLLM's `AllBlocksCleared`, which concerns only its own cache."""
+        """Announce all announced pages again after vLLM's `AllBlocksCleared` event, which concerns only
+        vLLM's own cache."""
         self._cleared, again = False, _Changes()
         for span in self._announced.values():
             assert self._spans is not None
@@ -327,13 +341,14 @@ class PageEvents:
             there = tiers[at : at + len(span.keys)]
             at += len(span.keys)
             self._is_on(key, span, Tier.ABSENT if Tier.ABSENT in there else max(there), now_s, changes)
-        # Send new locations first, so that a router does not consider a page lost while it moves to disk.
+        # Send events for new locations first, so that a router does not consider a page lost while the page
+        # moves to disk.
         self._queue += changes.stored
         self._remove(changes.removed)
         self._next_s = now_s + (_SOON_S if self._noted else _LOOK_S)
 
     def _due(self) -> list[tuple[bytes, PageSpan]]:
-        """Return the announced spans to check now. Each is checked about every 3 s."""
+        """Return the announced spans to check now. Every span is checked about every 3 s."""
         if not self._round:
             self._round = list(self._announced)
         count = max(_LOOKED_AT, len(self._announced) // 64)
@@ -341,7 +356,8 @@ class PageEvents:
         return [(key, self._announced[key]) for key in due if key in self._announced]
 
     def _is_on(self, key: bytes, span: PageSpan, tier: int, now_s: float, changes: _Changes) -> None:
-        """Handle a check that found the span on this tier."""
+        """Process the result of a check: the span is now on this tier. Events for the change are added to
+        `changes`."""
         if tier == span.tier:
             if not tier and now_s - span.noted_s > _NOTED_S:
                 del self._noted[key]
@@ -358,7 +374,8 @@ class PageEvents:
         changes.add(self._spans.stored(span.named, _MEDIUM[tier]))
 
     def _forget(self) -> None:
-        """Drop everything, because this engine no longer uses the store's pages."""
+        """Drop all spans and announce that they were removed, because this engine no longer uses the store's
+        current pages."""
         removed: dict[str, list[object]] = {}
         for span in self._announced.values():
             removed.setdefault(_MEDIUM[span.tier], []).extend(span.named.hashes)
@@ -375,11 +392,12 @@ class PageEvents:
 
 
 def page_events(config: VllmConfig, runtime: EngineRuntime, requests: TrackedRequests) -> PageEvents | None:
-    """Create the events of this engine's pages, or None if they are not enabled or not available."""
+    """Create the source of this engine's KV events, or return None if events are not enabled or not
+    available."""
     settings = getattr(config, "kv_events_config", None)
     if settings is None or not settings.enable_kv_cache_events:
         return None
-    if not isinstance(runtime.store, PeekableStore):
+    if not runtime.store.can_peek:
         compat.logger.warning(
             "cornplug: KV events do not include the store's pages, because this store does not report "
             "evictions"

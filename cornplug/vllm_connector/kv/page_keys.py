@@ -1,7 +1,7 @@
-"""Page keys of one request, computed as its tokens become known.
+"""Computation of the page keys of a request, as the request's tokens become known.
 
-Keys of long prompts are computed when their requests arrive. vLLM hashes a request's blocks at the same
-place: in the thread that receives requests, in parallel to steps of other requests.
+Keys of long prompts are computed when the request arrives. Like vLLM's hashes of a request's blocks, these
+keys are computed in the thread that receives requests, in parallel to steps of other requests.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _ATTRIBUTE: Final = "cornplug_page_keys"
 _LONG_TOKENS: Final = 4096
-"""Minimum length. Keys of shorter prompts take less than a tenth of a step, and are computed when they are
-needed."""
+"""Minimum number of tokens of a prompt for its keys to be computed on arrival. Computing the keys of a
+shorter prompt takes less than a tenth of a step, and is done when the keys are needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,13 @@ class _Placeholder:
     offset: int
     length: int
     embeds_before: list[int] | None
-    """Number of embeddings up to and including each position, or None if every position is an embedding."""
+    """Number of embeddings up to and including each position of the placeholder, or None if every position is
+    an embedding."""
     wide: tuple[int, int, int, int]
 
     def replace(self, tokens: list[int], first: int) -> None:
-        """Replace the placeholder tokens in `tokens`, which begin at `first`, by wide values."""
+        """Replace the medium's placeholder tokens in `tokens` by values derived from the medium's key.
+        `tokens` are the request's tokens from index `first` on."""
         start = max(self.offset, first)
         end = min(self.offset + self.length, first + len(tokens))
         for position in range(start, end):
@@ -47,56 +49,58 @@ class _Placeholder:
 
 
 class PageKeys:
-    """Keys of a request's whole pages, which are extended and never recomputed.
+    """Page keys of one request. Keys are added as the request grows, and are never recomputed.
 
-    Tokens are chained up to the last requested page, and only the keys of requested pages are computed. A
-    lookup whose first pages are absent is therefore cheap, even for a long prompt.
+    Tokens are hashed in a chain up to the last requested page, and only the keys of requested pages are
+    computed. Therefore a lookup whose first pages are absent is cheap, even for a long prompt.
     """
 
     def __init__(
         self, secret: bytes, root: bytes, page_tokens: int, features: Sequence[Any], epoch: int = 0
     ) -> None:
-        """Create the keys of a request. `features` are the request's vLLM MultiModalFeatureSpecs, in any
-        order. `epoch` is the epoch of the weights of `root`.
-        """
+        """Prepare the keys of a request. `features` are the request's vLLM MultiModalFeatureSpecs, in any
+        order. `epoch` is the epoch of the weights that `root` identifies."""
         self.epoch = epoch
         self._secret, self._root = secret, root
         self._page_tokens = page_tokens
         self._placeholders: list[_Placeholder] = []
         self.limit: int | None = None
-        """First token of a medium without an embedding key. Pages with this token or later tokens have no
-        key."""
+        """Index of the first token of the first medium without an embedding key, or None if there is none.
+        Pages that contain this token or later tokens have no key."""
         for feature in features:
             position = feature.mm_position
             key = key_of(feature.identifier, epoch)
             if key is None:
                 self.limit = min(position.offset, self.limit if self.limit is not None else position.offset)
             else:
-                # Some embeddings may be beyond the known tokens, so use the number of the whole medium.
+                # The request's known tokens may end inside the medium, so count the embeddings of the
+                # complete medium.
                 wide = placeholder_tokens(medium_lineage(key, position.get_num_embeds()))
                 self._placeholders.append(
                     _Placeholder(position.offset, position.length, position.embeds_cumsum, wide)
                 )
         self._links: list[bytes] = []
-        """Value of the chain at the end of each page."""
+        """Value of the hash chain at the end of each page."""
         self._keys: dict[int, bytes] = {}
 
     def under(self, root: bytes) -> PageKeys:
-        """Return keys of the same request under another root. Both share the chained tokens."""
+        """Return page keys of the same request under another root. Both objects share the hash chain over the
+        tokens."""
         other = copy.copy(self)
         other._root, other._keys = root, {}
         return other
 
     def pages(self, end: int) -> int:
-        """Return the number of whole pages with keys within the first `end` tokens."""
+        """Return the number of complete pages within the first `end` tokens that have keys."""
         return (end if self.limit is None else min(end, self.limit)) // self._page_tokens
 
     def upto(self, token_ids: Sequence[int], end: int) -> list[bytes]:
-        """Return the keys of the whole pages within the first `end` tokens, or fewer because of `limit`."""
+        """Return the keys of all complete pages within the first `end` tokens, except pages after `limit`."""
         return self.of(token_ids, range(self.pages(end)))
 
     def of(self, token_ids: Sequence[int], pages: Sequence[int]) -> list[bytes]:
-        """Return the keys of these pages, in ascending order, all below `pages(len(token_ids))`."""
+        """Return the keys of the pages with these indices. `pages` is in ascending order, and its values are
+        less than `pages(len(token_ids))`."""
         if not pages:
             return []
         self._advance(token_ids, pages[-1] + 1)
@@ -111,7 +115,7 @@ class PageKeys:
         return list(map(self._keys.__getitem__, pages))
 
     def _advance(self, token_ids: Sequence[int], pages: int) -> None:
-        """Chain the tokens of the leading `pages`."""
+        """Extend the hash chain to the end of the first `pages` pages."""
         first = len(self._links)
         if pages <= first:
             return
@@ -125,23 +129,24 @@ class PageKeys:
 
 
 class KeyMaker(Protocol):
-    """Source of keys of requests: the tracker of an engine core."""
+    """Interface of an object that computes page keys for requests: the request tracker of an engine core."""
 
     def keys_of(self, request: Request) -> PageKeys | None:
-        """Return the request's keys, unless something excludes it. Thread-safe."""
+        """Return the page keys of a request, or None if the request is not shared or needs a check first.
+        Thread-safe."""
 
 
 _maker: ref[KeyMaker] | None = None
 
 
 def make_by(maker: KeyMaker) -> None:
-    """Compute the keys of arriving requests with this tracker, while it exists."""
+    """Use this tracker to compute the page keys of arriving requests, as long as the tracker exists."""
     global _maker
     _maker = ref(maker)
 
 
 def received(request: Request) -> None:
-    """Compute the keys of a request that has arrived."""
+    """Compute the page keys of a request that has arrived, if its prompt is long."""
     maker = _maker() if _maker is not None else None
     if maker is None or request.num_tokens < _LONG_TOKENS:
         return
@@ -151,13 +156,13 @@ def received(request: Request) -> None:
             keys.upto(request.all_token_ids, request.num_tokens)
             setattr(request, _ATTRIBUTE, keys)
     except Exception as e:  # noqa: BLE001 - any error
-        # An error here would end the thread and the engine. The lookup sees the same error later, and counts
-        # it.
+        # An exception would end this thread and the engine. The later lookup fails with the same error and
+        # counts it as a miss.
         compat.logger.debug("cornplug: cannot compute keys in advance: %r", e)
 
 
 def made_for(request: Request) -> PageKeys | None:
-    """Return the keys that were computed when the request arrived, or None."""
+    """Return the page keys that were computed when the request arrived, or None if none were."""
     return getattr(request, _ATTRIBUTE, None)
 
 

@@ -1,5 +1,5 @@
-"""Saves of KV pages. Capacity is reserved when a step completes a page, and committed when all ranks have
-written it."""
+"""Saving of KV pages. Space in the store is reserved when a step completes a page. The page is committed when
+all ranks have written it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import msgspec
 from cornplug.engine_common.page_publish import PagePublisher, RoomAnswer
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.kv_page import PageGeometry
-from cornplug.store.base import Reservation, ReserveRefusal
-from cornplug.store.posted import Answered, Posted
+from cornplug.store.base import Answered, Posted, Reservation, ReserveRefusal
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps, OpenSave
 from cornplug.vllm_connector.kv.freed_blocks import FreedBlocks
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata, PageSave, PageWrite
@@ -30,26 +29,28 @@ if TYPE_CHECKING:
     from cornplug.vllm_connector.kv.page_events import PageEvents
 
 MAX_OPEN_SAVES_BYTES: Final = 1 << 30
-"""Maximum bytes of pages that are being saved. Beyond it, pages are not saved, so that a slow store never
-delays the end of a request."""
+"""Maximum total size in bytes of pages that are being saved at a time. Further pages are not saved, so that a
+slow store never delays the end of a request."""
 
 
 class AskedPage(msgspec.Struct, eq=False):
-    """Page whose reservation is pending."""
+    """Computed page whose reservation in the store is pending."""
 
     tracked: TrackedRequest
     index: int
     key: bytes
     given_up: bool = False
-    """Whether its blocks were reused, or the weights that computed it were replaced."""
+    """Whether the page must not be written, because its blocks were reused or the weights that computed it
+    were replaced."""
     blocks: Sequence[KVCacheBlock] = ()
-    """Blocks that hold the page, set when they are pinned or the request has finished."""
+    """vLLM blocks that contain the page. Empty until the blocks are pinned or the request has finished."""
     pinned: bool = False
-    """Whether its blocks hold a reference for it."""
+    """Whether this object holds a reference to the blocks, so that vLLM does not reuse them."""
 
 
 class SavingRequests(Protocol):
-    """Tracked requests whose pages are saved: `TrackedRequests`, or those of one cache group."""
+    """Interface of the tracked requests whose pages are saved. Implemented by `TrackedRequests`, and by
+    `GroupRequests` for one cache group."""
 
     @property
     def sharing(self) -> bool: ...
@@ -61,16 +62,17 @@ class SavingRequests(Protocol):
 
 
 def save_name(request_id: str, room: Reservation) -> str:
-    """Return the name of a save whose first page has this reservation."""
+    """Return a unique name for a save, from its request's id and the reservation of its first page."""
     return f"{request_id}#{room.token}"
 
 
 class PageSaves:
-    """Saves of one scheduler half. Used by the engine's thread.
+    """Saves the pages of one scheduler half's requests, from the reservation to the commit. Used by the
+    engine's thread.
 
-    A request offers each of its pages once, including pages from the engine's own prefix cache, whose blocks
-    are valid while the request runs. So a prefix that only this engine serves is stored too. A finished
-    request releases its blocks immediately (`FreedBlocks`).
+    Each page of a request is offered to the store once, including pages from the engine's own prefix cache,
+    whose blocks are valid while the request runs. Therefore a prefix that only this engine serves is stored
+    too. A finished request releases its blocks immediately (`FreedBlocks`).
     """
 
     def __init__(
@@ -82,7 +84,8 @@ class PageSaves:
         store_ops: DeferredStoreOps,
         share: float = 1.0,
     ) -> None:
-        """Create the saves. `share` is the share of the maximum bytes of open saves."""
+        """Prepare saves for one cache group. `share` is the fraction of `MAX_OPEN_SAVES_BYTES` that its saves
+        may use."""
         self._page = page
         self._requests = requests
         self._publisher = publisher
@@ -91,15 +94,15 @@ class PageSaves:
         self._saves = runtime.config.engine.save != "never"
         self._open: dict[int, OpenSave] = {}
         self._posted: deque[tuple[list[AskedPage], Posted[list[RoomAnswer]]]] = deque()
-        """Pages whose replies have not arrived yet."""
+        """Pages for which a reservation was sent and the store has not replied yet."""
         self._last: list[AskedPage] = []
-        """Pages of finished requests, to be reserved in the next step."""
+        """Pages of finished requests, for which reservations will be sent in the next step."""
         self._ready: list[PageSave] = []
-        """Saves for the next step."""
+        """Saves that the next step will send to the worker halves."""
         self._given_up: set[bytes] = set()
-        """Keys of given-up pages whose reservations are not released yet."""
+        """Keys of given-up pages whose reservations have not been released yet."""
         self.freed = FreedBlocks[AskedPage | OpenSave]()
-        """Blocks of finished requests."""
+        """Blocks that finished requests have released and from which pages may still be copied."""
         self.events: PageEvents | None = None
         self.manager: KVCacheManager | None = None
         self._block_size, self._group = 1, 0
@@ -108,7 +111,8 @@ class PageSaves:
         return bool(self._open or self._posted or self._last)
 
     def bind(self, manager: KVCacheManager, block_size: int, group: int = 0) -> None:
-        """Set the engine's cache manager, which returns a request's blocks in this cache group."""
+        """Set the engine's KV cache manager, which is used to look up a request's blocks in cache group
+        `group`."""
         self.manager, self._block_size, self._group = manager, block_size, group
 
     @property
@@ -117,8 +121,8 @@ class PageSaves:
         return self.manager.block_pool
 
     def give_up(self, tracked: TrackedRequest) -> list[str]:
-        """Handle a preemption. Pages that no worker has acknowledged are not written, and are offered again
-        when they are computed again. Returns the names of the request's open saves."""
+        """Handle the preemption of a request. Its pages that are not saved yet are given up, and are offered
+        again after they are computed again. Returns the names of the request's open saves."""
         tracked.unsaved.clear()
         names = []
         for asked in tracked.asked:
@@ -135,8 +139,8 @@ class PageSaves:
         return names
 
     def let_go(self, tracked: TrackedRequest) -> None:
-        """Handle the end of a request. The engine frees its blocks now. Unsaved pages stay in them until the
-        engine gives the blocks to another request."""
+        """Handle the end of a request, whose blocks the engine frees now. Unsaved pages can be copied from
+        these blocks until the engine reuses them."""
         readers: list[AskedPage | OpenSave] = [*tracked.asked]
         readers += [self._open[token] for token in tracked.open_saves]
         assert self.manager is not None
@@ -156,10 +160,10 @@ class PageSaves:
             self.freed.release(self._pool, reader)
 
     def abandon(self) -> None:
-        """Release all blocks, because sharing has stopped."""
+        """Release all blocks that saves still hold, because sharing has stopped."""
 
     def lost(self) -> list[str]:
-        """Return the names of saves whose blocks were reused since the last call."""
+        """Return the names of saves whose blocks vLLM has reused since the last call."""
         names = []
         for reader in self.freed.take_lost():
             if isinstance(reader, AskedPage):
@@ -169,8 +173,9 @@ class PageSaves:
         return names
 
     def drop(self, tracked: Iterable[TrackedRequest]) -> None:
-        """Drop pending pages because the weights that computed them are being replaced, including those of
-        finished requests. Pages that worker halves are writing are complete, and keep their keys."""
+        """Drop the pending saves of these requests and of finished requests, because the weights that
+        computed them are being replaced. Pages that worker halves are already writing are complete, and keep
+        their keys."""
         for one in tracked:
             one.keys = None
             one.refused.clear()
@@ -180,8 +185,9 @@ class PageSaves:
             self._given_up.add(asked.key)
 
     def of_step(self, output: SchedulerOutput) -> list[PageSave]:
-        """Return reserved pages for the worker halves to write. Their tokens were computed in this step or
-        earlier. A step sends reservations without waiting, and the next step reads the replies."""
+        """Return the saves for the worker halves to carry out in this step. The tokens of their pages were
+        computed in this step or earlier. A step sends reservations without waiting for the store's replies,
+        which the next step reads."""
         wanted = self._new_pages(output)
         if self._last:
             wanted = self._take_last() + wanted
@@ -191,12 +197,13 @@ class PageSaves:
         return saves
 
     def take_answers(self) -> None:
-        """Process the replies that have arrived, before the reservations of preempted pages are released."""
+        """Process the store's replies to reservations. Call this before the reservations of preempted pages
+        are released."""
         if self._posted:
             self._ready += self._answered()
 
     def offer_last(self, tracked: TrackedRequest, end: int) -> None:
-        """Offer the remaining pages within the `end` computed tokens of a finished request."""
+        """Offer the remaining pages of a finished request, which has `end` computed tokens, to the store."""
         if self._saves and self._requests.sharing:
             pages = self._offered(tracked, end)
             tracked.asked += pages
@@ -216,7 +223,8 @@ class PageSaves:
         return wanted
 
     def _new_pages(self, output: SchedulerOutput) -> list[AskedPage]:
-        """Return pages that running requests have completed by the end of this step."""
+        """Return the pages that running requests have completed by the end of this step and that should be
+        reserved."""
         if not self._saves:
             return []
         found: list[AskedPage] = []
@@ -227,18 +235,18 @@ class PageSaves:
         return found
 
     def _offered(self, tracked: TrackedRequest, end: int) -> list[AskedPage]:
-        """Return pages of a request within its `end` computed tokens that should be reserved now."""
+        """Return the pages within a request's first `end` tokens for which space should be reserved now."""
         found = []
         for index, key in tracked.pages_to_save(end, self._page.page_tokens):
             if key in self._given_up:
-                # The store would reply that the page is being written.
+                # The store would reply that the page is already being written.
                 self._offer_again(tracked, index, key)
             elif index not in tracked.unseen:
                 found.append(AskedPage(tracked, index, key))
         return found
 
     def _ask(self, wanted: list[AskedPage]) -> bool:
-        """Send reservations. Returns whether the reply has already arrived."""
+        """Send reservations for these pages to the store. Returns whether the reply has already arrived."""
         room = max(0, self._most_open - len(self._open) - sum(len(pages) for pages, _ in self._posted))
         if len(wanted) > room:
             self._publisher.count_outcome("busy", len(wanted) - room)
@@ -255,12 +263,12 @@ class PageSaves:
         return isinstance(posted, Answered)
 
     def _drop(self, page: AskedPage) -> None:
-        """Drop a page that is not saved."""
+        """Stop watching the blocks of a page that will not be saved."""
         if page.blocks:
             self.freed.forget(page)
 
     def _answered(self) -> list[PageSave]:
-        """Return saves for pages that the store has reserved."""
+        """Read the store's replies, and return saves for the pages for which the store has reserved space."""
         given: dict[int, list[tuple[AskedPage, Reservation]]] = {}
         while self._posted:
             pages, posted = self._posted[0]
@@ -273,12 +281,14 @@ class PageSaves:
                     given.setdefault(id(page.tracked), []).append((page, answer))
         saves = []
         for found in given.values():
-            # A finished request has no block table.
+            # Pages of a finished request have their own blocks, because the request has no block table any
+            # more.
             saves += [self._save(found)] if not found[0][0].blocks else self._saves_of_blocks(found)
         return saves
 
     def _take(self, page: AskedPage, answer: RoomAnswer) -> bool:
-        """Return whether to write the page to the reservation in the reply."""
+        """Process the store's reply for one page. Returns whether to write the page to the reservation in the
+        reply."""
         tracked, index = page.tracked, page.index
         tracked.asked.remove(page)
         if page.given_up:
@@ -309,14 +319,14 @@ class PageSaves:
             self.freed.replace(page, save)
 
     def _offer_again(self, tracked: TrackedRequest, index: int, key: bytes) -> None:
-        """Offer this page again in the next step."""
+        """Have this page offered to the store again in the next step."""
         tracked.refused.add(index)
         tracked.unsaved[index] = key
         self._requests.look_at(tracked)
 
     def _save(self, pages: list[tuple[AskedPage, Reservation]]) -> PageSave:
-        """Create the save of a request's pages, with only the blocks that hold them: a request may have
-        thousands of blocks."""
+        """Create a save of these pages of one request. The save has only the blocks that contain these pages,
+        because a request may have thousands of blocks."""
         assert self.manager is not None
         request_id, first, last = pages[0][0].tracked.request.request_id, pages[0][0].index, 0
         for page, _ in pages:
@@ -335,7 +345,7 @@ class PageSaves:
         return PageSave(name, tuple(writes), tuple(blocks))
 
     def _saves_of_blocks(self, pages: list[tuple[AskedPage, Reservation]]) -> list[PageSave]:
-        """Create a separate save for each page, whose blocks may be reused independently."""
+        """Create a separate save for each page, because the pages' blocks may be reused independently."""
         saves = []
         for page, room in pages:
             start, _ = self._span(page.index, page.index)
@@ -346,24 +356,26 @@ class PageSaves:
         return saves
 
     def _span(self, first: int, last: int) -> tuple[int, int]:
-        """Return the indices of the blocks that hold these pages of a request. The first block begins with a
-        page."""
+        """Return the range (start, end) of indices of the blocks that contain pages `first` to `last` of a
+        request. A page begins at the start of the first block."""
         size = self._page.page_tokens
-        # A page and a block both begin at multiples of this.
+        # A page and a block both begin at each multiple of this number of tokens.
         unit = math.lcm(size, self._block_size)
         return first * size // unit * unit // self._block_size, -(-(last + 1) * size // self._block_size)
 
     def begin(self, reservation: Reservation, index: int, tracked: TrackedRequest | None) -> OpenSave:
-        """Open the save of a page of this request, or of a finished request (None)."""
+        """Record that the worker halves begin to write a page. `tracked` is the page's request, or None if
+        the request has finished."""
         save = self._open[reservation.token] = OpenSave(reservation, "", index, tracked)
         return save
 
     def is_open(self, token: int) -> bool:
-        """Return whether the worker halves are still writing to this reservation."""
+        """Return whether the worker halves are still writing to the reservation with this token."""
         return token in self._open
 
     def acknowledged(self, acks: CornplugKVWorkerMetadata) -> None:
-        """Commit pages that every rank has written, and give up pages that a rank could not write."""
+        """Commit the pages that every rank has written, and release the reservations of pages that a rank
+        could not write."""
         if not (acks.written or acks.failed_writes):
             return
         for token, sums in acks.written.items():
@@ -376,7 +388,7 @@ class PageSaves:
         written, segments = [], self._page.segments
         for token in sorted(acks.written.keys() | acks.failed_writes.keys()):
             save = self._open.get(token)
-            # Until every rank has acknowledged its part, another rank may still be writing to the
+            # Until every rank has acknowledged its part of the page, another rank may still be writing to the
             # reservation.
             if save is not None and len(save.checksums) + save.failed_segments >= segments:
                 self._close(token, save)
@@ -392,7 +404,8 @@ class PageSaves:
                         self.events.note_span(save.announced)
 
     def _close(self, token: int, save: OpenSave) -> None:
-        """End a save. If a rank could not write it, release its reservation."""
+        """Remove a save that every rank has acknowledged. If a rank could not write the page, release its
+        reservation."""
         del self._open[token]
         self._given_up.discard(save.reservation.key)
         if save.failed_segments:

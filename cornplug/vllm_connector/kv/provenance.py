@@ -1,15 +1,16 @@
-"""Distinction between computed KV and KV that another connector loaded (vLLM's MultiConnector).
+"""Tracking of which KV this engine computed itself, and which KV another connector loaded (with vLLM's
+MultiConnector).
 
-KV from NIXL, LMCache or an offloading connector has no page keys: its weights and tokens are unknown, and so
-are those of all later KV, which depends on it. A page is saved only if this engine computed every token up to
-its end, or loaded it through this connector.
+KV from NIXL, LMCache or an offloading connector has no page keys, because it is not known for which weights
+and tokens it was computed. KV computed after it depends on it and has no page keys either. A page is saved
+only if this engine computed every token up to the page's end, or loaded it through cornplug.
 
-A prefill server's connectors load nothing. Until another connector loads for the first time, the engine's own
-prefix cache contains only this engine's KV.
+The connectors of a prefill server do not load KV. Until another connector loads for the first time, the
+engine's own prefix cache contains only this engine's KV.
 
-The engine's own prefix cache identifies blocks by hashes. With a hash that has collisions
-(`--prefix-caching-hash-algo xxhash`), a request may get another prompt's blocks. In that case, pages that a
-request found there are not saved either.
+The engine's own prefix cache identifies blocks by hashes. If hashes may collide (`--prefix-caching-hash-algo
+xxhash`), a request may get another prompt's blocks. In that case, pages that a request got from this cache
+are not saved either.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ if TYPE_CHECKING:
 _here: Final = threading.local()
 
 _COLLISION_RESISTANT: Final = frozenset({"sha256", "sha256_cbor"})
-"""Values of --prefix-caching-hash-algo."""
+"""Values of --prefix-caching-hash-algo whose hashes do not collide in practice."""
 
 _LOADS_ARE_SEEN: Final = frozenset({"LMCacheMPConnector", "NixlConnector", "OffloadingConnector"})
-"""Connectors known to load only what `MultiConnector.update_state_after_alloc` assigns to them."""
+"""Names of connectors that load KV only for requests that `MultiConnector.update_state_after_alloc` assigns
+to them."""
 
 
 class OtherLoads:
-    """Flag whether the engine's own prefix cache may contain KV that another connector loaded."""
+    """Records whether the engine's own prefix cache may contain KV that another connector loaded."""
 
     def __init__(self) -> None:
         self.possible = not getattr(_here, "loads_are_seen", False)
@@ -46,19 +48,22 @@ class OtherLoads:
 
 @dataclass(slots=True)
 class OwnTokens:
-    """Number of leading tokens of a request whose KV this engine computed or this connector loaded."""
+    """Counts the leading tokens of a request whose KV this engine computed, or loaded through cornplug."""
 
     end: int = 0
 
     def admitted(self, known: int) -> None:
-        """Record that the request got new blocks, whose first `known` tokens have such KV."""
+        """Record that vLLM has assigned new blocks to the request, in which the KV of the first `known`
+        tokens comes from this engine or cornplug."""
         self.end = known
 
     def extend(self, start: int, end: int) -> int:
-        """Add tokens `start` to `end`, if all tokens before them are known. Returns the end of the known
-        tokens, at most `end`.
+        """Record that this engine computed tokens `start` to `end`, or loaded them through cornplug. These
+        tokens count only if all tokens before `start` count. Returns the number of leading tokens that count,
+        at most `end`.
 
-        Tokens from the engine's own prefix cache do not count once it contains loads of other connectors.
+        Tokens from the engine's own prefix cache do not count once that cache contains KV from other
+        connectors.
         """
         if start <= self.end:
             self.end = max(self.end, end)
@@ -66,13 +71,13 @@ class OwnTokens:
 
 
 def own_cache_is_exact(config: VllmConfig) -> bool:
-    """Return whether the engine's own prefix cache gives a request only blocks of the request's own
-    tokens."""
+    """Return whether the engine's own prefix cache returns only blocks that were computed for a request's own
+    tokens, because its hashes do not collide."""
     return config.cache_config.prefix_caching_hash_algo in _COLLISION_RESISTANT
 
 
 def others_load() -> bool:
-    """Return whether vLLM is creating this connector alongside others."""
+    """Return whether vLLM is currently creating cornplug's connector together with other connectors."""
     return getattr(_here, "beside", False)
 
 

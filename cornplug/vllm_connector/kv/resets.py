@@ -1,9 +1,9 @@
-"""Connector resets that a user requests (`/reset_prefix_cache?reset_external=true`): the engine ignores pages
-stored before. Other engines still use these pages.
+"""Handling of connector resets that a user requests (`/reset_prefix_cache?reset_external=true`). After such a
+reset, the engine ignores pages that were stored before it. Other engines still use these pages.
 
-vLLM also resets connectors in each pause and sleep, because the weights may change. Pages stay valid then,
-because their keys depend on the weights, and replaced weights end sharing. An engine that wakes up finds its
-prefixes in the store.
+vLLM also resets connectors in each pause and sleep, because the weights may change. Pages stay valid in this
+case, because their keys depend on the weights, and sharing ends when weights are replaced. After it wakes up,
+an engine can load its prefixes from the store.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _here: Final = threading.local()
 
 
 def part_of_pause() -> bool:
-    """Return whether this thread resets caches because the engine is paused or put to sleep."""
+    """Return whether this thread is currently resetting caches because the engine is paused or put to
+    sleep."""
     return getattr(_here, "pausing", False)
 
 
@@ -36,21 +37,23 @@ def _reset_caches(original: Callable[..., Any], core: Any, *args: Any, **kwargs:
 
 
 class StoredBefore:
-    """Pages that the store held at the last reset. This engine ignores them."""
+    """Distinguishes pages that were stored before the last reset, which this engine ignores, from pages that
+    were stored later."""
 
     def __init__(self, runtime: EngineRuntime) -> None:
         self._run = runtime
         self._due = False
         self._last: PayloadLocation | None = None
-        """Location of a reservation that was made after them."""
+        """Location that the store reserved right after the last reset. Pages with an older generation were
+        stored before the reset. None if there was no reset."""
 
     def begin(self) -> None:
-        """Begin a reset. The store is queried at the next lookup, so the caller does not wait."""
+        """Begin a reset. The store is queried only at the next lookup, so that the caller does not wait."""
         self._due = True
 
     def known(self) -> bool:
-        """Return whether old pages can be distinguished from later ones. After a reset, this needs a reply of
-        the store."""
+        """Return whether pages from before the reset can be distinguished from later pages. After a reset,
+        this needs a reply from the store."""
         if self._due:
             try:
                 self._last = self._reserve_now()
@@ -61,12 +64,12 @@ class StoredBefore:
 
     @property
     def reset(self) -> bool:
-        """Whether there was a reset. Pages that return from disk may be older than it."""
+        """Whether the prefix cache has been reset. Pages read back from disk may predate the reset."""
         return self._due or self._last is not None
 
     def leading_since(self, leases: Leases) -> int:
-        """Return the number of leading leases whose pages were stored since the reset and were not on disk
-        since."""
+        """Return the number of leading leases whose pages are known to be stored after the last reset. Pages
+        that were read back from disk do not count."""
         if self._last is None:
             return len(leases)
         generations = leases.generations

@@ -1,4 +1,5 @@
-"""Scheduler half of the KV connector: vLLM's calls, in the order of a request's life."""
+"""Scheduler half of the KV connector, which decides what to load and save. Its methods are in the order in
+which vLLM calls them for a request."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 
 class SchedulerHalf:
-    """Base class for one cache group and for several. Every call to the store has a deadline."""
+    """Base class of `KVScheduler` (one cache group) and `GroupsScheduler` (several cache groups). Every call
+    to the store has a deadline."""
 
     def __init__(
         self,
@@ -40,9 +42,9 @@ class SchedulerHalf:
         *,
         whole: PageSize | None = None,
     ) -> None:
-        """Create the scheduler half. `page` is the page of full attention, for which requests have keys.
-        `whole` is the size of the pages of all groups together.
-        """
+        """Create the scheduler half. `page` is the page geometry for full attention, from which page keys are
+        computed. `whole` is the size of a page of all cache groups together, or None if there is one
+        group."""
         self._app, self._page_tokens = runtime.app, page.page_tokens
         self._tally = tally
         self._costs = LoadCosts(runtime.config.store, whole or page)
@@ -50,16 +52,18 @@ class SchedulerHalf:
         self._requests = TrackedRequests(config, runtime, page, tally)
         self._epoch_word = engine_state.current().epoch_word
         self.events = page_events(config, runtime, self._requests)
-        """Events of the store's pages, or None if the engine publishes no KV events."""
+        """KV events for the store's pages, or None if the engine does not publish KV events."""
         self._offers: LoadOffers
         self._all_saves: list[PageSaves]
         self._detached: dict[str, TrackedRequest] = {}
-        """Finished requests that are still loading, by ids that other requests may reuse."""
+        """Finished requests whose pages are still being loaded, by request id. Another request may already
+        use the same id."""
 
     def _publisher(
         self, runtime: EngineRuntime, page: PageGeometry, share: float = 1.0, *, only_seen: bool = False
     ) -> PagePublisher:
-        """Create a publisher of these pages. `share` is their share of the cost of their tokens."""
+        """Create a publisher for pages of this geometry. `share` is the fraction of the cost of computing the
+        pages' tokens that is attributed to these pages."""
         return PagePublisher(
             runtime,
             page,
@@ -70,20 +74,21 @@ class SchedulerHalf:
         )
 
     def forget_stored(self) -> None:
-        """Ignore pages stored before this call."""
+        """Ignore pages that were stored before this call."""
         self._offers.forget_stored(self._requests.all())
         if self.events is not None:
             self.events.forget_stored()
 
     def _drop_replaced(self) -> None:
-        """Drop offers and pending saves of weights or adapters that were replaced since the last call."""
+        """Drop offers and pending saves of KV that was computed with weights or adapters that have been
+        replaced since the last call."""
         if self._epoch_word[0] != self._requests.epoch:
             self._begin_epoch()
         if lora_digests.rereads() != self._requests.rereads:
             self._drop(self._requests.before_reread())
 
     def _begin_epoch(self) -> None:
-        """Drop offers and pending saves of the old weights after an update."""
+        """Drop offers and pending saves of KV that was computed with the weights before an update."""
         self._drop(self._requests.before_update())
         if self.events is not None:
             self.events.weights_replaced()
@@ -94,30 +99,34 @@ class SchedulerHalf:
         self._drop_saves(before)
 
     def _drop_saves(self, before: Sequence[TrackedRequest]) -> None:
-        """Drop pending saves of these requests, and of finished requests."""
+        """Drop the pending saves of these requests and of all finished requests."""
         raise NotImplementedError
 
     def _announce(self, pool: BlockPool | None, spec: KVCacheSpec, group: int, *parts: Any) -> None:
-        """Make these objects report the pages of a cache group in KV events."""
+        """Connect the load offers and `parts` to the KV events, if enabled, for the pages of one cache
+        group."""
         if self.events is not None:
             self.events.bind(pool, spec, group, self._page_tokens)
             for part in (self._offers, *parts):
                 part.events = self.events
 
     def another_connector_loads(self) -> None:
-        """Record that the engine's own prefix cache will contain KV of unknown origin."""
+        """Record that another connector loads KV, so the engine's own prefix cache will contain KV of unknown
+        origin."""
         self._requests.other_loads.seen()
 
     def waits(self) -> bool:
-        """Return whether page copies or disk reads are in flight."""
+        """Return whether page copies or disk reads are in flight, so that the engine has to continue to run
+        steps."""
         return self._costs.loads_open or self._offers.recall_open or self.saves_open()
 
     def saves_open(self) -> bool:
-        """Return whether the engine must keep stepping, for acknowledgements or to save in idle steps."""
+        """Return whether the engine must continue to run steps, to receive acknowledgements or to save pages
+        while it is idle."""
         raise NotImplementedError
 
     def acknowledged(self, acks: CornplugKVWorkerMetadata) -> None:
-        """Process the worker halves' acknowledgements of earlier steps."""
+        """Process the worker halves' acknowledgements of loads and saves in earlier steps."""
         self._costs.acknowledged(acks)
         self._requests.unusable = self._requests.unusable or acks.unusable
         for request_id, reason in acks.failed_loads.items():
@@ -134,12 +143,13 @@ class SchedulerHalf:
             saves.acknowledged(acks)
 
     def _computes_again(self, tracked: TrackedRequest) -> None:
-        """Offer the pages again that the request computes after a failed load, because the store may have
-        lost them."""
+        """Have a request checked for completed pages after a failed load. The request now computes pages that
+        the store may have lost, so these pages are offered to the store again."""
         self._requests.look_at(tracked)
 
     def detach_load(self, request: Request) -> bool:
-        """Continue the load of a finished request without the request. Returns False if it has no load."""
+        """Let the load of a finished request complete after vLLM has removed the request. Returns False if
+        the request has no load in flight."""
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request or tracked.loading is None:
             return False
@@ -148,7 +158,7 @@ class SchedulerHalf:
         return True
 
     def _admitted(self, request: Request, computed: int) -> TrackedRequest:
-        """Track a request that the engine would admit with `computed` tokens from its own cache."""
+        """Track a request that vLLM is about to admit with `computed` tokens from its own prefix cache."""
         self._drop_replaced()
         tracked = self._requests.track(request)
         if tracked.own is not None:
@@ -156,12 +166,13 @@ class SchedulerHalf:
         return tracked
 
     def _gives_way(self, tracked: TrackedRequest) -> bool:
-        """Return whether to skip the request now, once after a failed load."""
+        """Return whether vLLM should skip the request this time. True once after a failed load."""
         gives_way, tracked.gives_way = tracked.gives_way, False
         return gives_way
 
     def _may_load(self, tracked: TrackedRequest) -> bool:
-        """Return whether the end of a load with this request's id would be the end of its own load."""
+        """Return whether pages may be loaded for the request. They may not while a finished request with the
+        same id is still loading, because vLLM could not distinguish the ends of the two loads."""
         if tracked.request.request_id not in self._detached:
             return True
         if not tracked.load_failed:
@@ -170,7 +181,8 @@ class SchedulerHalf:
         return False
 
     def loaded(self, request_id: str) -> None:
-        """Record that the worker halves have ended a load, completely or not."""
+        """Record that the worker halves have ended the load of the request with this id, successfully or
+        not."""
         if request_id in self._detached:
             self._offers.ended(self._detached.pop(request_id))
             return
@@ -184,8 +196,8 @@ class SchedulerHalf:
         self._requests.forget(tracked)
 
     def abandon(self) -> list[PageLoad]:
-        """Release all blocks, because sharing has stopped. Returns the loads that the engine waits for and
-        that the worker halves have not received."""
+        """Release all blocks that saves hold, because sharing has stopped. Returns the loads that the engine
+        waits for and that were not sent to the worker halves."""
         for saves in self._all_saves:
             saves.abandon()
         return self._offers.new_loads()
@@ -196,7 +208,8 @@ class SchedulerHalf:
 
 
 class KVScheduler(SchedulerHalf):
-    """Scheduler half for a model with one cache group. There is one per engine core."""
+    """Scheduler half of the KV connector for a model with one cache group. There is one instance per engine
+    core."""
 
     def __init__(
         self, config: VllmConfig, runtime: EngineRuntime, geometry: PageGeometry, tally: Tally
@@ -210,14 +223,16 @@ class KVScheduler(SchedulerHalf):
         self._idle = IdleSaves(runtime, geometry, self._requests, self._saves, unseen)
 
     def bind(self, manager: KVCacheManager, spec: KVCacheSpec) -> None:
-        """Set the engine's block manager for `spec`, which returns a request's blocks."""
+        """Set the engine's KV cache manager, which is used to look up a request's blocks. `spec` is the
+        `KVCacheSpec` of the cache group."""
         self._saves.bind(manager, spec.block_size)
         self._idle.bind(manager.block_pool, spec.block_size)
         self._announce(manager.block_pool, spec, 0, self._saves, self._idle)
 
     def matched_tokens(self, request: Request, computed: int) -> int | None:
-        """Return the number of tokens beyond `computed` that the store offers, or None while pages are read
-        from disk, and once after a failed load. Called often, and usually served from memory."""
+        """Return the number of tokens after the first `computed` tokens that can be loaded from the store.
+        Returns None if vLLM should call this method again later: while pages are read from disk, and once
+        after a failed load. vLLM calls this often. Most calls need no message to the store."""
         tracked = self._admitted(request, computed)
         if self._gives_way(tracked):
             return None
@@ -232,13 +247,15 @@ class KVScheduler(SchedulerHalf):
         self._idle.forget()
 
     def allocated(self, request: Request, blocks: Sequence[int], external: int) -> None:
-        """Record that the engine accepted the offer and loads `external` tokens into `blocks`."""
+        """Handle vLLM's block allocation for a request. vLLM loads `external` tokens into `blocks`, or has
+        declined the offer if `external` is 0."""
         tracked = self._requests.get(request.request_id)
         if tracked is not None:
             self._offers.take(tracked, blocks, external)
 
     def moves(self, output: SchedulerOutput) -> CornplugKVMetadata:
-        """Return the loads and saves of the step that was just scheduled."""
+        """Return the message for the worker halves, with the loads and saves of the step that was just
+        scheduled."""
         self._drop_replaced()
         moves = CornplugKVMetadata(loads=self._offers.new_loads(), given_up=self._saves.lost())
         for request_id in output.preempted_req_ids or ():
@@ -254,14 +271,16 @@ class KVScheduler(SchedulerHalf):
         return moves
 
     def finished(self, request: Request, blocks: Sequence[int]) -> None:
-        """Handle the end of a request. The engine frees these blocks next, or after the load has ended."""
+        """Handle the end of a request. vLLM frees these blocks after this call, or after the request's load
+        has ended."""
         self._drop_replaced()
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return
         self._offers.withdraw(tracked)
-        # While the request loads, its blocks hold nothing yet, and vLLM keeps them until the load has ended.
-        # Saves that are still open began before the request was preempted, and are given up.
+        # While the request's pages are being loaded, its blocks do not contain KV yet, and vLLM keeps the
+        # blocks until the load has ended. Saves that are still open began before the request was preempted,
+        # and are given up.
         if tracked.loading is None:
             self._saves.offer_last(tracked, self._requests.last_end(tracked))
             self._idle.remember(tracked, blocks)
@@ -269,7 +288,8 @@ class KVScheduler(SchedulerHalf):
             self._forget(tracked)
 
     def saves_open(self) -> bool:
-        """Return whether the engine must keep stepping, for acknowledgements or to save in idle steps."""
+        """Return whether the engine must continue to run steps, to receive acknowledgements or to save pages
+        while it is idle."""
         gathering = self._requests.gathering
         if self._saves or gathering or self._store_ops or self._idle:
             return True

@@ -1,4 +1,5 @@
-"""Requests that the KV scheduler follows: their page keys, and their progress of loading and saving."""
+"""State of the requests that the scheduler half of the KV connector tracks: their page keys, and which pages
+are being loaded and saved."""
 
 from __future__ import annotations
 
@@ -29,92 +30,103 @@ if TYPE_CHECKING:
     from cornplug.vllm_connector.kv.page_saves import AskedPage
 
 _DECODED_TOKENS: Final = 16
-"""Maximum tokens of a decoding request in a step, including draft tokens."""
+"""Maximum number of tokens that a decoding request computes in one step, including draft tokens."""
 _GATHER_STEPS: Final = 8
-"""Maximum number of steps for which a page that a decoding request completed waits for others."""
+"""Maximum number of steps that a completed page of a decoding request waits, so that its reservation is sent
+together with those of other requests."""
 _GATHER_REQUESTS: Final = 32
-"""Number of requests whose pages are reserved without waiting for more. They take about 0.5 ms of one
-step."""
+"""Number of gathered requests at which their pages are reserved without waiting any longer. Reserving them
+takes about 0.5 ms of one step."""
 
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """Request of the engine, from its first lookup until it has finished and loads nothing."""
+    """State of one engine request, from its first lookup until it has finished and its loads have ended."""
 
     request: Request
     keys: PageKeys | None = None
-    """Page keys, or None if nothing of this request is shared."""
+    """The request's page keys, or None if its KV is not shared."""
     identifying: bool = False
-    """Whether its keys cannot be computed yet, because the checkpoint or the adapter is still being read."""
+    """Whether the page keys cannot be computed yet, because the checkpoint or the adapter is still being
+    read."""
     done_pages: int = 0
-    """Number of leading pages that need no save: they were offered to the store, are known to be stored, or
-    are not worth saving."""
+    """Number of leading pages that need no further save, because they were offered to the store, are already
+    stored, or are not worth saving."""
     refused: set[int] = field(default_factory=set)
-    """Pages below `done_pages` that a growing store refused. They are offered again at the next step."""
+    """Indices of pages below `done_pages` for which the store had no memory yet. They are offered again at
+    the next step."""
     unseen: set[int] = field(default_factory=set)
-    """Pages that no other request had used when this request offered them. They are offered only once."""
+    """Indices of pages that no other request had used when this request offered them. They are not offered
+    again."""
     unsaved: dict[int, bytes] = field(default_factory=dict)
-    """Keys of pages in its blocks that were not reserved, by page. An idle engine may save them after the
-    request."""
+    """Keys of computed pages that the store has not reserved space for, by page index. An idle engine may
+    save these pages after the request has finished."""
     offer: LeasedPages | None = None
     loading: LeasedPages | None = None
     recall: PageRecall | None = None
-    """Recall of its pages on disk, if it has begun."""
+    """The read of the request's pages from disk, or None if none has begun."""
     far: FarQuestion | None = None
     """Pending far-store lookup for this request's missing pages, if any."""
     load_failed: bool = False
-    """Whether a load failed. All further tokens are then computed."""
+    """Whether a load for this request has failed. The engine then computes all remaining tokens."""
     gives_way: bool = False
-    """Whether its load has just failed. vLLM still has the request first in its queue. Unless the request is
-    skipped once, a later request could hold the blocks that it needs indefinitely."""
+    """Whether vLLM should skip the request once, because its load has just failed. The request is still first
+    in vLLM's queue. If it were not skipped, a later request could keep the blocks that this request needs
+    indefinitely."""
     asked: list[AskedPage] = field(default_factory=list)
-    """Pages whose reservations are pending or will be sent in the next step."""
+    """Pages of the request whose store reservations are pending or will be sent in the next step."""
     open_saves: set[int] = field(default_factory=set)
-    """Tokens of its reservations that the worker halves are writing."""
+    """Reservation tokens of the request's pages that the worker halves are writing."""
     own: OwnTokens | None = None
-    """Tokens whose pages may be saved, if the engine's own prefix cache may contain other KV, else None."""
+    """Tracks which leading tokens have KV that may be saved. None if the engine's own prefix cache contains
+    only KV that this engine may save."""
 
     def saved_until(self, pages: int) -> None:
-        """Record that the leading `pages` pages need no save."""
+        """Record that the request's first `pages` pages need no save."""
         self.done_pages = max(self.done_pages, pages)
 
     def save_again_from(self, page: int) -> None:
-        """Record that this page and later pages are computed and offered again."""
+        """Record that the page with this index and all later pages will be computed again, and should then be
+        offered again."""
         self.done_pages = min(self.done_pages, page)
 
     def computed_after(self, scheduled: int) -> int:
-        """Return the number of known tokens whose KV exists after `scheduled` more tokens are computed."""
+        """Return the number of the request's known tokens that have KV after `scheduled` more tokens are
+        computed."""
         request = self.request
         computed = request.num_computed_tokens
-        # Draft tokens and async placeholders are beyond the known tokens and are not saved.
+        # Draft tokens and placeholders of asynchronous scheduling come after the known tokens and are not
+        # saved.
         end = min(computed + scheduled, request.num_tokens)
         return end if self.own is None else self.own.extend(computed, end)
 
     def tokens_to_page(self, end: int, scheduled: int, page_tokens: int) -> int:
-        """Return the number of tokens that must be scheduled before the request can complete a page, after a
-        step that leaves it with `end` computed tokens. 0 if it must be checked in its next step in any
-        case."""
+        """Return the number of further tokens that must be scheduled before the request can complete a page,
+        if the current step schedules `scheduled` tokens and leaves it with `end` computed tokens. Returns 0
+        if the request must be checked in the next step in any case."""
         if self.own is not None or self.refused:
             return 0
         left = (end // page_tokens + 1) * page_tokens - (self.request.num_computed_tokens + scheduled)
         return max(1, left)
 
     def pages_to_save(self, end: int, page_tokens: int) -> list[tuple[int, bytes]]:
-        """Return (index, key) of pages within the first `end` tokens that should be offered now."""
+        """Return (index, key) of each page within the first `end` tokens that should be offered to the store
+        now."""
         if self.keys is None or (end // page_tokens <= self.done_pages and not self.refused):
             return []
         there = self.keys.pages(end)
         wanted: Sequence[int] = range(self.done_pages, there)
         if self.refused:
             wanted = sorted({i for i in self.refused if i < there}.union(wanted))
-            # After a preemption, a refused page may be beyond the computed tokens. It is then offered later.
+            # After a preemption, a refused page may not be computed yet. It is then offered later.
             self.refused = {i for i in self.refused if i >= there}
         self.saved_until(there)
         return list(zip(wanted, self.keys.of(self.request.all_token_ids, wanted), strict=True))
 
 
 class TrackedRequests:
-    """All tracked requests of one engine core, and the reason if the engine shares no KV."""
+    """Tracks the requests of one engine core for the KV scheduler, and whether the engine shares KV at
+    all."""
 
     def __init__(self, config: VllmConfig, runtime: EngineRuntime, page: PageGeometry, tally: Tally) -> None:
         self._run = runtime
@@ -122,61 +134,64 @@ class TrackedRequests:
         self._tally = tally
         self._tracked: dict[str, TrackedRequest] = {}
         self._looked_at: set[str] = set()
-        """Requests that may complete a page in the next step that computes their tokens."""
+        """Ids of requests to check for a completed page in the next step that computes tokens of them."""
         self._clock = 0
-        """Maximum number of tokens that a request which decoded in every step has received."""
+        """Logical clock, in tokens. Each step advances it by the largest number of tokens that a decoding
+        request receives in that step."""
         self._due: dict[int, list[str]] = {}
-        """Requests that may complete a page, by the time on that clock. Some of them may have finished or
-        been checked before, which does no harm."""
+        """Ids of requests by the time on `_clock` when they may complete a page. Some of the requests may
+        already have finished or have been checked, which does no harm."""
         self._gathered: set[str] = set()
-        """Requests that may have completed a page since the last check, according to that clock."""
+        """Ids of requests that, according to `_clock`, may have completed a page since the last check."""
         self._gathering = 0
-        """Number of steps since the first of them."""
+        """Number of steps since the first request was added to `_gathered`."""
         exact = provenance.own_cache_is_exact(config)
         self._tracks_origin = provenance.others_load() or not exact
         self.other_loads = OtherLoads()
         if not exact:
             self.other_loads.seen()
             compat.logger.warning(
-                "cornplug: KV from vLLM's own prefix cache is not saved, because the hash of "
-                "--prefix-caching-hash-algo has collisions. Use sha256 or sha256_cbor to save it."
+                "cornplug: KV from vLLM's own prefix cache is not saved, because hashes of the chosen "
+                "--prefix-caching-hash-algo may collide. Use sha256 or sha256_cbor to save this KV."
             )
         self._adapts_neighbours = compat.adapts_neighbours(config)
         self._identity = CurrentIdentity(lambda: kv_identity(config), "KV", compat.logger.warning)
         self._adapters = LaterAdapters()
         self._current = self._identity.now()
-        """(epoch, identity of its weights) at the last `before_update`."""
+        """(epoch, identity of the weights in this epoch), as of the last call of `before_update`."""
         self.epoch = self._current[0]
-        """Epoch of the engine's weights at the last `before_update`, odd during an update."""
+        """Epoch of the engine's weights as of the last call of `before_update`. Odd during an update."""
         self.rereads = lora_digests.rereads()
-        """Number of adapters that vLLM reads again while requests run, at the last `before_reread`."""
+        """Number of adapters that vLLM reads again while requests run, as of the last call of
+        `before_reread`."""
         self._current[1].first_wait()
         if runtime.config.engine.save != "never":
-            # All keys of a prompt are needed in this case, whether or not the store has its pages.
+            # Saving needs all page keys of a prompt, whether or not the store already has the pages.
             page_keys.make_by(self)
         self.unusable = ""
-        """Reason why a rank cannot copy KV."""
+        """Reason why a rank cannot copy KV, or "" if all ranks can."""
 
     def __bool__(self) -> bool:
         return bool(self._tracked)
 
     @property
     def off(self) -> str:
-        """Reason why this engine shares no KV until its weights are replaced again, or "" if it does."""
+        """Reason why this engine shares no KV until its weights are replaced again, or "" if it shares KV."""
         return self.unusable or self._current[1].failure
 
     @property
     def sharing(self) -> bool:
-        """Whether KV of this engine's weights may be shared now."""
+        """Whether KV computed with this engine's weights may be shared now."""
         return not self.off and not weights_guard.replaced()
 
     @property
     def gathering(self) -> bool:
-        """Whether a step without tokens would check a request."""
+        """Whether any request waits to be checked for completed pages. A step without tokens would also make
+        this check."""
         return bool(self._gathered)
 
     def unfinished(self) -> bool:
-        """Return whether a tracked request has not finished."""
+        """Return whether any tracked request is still unfinished."""
         return not all(tracked.request.is_finished() for tracked in self._tracked.values())
 
     def all(self) -> list[TrackedRequest]:
@@ -184,15 +199,15 @@ class TrackedRequests:
         return list(self._tracked.values())
 
     def before_update(self) -> list[TrackedRequest]:
-        """Return the tracked requests if weights were replaced since the last call. Their keys are dropped,
-        because a part of their KV may be from other weights."""
+        """Handle replaced weights. Returns all tracked requests and drops their page keys, because the
+        previous weights may have computed a part of their KV."""
         self.epoch, self._current, found = weights_guard.epoch(), self._identity.now(), self.all()
         self._end_sharing_of(found, "weights_updated")
         return found
 
     def before_reread(self) -> list[TrackedRequest]:
-        """Return the tracked requests whose adapters vLLM reads again while they run. Otherwise like
-        `before_update`."""
+        """Handle adapters that vLLM reads again while requests run. Returns the tracked requests that use
+        such an adapter, and drops their page keys."""
         self.rereads, found = lora_digests.rereads(), [t for t in self.all() if _is_reread(t.request)]
         self._end_sharing_of(found, "lora_reread")
         return found
@@ -204,17 +219,18 @@ class TrackedRequests:
             tracked.keys, tracked.identifying = None, False
 
     def trusts_cache(self, request: Request) -> bool:
-        """Return whether the engine's own prefix cache contains only KV that this request's model
-        computed."""
+        """Return whether all blocks in the engine's own prefix cache that this request may use were computed
+        with the request's model and adapter."""
         lora = request.lora_request
         return not self.other_loads.possible and (lora is None or not was_rewritten(lora.lora_path))
 
     def get(self, request_id: str) -> TrackedRequest | None:
-        """Return the request with this id, or None if it is not tracked."""
+        """Return the tracked request with this id, or None if it is not tracked."""
         return self._tracked.get(request_id)
 
     def track(self, request: Request) -> TrackedRequest:
-        """Start to track a request. A request that is not shared is counted once."""
+        """Return the tracked request for `request`, and start to track it if it is new. A request whose KV is
+        not shared is counted as one miss."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             if request.lora_request is not None and request.lora_request.load_inplace:
@@ -227,25 +243,25 @@ class TrackedRequests:
                 self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason)
         elif tracked.identifying:
             self._make_keys(tracked)
-        # The request is admitted, possibly again. Its position depends on the engine's own cache and on
-        # loads.
+        # The request is admitted, possibly again, and the number of computed tokens then depends on the
+        # engine's own cache and on loads.
         self.look_at(tracked)
         return tracked
 
     def look_at(self, tracked: TrackedRequest) -> None:
-        """Check the request in the next step that computes its tokens, because it may complete a page."""
+        """Have the request checked for a completed page in the next step that computes tokens of it."""
         if self._follows(tracked):
             self._looked_at.add(tracked.request.request_id)
 
     def completing(self, scheduled_tokens: Mapping[str, int], total: int) -> list[tuple[TrackedRequest, int]]:
         """Return requests that may have completed a page by the end of a step, each with its computed tokens.
 
-        Called once per step, with its `total` tokens. A step that only decodes makes no Python call per
-        request. Instead, a clock advances by the largest number of tokens that a decoding request gets, and
-        each request has a time on this clock at which it may complete a page. It is then gathered with other
-        requests, so that their pages are reserved together a few steps later. Requests that get more tokens
-        than a decoding request, and those of `look_at`, are returned immediately, together with all gathered
-        requests.
+        Called once per step, with the number of scheduled tokens by request id and their `total`. A step that
+        only decodes makes no Python call per request. Instead, a clock advances by the largest number of
+        tokens that a decoding request gets, and each request has a time on this clock when it may complete a
+        page. The request is then gathered with other requests, so that their pages are reserved together a
+        few steps later. Requests that get more tokens than a decoding request, and requests from `look_at`,
+        are returned immediately, together with all gathered requests.
         """
         now = self._advance(scheduled_tokens, total)
         if self._looked_at:
@@ -269,7 +285,8 @@ class TrackedRequests:
         return found
 
     def _advance(self, scheduled_tokens: Mapping[str, int], total: int) -> list[str]:
-        """Advance the clock by a step. Returns requests that get more tokens than a decoding request."""
+        """Advance the logical clock by one step. Returns the ids of requests that get more tokens than a
+        decoding request."""
         most, many = 1, []
         if total != len(scheduled_tokens):
             tokens = scheduled_tokens.values()
@@ -285,8 +302,8 @@ class TrackedRequests:
         return many
 
     def _look(self, tracked: TrackedRequest, scheduled: int) -> int:
-        """Return a request's computed tokens after a step, or 0 if it has no keys, and schedule its next
-        check."""
+        """Return the number of a request's computed tokens after this step, or 0 if it has no keys or is
+        loading. Also schedules the request's next check."""
         name = tracked.request.request_id
         if tracked.identifying:
             self._make_keys(tracked)
@@ -294,7 +311,7 @@ class TrackedRequests:
         if tracked.keys is None:
             return 0
         if tracked.loading is not None:
-            # Its blocks hold nothing yet.
+            # The request's blocks do not contain KV yet.
             self._looked_at.add(name)
             return 0
         end = tracked.computed_after(scheduled)
@@ -306,25 +323,25 @@ class TrackedRequests:
         return end
 
     def last_end(self, tracked: TrackedRequest) -> int:
-        """Return the computed tokens of a finished request if it may have completed a page since the last
-        check, else 0."""
+        """Return the number of computed tokens of a finished request if it may have completed a page since
+        the last check, else 0."""
         name = tracked.request.request_id
         return tracked.computed_after(0) if name in self._gathered or name in self._looked_at else 0
 
     def forget(self, tracked: TrackedRequest) -> None:
-        """Stop tracking a request, because a later request may have the same id."""
+        """Stop tracking a request. A later request may have the same id."""
         if self._follows(tracked):
             del self._tracked[tracked.request.request_id]
             self._looked_at.discard(tracked.request.request_id)
             self._gathered.discard(tracked.request.request_id)
 
     def _follows(self, tracked: TrackedRequest) -> bool:
-        """Return whether this request is tracked, and not another request with its id."""
+        """Return whether this particular request is tracked, and not a different request with the same id."""
         held = self._tracked.get(tracked.request.request_id)
         return held is not None and held.request is tracked.request
 
     def _make_keys(self, tracked: TrackedRequest) -> str:
-        """Compute a request's keys. Returns the reason if it has none, else ""."""
+        """Compute a request's page keys. Returns the reason if its KV is not shared, else ""."""
         request, reason = tracked.request, self._why_not(tracked.request)
         if not reason:
             try:
@@ -335,13 +352,14 @@ class TrackedRequests:
                 reason = e.reason
         if request.lora_request is not None and was_rewritten(request.lora_request.lora_path):
             tracked.own = tracked.own or OwnTokens()
-        # A checkpoint that is still being read may be identified by the time of the first save.
+        # If the checkpoint is still being read, it may be identified by the time of the first save.
         tracked.identifying = reason == "identifying"
         return reason
 
     def keys_of(self, request: Request) -> PageKeys | None:
-        """Return keys for a request that has just arrived, or None if it needs a check first."""
-        # Adapter digests belong to the engine's thread.
+        """Compute page keys for a request that has just arrived. Returns None if the request is not shared or
+        needs checks on the engine's thread first."""
+        # Digests of adapters may be read only on the engine's thread.
         if request.lora_request is not None or self._why_not(request):
             return None
         return self._keys(request)
@@ -351,7 +369,7 @@ class TrackedRequests:
         return PageKeys(self._run.secret, root, self._page.page_tokens, request.mm_features, epoch)
 
     def _why_not(self, request: Request) -> str:
-        """Return the reason why this request shares no KV, or "" if it does."""
+        """Return the reason why this request's KV is not shared, or "" if it is shared."""
         if self.off:
             return self.off
         if weights_guard.replaced():
@@ -361,7 +379,7 @@ class TrackedRequests:
         if request.prompt_embeds is not None:
             return "prompt_embeds"
         if request.resumable:
-            # Its prompt will grow, with media that are not in page keys computed now.
+            # The prompt will grow, and keys computed now would not include its later media.
             return "streaming"
         if _is_reread(request):
             return "lora_reread"
@@ -370,11 +388,12 @@ class TrackedRequests:
         return ""
 
     def root_of(self, request: Request, page: PageGeometry) -> bytes:
-        """Return the root of the keys of a request's pages of this geometry. Raises CornplugError."""
+        """Return the root from which the keys of a request's pages with this geometry are derived. Raises
+        CornplugError if the model or the adapter cannot be identified."""
         return self._root(request, page)[1]
 
     def _root(self, request: Request, page: PageGeometry) -> tuple[int, bytes]:
-        """Return (epoch of the weights, root)."""
+        """Return (epoch of the weights, root of the request's page keys)."""
         epoch, identified = self._current
         lora = request.lora_request
         adapter = self._adapters.digest(lora.lora_path, lora.lora_int_id) if lora is not None else None
@@ -383,6 +402,6 @@ class TrackedRequests:
 
 
 def _is_reread(request: Request) -> bool:
-    """Return whether vLLM may read the files of the request's adapter again while the request runs."""
+    """Return whether vLLM may read the files of the request's LoRA adapter again while the request runs."""
     lora = request.lora_request
     return lora is not None and lora_digests.is_reread(lora.lora_int_id)

@@ -1,10 +1,11 @@
 """Worker half of the KV connector: copies between vLLM's blocks and pages in the store.
 
-Copies run on a separate thread, and on an accelerator on two separate streams, with loads before saves, so
-the forward pass does not wait. All pages that a step saves are one job, regardless of their requests. Full
-blocks of a running request never change. Blocks of a preempted request are reused immediately, and blocks of
-a finished request may be. vLLM's second model runner overwrites them before the worker is notified, so saves
-of these blocks that are not acknowledged by then are given up, because their data may be wrong.
+Copies run on a separate thread. On an accelerator, they run on two separate streams, with loads before saves,
+so that the forward pass does not wait. All pages that a step saves are one job, regardless of their requests.
+Full blocks of a running request never change. Blocks of a preempted request are reused immediately, and
+blocks of a finished request may be. vLLM's second model runner overwrites reused blocks before the worker is
+notified. Saves from these blocks that are not acknowledged by then are given up, because their data may be
+wrong.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 
 
 class KVWorker:
-    """Worker half of one rank."""
+    """Worker half of the KV connector on one rank: starts copies between vLLM's blocks and the store, and
+    reports their results."""
 
     def __init__(
         self,
@@ -51,11 +53,10 @@ class KVWorker:
         share: float = 1.0,
         scales: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
-        """Create the worker half. `background_timeout_s` is the timeout of the mover's calls to the store.
-        `beside` is the worker of another cache group, whose mover this worker uses. `share` is the share of
-        slab memory on an accelerator. `scales` maps layer names to the scales of K and V, if pages are
-        quantised.
-        """
+        """Create the worker half. `background_timeout_s` is the timeout for calls that the mover makes to the
+        store. `beside` is the worker of another cache group, whose mover this worker shares. `share` is the
+        fraction of the maximum slab size on an accelerator that this worker uses. `scales` maps layer names
+        to the scales of K and V, if pages are quantised."""
         self._scales = scales or {}
         self._page, self._mine = pages.page, pages.held
         self._pages = pages
@@ -64,7 +65,7 @@ class KVWorker:
         self._out: BlockCopies | None = None
         self._in: BlockCopies | None = None
         self._arena: ArenaMoves | None = None
-        """Set if the GPU copies pages directly."""
+        """Direct copies between the GPU and the store, or None if pages are copied through host memory."""
         self._on_gpu = False
         self._sizes = BlockSizes(block_size, block_size)
         self._share = share
@@ -78,9 +79,9 @@ class KVWorker:
     # -- start ------------------------------------------------------------------------------
 
     def register(self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> None:
-        """Register the caches of this rank, in layer order, and verify their layout.
+        """Register this rank's KV caches, in layer order, and verify their memory layout.
 
-        A cache that cannot be mapped is reported to the scheduler half, which stops sharing.
+        If a cache cannot be mapped to pages, the scheduler half is notified and stops sharing.
         """
         mine = self._mine
         try:
@@ -101,7 +102,7 @@ class KVWorker:
         self._sizes = BlockSizes(self._block_size, layouts[0].block_size)
         self._side = self._out.side
         self._on_gpu = self._out.blocks.device.type == "cuda"
-        if self._on_gpu and not self._page.state:  # Rows of states have no tokens to gather.
+        if self._on_gpu and not self._page.state:  # Direct copies gather tokens, which states do not have.
             self._arena = self._open_arena(self._out.blocks)
         compat.logger.info(
             "cornplug: KV layout verified: %d layers, heads %d to %d of %d",
@@ -114,17 +115,19 @@ class KVWorker:
     def _layouts(
         self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]
     ) -> Sequence[BlockLayout]:
-        """Return the layout of each cache. Raises LayoutError."""
+        """Return the memory layout of each KV cache, in the order of `caches`. Raises LayoutError if a cache
+        cannot be mapped to pages."""
         heads = len(self._mine.heads)
         return verified_layouts(caches, layers, self._page, heads, self._block_size, self._scales)
 
     def refuse(self, error: LayoutError) -> None:
-        """Report to the scheduler half that this rank's caches cannot be mapped."""
+        """Report to the scheduler half that this rank's KV caches cannot be mapped to pages, so that sharing
+        stops."""
         compat.logger.warning("cornplug: KV of this engine is not shared: %s", error)
         self._reports.unusable(error.reason)
 
     def _open_arena(self, blocks: CacheBlocks) -> ArenaMoves | None:
-        """Create direct copies by the GPU. Returns None if they are not possible."""
+        """Create the GPU's direct copies to and from the store, or return None if they are not possible."""
         try:
             from cornplug.vllm_connector.kv.arena_moves import open_arena
         except ImportError as e:  # This vLLM has no Triton.
@@ -145,12 +148,14 @@ class KVWorker:
     # -- the engine's step ------------------------------------------------------------------
 
     def begin_step(self, *, computes: bool) -> None:
-        """Limit the CPU share of copies in a step that computes tokens on the CPU."""
+        """Limit the CPU time for copies during the step that begins now, if `computes` is set and the engine
+        computes on the CPU."""
         if not self._on_gpu:
             self._mover.begin_step(computes=computes)
 
     def start_loads(self, loads: Sequence[PageLoad]) -> None:
-        """Start loads. Their requests run after `finished` returns them."""
+        """Start to load pages into the requests' blocks. vLLM runs a request after `finished` has returned
+        its id."""
         mark = self._side.mark() if loads else None
         for load in loads:
             if not load.pages:
@@ -164,7 +169,7 @@ class KVWorker:
                 self._mover.submit(self._load(load, mark, time.monotonic()), urgent=True)
 
     def start_saves(self, saves: Sequence[PageSave]) -> None:
-        """Start to save pages that this step's forward pass has computed."""
+        """Start to copy to the store the pages that this step's forward pass has computed."""
         self._mover.end_step()
         if not saves:
             return
@@ -179,35 +184,38 @@ class KVWorker:
             self._mover.submit(self._save(self._reports.saves_begin(staged), mark), urgent=False)
 
     def stepped(self, number: int) -> None:
-        """Acknowledge the end of a timed step with the next acknowledgements."""
+        """Include the end of timed step `number` in the next acknowledgements."""
         self._reports.stepped(number)
 
     def give_up_saves(self, names: Collection[str]) -> None:
-        """Report pages of these saves that are not acknowledged yet as not written. Does not wait."""
+        """Report the pages of these saves as not written, except pages that were already acknowledged. Does
+        not wait."""
         self._reports.give_up_saves(names)
 
     def drain(self) -> None:
-        """Wait until no block is being read or written."""
+        """Wait until no copy reads or writes any KV cache block."""
         if self._arena is not None:
             self._arena.drain()
         self._mover.wait()
 
     def finished(self) -> set[str]:
-        """Return the ids of requests whose load ended since the last call."""
+        """Return the ids of requests whose load has ended since the last call, successfully or not."""
         if self._arena is not None:
             self._arena.poll()
         return self._reports.finished()
 
     def bad_blocks(self) -> set[int]:
-        """Return the blocks whose load failed, before `finished` returns the request."""
+        """Return the ids of blocks that could not be loaded, since the last call. A request's blocks are
+        included no later than `finished` returns the request."""
         return self._reports.bad_blocks()
 
     def acks(self) -> CornplugKVWorkerMetadata | None:
-        """Return acknowledgements since the last call, or None if there are none."""
+        """Return the acknowledgements for the scheduler half since the last call, or None if there are
+        none."""
         return self._reports.acks()
 
     def close(self) -> None:
-        """Finish the slabs that are being copied, and drop all others."""
+        """Wait for the slabs that are being copied, and drop all copies that have not started."""
         if self._arena is not None:
             self._arena.close()
         self._mover.close()
@@ -218,7 +226,7 @@ class KVWorker:
     # -- the mover's thread -----------------------------------------------------------------
 
     def _load(self, load: PageLoad, mark: Any, asked: float) -> Job:
-        # The request must be notified of the end of its load in every case.
+        # The end of the load must be reported in every case, because its request waits for it.
         done, reason, settled = 0, "load_error", False
         began = time.monotonic()
         try:
@@ -259,8 +267,8 @@ class KVWorker:
         self._pages.discard(keys, deadline_s=self._background_timeout_s)
 
     def _verified(self, pages: Leases, host: torch.Tensor) -> int:
-        """Copy this rank's part of pages to `host`. Returns the number of intact pages before the first
-        damaged one."""
+        """Copy this rank's part of leased pages to `host` and verify the checksums. Returns the number of
+        intact pages before the first damaged page."""
 
         def whole(lease: Lease | None, target: torch.Tensor) -> bool:
             try:
@@ -295,7 +303,7 @@ class KVWorker:
                 self._reports.saves_over(saves)
 
     def _write(self, page: SavedPage, source: torch.Tensor) -> None:
-        """Copy this rank's part of a page to the store, and acknowledge it."""
+        """Write this rank's part of a page to the store, and acknowledge the page as written or failed."""
         sums: dict[int, int] = {}
         try:
             if not page.ongoing.given_up:
@@ -311,10 +319,11 @@ class KVWorker:
 
 
 class DisabledKVWorker:
-    """Worker half of a rank that does not share KV, or no longer does: all loads and saves fail immediately.
+    """Worker half of the KV connector on a rank that does not share KV, or no longer shares it. All loads and
+    saves fail immediately.
 
-    The scheduler half may have promised a load before it learns of this. Without a reply, that request would
-    wait indefinitely. `reason` is why this rank does not share."""
+    The scheduler half may promise a load before it is notified that this rank does not share KV. Without a
+    result for the load, the request would wait indefinitely. `reason` is why this rank does not share KV."""
 
     def __init__(self, block_size: int, reason: str) -> None:
         self._block_size = block_size
@@ -326,7 +335,8 @@ class DisabledKVWorker:
 
     @classmethod
     def in_place_of(cls, worker: KVWorker | GroupsWorker, block_size: int, reason: str) -> Self:
-        """Replace a worker that failed, and keep the results of its loads and saves."""
+        """Create a replacement for a worker that failed, which still reports the results of that worker's
+        loads and saves."""
         stopped = cls(block_size, reason)
         worker.drain()
         stopped._loaded, stopped._bad_blocks = worker.finished(), worker.bad_blocks()
@@ -336,13 +346,13 @@ class DisabledKVWorker:
         return stopped
 
     def register(self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> None:
-        """Do nothing."""
+        """Do nothing, because this rank copies no KV."""
 
     def begin_step(self, *, computes: bool) -> None:
-        """Do nothing, because nothing is copied."""
+        """Do nothing, because this rank copies no KV."""
 
     def start_loads(self, loads: Sequence[PageLoad]) -> None:
-        """Fail all loads, except those that the previous worker has finished."""
+        """Report all loads as failed, except loads that the replaced worker has finished."""
         for load in loads:
             if load.request_id in self._loaded and load.request_id not in self._acks.failed_loads:
                 continue
@@ -351,38 +361,39 @@ class DisabledKVWorker:
             self._loaded.add(load.request_id)
 
     def start_saves(self, saves: Sequence[PageSave]) -> None:
-        """Fail all pages, except those that the previous worker has written."""
+        """Report all pages as not written, except pages that the replaced worker has written."""
         for save in saves:
             left = [page.token for page in save.pages if page.token not in self._acks.written]
             self._acks.failed_writes |= dict.fromkeys(left, MAX_SEGMENTS)
 
     def drain(self) -> None:
-        """Do nothing, because nothing is copied."""
+        """Do nothing, because this rank copies no KV."""
 
     def stepped(self, number: int) -> None:
-        """Do nothing, because no measurement is needed."""
+        """Do nothing, because this rank measures no steps."""
 
     def give_up_saves(self, names: Collection[str]) -> None:
-        """Do nothing, because nothing is saved."""
+        """Do nothing, because this rank saves no pages."""
 
     def finished(self) -> set[str]:
-        """Return the ids of requests whose load ended since the last call."""
+        """Return the ids of requests whose load has ended since the last call, successfully or not."""
         self._failed, self._loaded = self._loaded, set()
         return self._failed
 
     def failed(self) -> set[str]:
-        """Return the requests that the last call of `finished` returned."""
+        """Return the ids of the requests that `finished` returned last. All of their loads failed."""
         return self._failed
 
     def bad_blocks(self) -> set[int]:
-        """Return the blocks that were not loaded."""
+        """Return the ids of blocks that were not loaded since the last call."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def acks(self) -> CornplugKVWorkerMetadata | None:
-        """Return acknowledgements since the last call, or None if there are none."""
+        """Return the acknowledgements for the scheduler half since the last call, or None if there are
+        none."""
         acks, self._acks = self._acks, CornplugKVWorkerMetadata()
         return None if acks.is_empty() else acks
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing, because no copy is in flight."""

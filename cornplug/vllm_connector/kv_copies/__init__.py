@@ -1,1 +1,1 @@
-"""Copies of KV between vLLM's blocks and pages of the store: memory layouts and transfers."""
+"""Copying of KV between vLLM's cache blocks and the store's pages: memory layouts and transfers."""

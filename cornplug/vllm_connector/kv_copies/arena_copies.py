@@ -1,15 +1,17 @@
-"""Copies of this rank's KV between vLLM's blocks on a GPU and the store's memory, without a CPU in between.
+"""Copying of this rank's KV between vLLM's blocks on a GPU and the store's memory, without passing through a
+CPU.
 
-A slab of pages is gathered on the GPU in page order and checksummed there (`device_checksums.py`). One call
-of vLLM's `swap_blocks_batch` then copies it to its location in the store, one byte range per page. Loads do
-the reverse. All slabs of one direction use the same GPU buffer and are ordered by its stream, so many can be
-in flight and the host waits for none. The host receives the checksums, 64 bytes per segment.
+A slab of several pages is gathered on the GPU in page order and checksummed there (`device_checksums.py`).
+One call of vLLM's `swap_blocks_batch` then copies the slab to the pages' locations in the store, one byte
+range per page. Loads do the reverse. All slabs of one direction use the same GPU buffer and are ordered by
+the direction's stream, so many slabs can be in flight and the host does not wait for them. The host receives
+only the checksums, 64 bytes per segment.
 
-The caller checks the reservation directly before it starts a copy into the store. If a copy is late anyway,
-it damages another page. Readers of that page detect this, because its checksum is for the data on its own
-GPU.
+The caller checks that the reservation still exists directly before it starts a copy into the store. If a copy
+is late anyway, it overwrites another page. Readers of that page detect the damage, because the page's
+checksum was computed from the data on its writer's GPU.
 
-Needs torch and Triton, but not vLLM.
+This module needs torch and Triton, but not vLLM.
 """
 
 from __future__ import annotations
@@ -31,49 +33,52 @@ from cornplug.vllm_connector.kv_copies.device_checksums import (
 )
 
 _SLAB_BYTES = 32 << 20
-"""Size of the buffer for each direction, small compared to the memory that vLLM leaves free."""
+"""Size in bytes of the GPU buffer for each direction, small compared to the memory that vLLM leaves free."""
 
 Run = tuple[int, int, int]
-"""Byte range: (offset in the slab, address in the store's memory, bytes)."""
+"""Byte range to copy: (offset in the slab, address in the store's memory, number of bytes)."""
 CopyBatch = Callable[..., None]
 """Signature of vLLM's `swap_blocks_batch`: (source addresses, target addresses, sizes,
 is_src_access_order_any=...)."""
 
 
 class ArenaSlab:
-    """Pages in transfer."""
+    """State of one slab of KV pages in transfer: token positions, checksums, and the event at the end of its
+    copies."""
 
     def __init__(self, side: CopySide, index: TokenIndex, sums: torch.Tensor) -> None:
         self._side, self.index, self._sums = side, index, sums
         self.end: Any = None
-        """End of its copies, or None after they have completed."""
+        """Event at the end of the slab's copies. None after they have completed."""
         self.segments = self.segment_bytes = 0
 
     def sums(self, segments: int, segment_bytes: int) -> torch.Tensor:
-        """Return host memory for the checksum words of `segments` segments of `segment_bytes` bytes."""
+        """Return host memory for the checksum words that the GPU computes for `segments` segments of
+        `segment_bytes` bytes each."""
         self.segments, self.segment_bytes = segments, segment_bytes
         return self._sums[:segments]
 
     def done(self) -> bool:
-        """Return whether its copies have completed."""
+        """Return whether the slab's copies have completed."""
         if self.end is not None and self._side.done(self.end):
             self.end = None
         return self.end is None
 
     def wait(self) -> None:
-        """Wait until its copies have completed."""
+        """Wait until the slab's copies have completed."""
         if self.end is not None:
             end, self.end = self.end, None
             self._side.wait(end)
 
     def checksums(self) -> list[int]:
-        """Return the checksums of all segments, page by page, of the data on the GPU. Call it after the
-        copies have completed."""
+        """Return the checksums of all segments, page by page, as computed from the data on the GPU. Call it
+        after the slab's copies have completed."""
         return folded(self._sums[: self.segments], self.segment_bytes)
 
 
 class ArenaCopies:
-    """Copies of one rank in one direction. Used by the engine's thread."""
+    """Copies one rank's KV pages between GPU blocks and the store, in one direction. Used only by the
+    engine's thread."""
 
     def __init__(
         self,
@@ -84,7 +89,7 @@ class ArenaCopies:
         *,
         share: float = 1.0,
     ) -> None:
-        """Create the copies. `share` is the share of a slab's memory."""
+        """Prepare copies. `share` is the fraction of the maximum slab size that they use."""
         self._blocks, self.side = blocks, side
         self._checksums, self._copy_batch = checksums, copy_batch
         heads, layers, planes, tokens, dim = blocks.shape
@@ -100,7 +105,8 @@ class ArenaCopies:
         segment_bytes: int,
         mark: Any,
     ) -> ArenaSlab:
-        """Start to copy pages to the store, each given by its request's table and its index in it."""
+        """Start to copy pages from vLLM's blocks to the store. Each page is given as (block table of its
+        request, index of the page in the request)."""
         with self._begun(mark) as slab:
             there = self._slab()[: len(pages)]
             index = slab.index.send(*self._blocks.where_pages(pages), self._blocks.device)
@@ -118,15 +124,19 @@ class ArenaCopies:
         tokens: tuple[int, int],
         mark: Any,
     ) -> ArenaSlab:
-        """Start to copy these pages of a request from the store. Only the `tokens` (from, to) of the request
-        are written to its blocks. They are valid if `ArenaSlab.checksums` match the pages."""
+        """Start to copy pages of a request from the store to the request's blocks.
+
+        Only tokens from `tokens[0]` to before `tokens[1]` are written to the blocks. Their KV is valid if the
+        result of `ArenaSlab.checksums` matches the pages' checksums.
+        """
         size = self._blocks.shape[3]
         first = pages.start * size
         start, end = max(tokens[0], first), min(tokens[1], pages.stop * size)
         with self._begun(mark) as slab:
             there = self._slab()[: len(pages)]
             here, addresses, sizes = _columns(runs, _address(there))
-            # Nothing writes to the pages while their reader holds leases.
+            # The source can be read in any order: while its reader holds leases, no process writes to the
+            # pages.
             self._copy_batch(addresses, here, sizes, is_src_access_order_any=True)
             self._sum(slab, there, segment_bytes)
             if start < end:
@@ -136,14 +146,15 @@ class ArenaCopies:
         return slab
 
     def put_back(self, slab: ArenaSlab) -> None:
-        """Wait for a slab's copies, so its memory can be reused."""
+        """Wait for a slab's copies to complete, and make its memory available to later slabs."""
         slab.wait()
         self._free.append(slab)
 
     def works(self, segment_bytes: int) -> bool:
-        """Copy a test page in both directions, and return whether it and its checksums are correct.
+        """Copy a test page from the GPU to host memory and back, and return whether its data and checksums
+        are correct.
 
-        Call it at start, because it compiles the kernels and allocates all memory.
+        Call this at start, because it also compiles the kernels and allocates all memory.
         """
         noise, back, again = (self.side.host((self.page_bytes,), torch.int8) for _ in range(3))
         noise.copy_(torch.from_numpy(np.random.default_rng().integers(-128, 128, self.page_bytes, np.int8)))
@@ -166,8 +177,8 @@ class ArenaCopies:
         return whole and found == [xxhash.xxh3_64_intdigest(row) for row in rows]
 
     def _slab(self) -> torch.Tensor:
-        """Return the buffer on the device. It is created within `CopySide.after`, so that the allocator knows
-        its stream."""
+        """Return the buffer for slabs on the device. It is allocated on first use. Call it within
+        `CopySide.after`, so that the allocator assigns the memory to that stream."""
         if self._there is None:
             shape = (self.slab_pages, *self._blocks.shape)
             self._there = torch.empty(shape, dtype=self._blocks.dtype, device=self._blocks.device)
@@ -179,7 +190,8 @@ class ArenaCopies:
 
     @contextmanager
     def _begun(self, mark: Any) -> Iterator[ArenaSlab]:
-        """Enter a context for a slab whose copies are started inside, including those before an exception."""
+        """Enter a context in which copies start after `mark`, and yield their slab. When it exits, even by an
+        exception, the slab's end is set to the end of these copies."""
         slab = self._free.pop() if self._free else self._new()
         whole = False
         try:
@@ -193,13 +205,14 @@ class ArenaCopies:
 
     def _new(self) -> ArenaSlab:
         heads, layers, _, tokens, _ = self._blocks.shape
-        # Every segment has at least one layer of a head.
+        # A segment contains at least one layer of one head, which limits the number of segments.
         sums = self.side.host((self.slab_pages * heads * layers, STATE), torch.int64)
         return ArenaSlab(self.side, TokenIndex(self.side, self.slab_pages * tokens), sums)
 
 
 def _columns(runs: Sequence[Run], slab: int) -> list[torch.Tensor]:
-    """Return (addresses in a slab that begins at `slab`, addresses in the store's memory, sizes)."""
+    """Convert byte ranges to three tensors: addresses in the slab that begins at address `slab`, addresses in
+    the store's memory, and sizes."""
     columns = np.array(runs, np.int64).reshape(-1, 3).T.copy()
     columns[0] += slab
     return [torch.from_numpy(column) for column in columns]

@@ -1,12 +1,13 @@
-"""Copies of this rank's KV between vLLM's blocks and host memory, a slab of pages at a time.
+"""Copying of this rank's KV between vLLM's blocks and host memory. A slab of several pages is copied at a
+time.
 
-On a CPU, planes are copied directly. On an accelerator, the pages of a slab (of one or more requests) are
-gathered into a contiguous device buffer in page order, and transferred in one contiguous copy to or from
-pinned memory. Any other copy would use a pageable temporary buffer of PyTorch, which is read while the
-transfer may still be filling it. Two buffers alternate, so that one slab is transferred while the host reads
-or fills the other. Host memory is accessed only after the slab's event.
+On a CPU, planes (K, V or latents) are copied directly. On an accelerator, the pages of a slab (from one or
+more requests) are gathered into a contiguous device buffer in page order, and transferred in one contiguous
+copy to or from pinned memory. Any other copy would go through a temporary pageable buffer of PyTorch, which
+PyTorch may read while the transfer is still filling it. Two buffers alternate, so that one slab is
+transferred while the host reads or fills the other. Host memory is accessed only after the slab's event.
 
-Needs torch, but not vLLM.
+This module needs torch, but not vLLM.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from cornplug.vllm_connector.kv_copies.copy_sides import CopySide, CpuSide, Cuda
 from cornplug.vllm_connector.kv_copies.layout import BlockLayout
 
 _DIRECT_TOKENS = 128
-"""Minimum number of tokens per copy. Small blocks are coalesced (LMCache measured 20 -> 8 ms)."""
+"""Number of tokens per slab on a CPU. Coalescing small blocks is faster (LMCache measured 20 -> 8 ms)."""
 _STAGED_BYTES = 16 << 20
-"""Size of a slab on an accelerator, large enough to hide the latency of a few launches. Four slabs (two per
-direction) are small compared to the memory that vLLM leaves free."""
+"""Size in bytes of a slab on an accelerator, large enough to hide the latency of a few kernel launches. Four
+slabs (two per direction) are small compared to the memory that vLLM leaves free."""
 
 
 class _Staging:
-    """Memory of a slab in transfer: host memory, device memory, and the positions of its tokens. It is
-    created on first use and kept, because new memory would cost a page fault per 4 KiB."""
+    """Host memory, device memory and token positions for one slab in transfer. They are allocated on first
+    use and reused, because new memory would cost a page fault per 4 KiB."""
 
     def __init__(self, side: CopySide, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Create a slab. `shape` is that of the whole slab: (pages, heads, layers, planes, tokens, dim)."""
+        """Prepare memory for a slab of `shape`: (pages, heads, layers, planes, tokens, dim)."""
         self._side, self._shape, self._dtype = side, shape, dtype
         self.end: Any = None
-        """End of the last copies that use it, or None after they have completed."""
+        """Event at the end of the last copies that use this memory. None if no copy is in flight."""
         self._there: torch.Tensor | None = None
         self.index = TokenIndex(side, shape[0] * shape[4])
 
@@ -48,21 +49,22 @@ class _Staging:
         return self._side.host(self._shape, self._dtype)
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Return the slab on the device. It is created within `after`, so that the allocator knows its
-        stream."""
+        """Return the slab's device memory. It is allocated on first use. Call it within `CopySide.after`, so
+        that the allocator assigns the memory to that stream."""
         if self._there is None:
             self._there = torch.empty(tuple(self._shape), dtype=self._dtype, device=device)
         return self._there
 
     def settle(self) -> None:
-        """Wait until its copies have completed."""
+        """Wait until the slab's copies have completed."""
         if self.end is not None:
             end, self.end = self.end, None
             self._side.wait(end)
 
 
 class Slab:
-    """Pages in transfer, from `BlockCopies.begin_out` or `BlockCopies.slab`."""
+    """Several KV pages in transfer between a device and host memory, returned by `BlockCopies.begin_out` or
+    `BlockCopies.slab`."""
 
     def __init__(self, staging: _Staging, pages: int) -> None:
         self._staging, self._pages = staging, pages
@@ -73,14 +75,14 @@ class Slab:
         return self._staging.host[: self._pages]
 
     def arrived(self) -> torch.Tensor:
-        """Wait for all bytes and return `host`."""
+        """Wait until the pages have been copied to host memory, and return `host`."""
         self._staging.settle()
         return self.host
 
 
 class BlockCopies:
-    """Copies of one rank in one direction. Used by one thread. A table is made from a request's `blocks` by
-    `kernel_table`."""
+    """Copies one rank's KV pages between vLLM's blocks and host memory, in one direction. Used by one thread.
+    Block tables come from `kernel_table`."""
 
     def __init__(
         self,
@@ -93,9 +95,8 @@ class BlockCopies:
         urgent: bool = False,
         share: float = 1.0,
     ) -> None:
-        """Create the copies. `side` and `direct` are derived from the caches' device. Tests set them. `share`
-        is the share of a slab's memory.
-        """
+        """Prepare copies. `side` and `direct` are derived from the caches' device unless a test sets them.
+        `share` is the fraction of the maximum slab size that these copies use."""
         self._share = share
         self._caches, self._layouts, self._shape = caches, layouts, shape
         self.blocks = CacheBlocks(caches, layouts, shape)
@@ -111,29 +112,31 @@ class BlockCopies:
 
     @property
     def slab_pages(self) -> int:
-        """Number of pages to copy at a time."""
+        """Maximum number of pages in a slab. The pages of a slab are copied together."""
         heads, layers, planes, tokens, dim = self._shape
         page_bytes = heads * layers * planes * tokens * dim * self._dtype.itemsize
         most = max(1, int(_STAGED_BYTES * self._share) // page_bytes)
-        # A page of states has one row of many bytes.
+        # A page of recurrent states has a single row of many bytes.
         return max(1, min(_DIRECT_TOKENS // tokens, most)) if self._direct else most
 
     @property
     def ahead(self) -> int:
-        """Number of slabs in transfer while the host works on another."""
+        """Number of slabs that can be in transfer while the host reads or fills another slab."""
         return len(self._stagings) - 1
 
     def slab(self, pages: int) -> Slab:
-        """Return host memory for at most `slab_pages` pages. Earlier copies that used it have ended."""
+        """Return a slab with host memory for `pages` pages, at most `slab_pages`. Waits for earlier copies
+        that use the same memory."""
         self._stagings.rotate(-1)
         staging = self._stagings[-1]
         staging.settle()
         return Slab(staging, pages)
 
     def begin_out(self, pages: Sequence[tuple[Table, int]], mark: Any) -> Slab:
-        """Start to copy pages to the host, each given by its request's table and its index in it.
+        """Start to copy pages from vLLM's blocks to host memory. Each page is given as (block table of its
+        request, index of the page in the request).
 
-        The slab's memory is reused after `ahead` further slabs.
+        The slab's host memory is reused after `ahead` further slabs.
         """
         slab, size = self.slab(len(pages)), self._shape[3]
         with self._begun(slab, mark):
@@ -151,8 +154,12 @@ class BlockCopies:
     def begin_in(
         self, slab: Slab, table: Table, first_page: int, pages: int, tokens: tuple[int, int], mark: Any
     ) -> None:
-        """Start to copy the `tokens` (from, to) of a request from `slab`, whose host memory begins with
-        `pages` of its pages, starting with `first_page`. They are in the blocks after `settle` returns."""
+        """Start to copy a request's tokens, from `tokens[0]` to before `tokens[1]`, from `slab` to the
+        request's blocks.
+
+        The slab's host memory begins with `pages` pages of the request, starting with page `first_page`. The
+        tokens are in the blocks after `settle` returns.
+        """
         host, size = slab.host[:pages], self._shape[3]
         first = first_page * size
         start, end = max(tokens[0], first), min(tokens[1], first + pages * size)
@@ -180,7 +187,8 @@ class BlockCopies:
 
     @contextmanager
     def _begun(self, slab: Slab, mark: Any) -> Iterator[None]:
-        """Enter a context whose copies belong to the slab, including those before an exception."""
+        """Enter a context in which copies start after `mark`. When it exits, even by an exception, the slab's
+        end is set to the end of these copies."""
         try:
             with self.side.after(mark):
                 yield

@@ -1,6 +1,6 @@
-"""A rank's KV caches in page order: strided views of all layers, addressed by block and slot.
+"""Access to one rank's KV caches in page order: strided views of all layers, addressed by block and slot.
 
-Needs torch, but not vLLM.
+This module needs torch, but not vLLM.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ PageShape = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True)
 class _Part:
-    """Planes of some layers, addressed by one strided view of shape (layers, blocks, heads, planes, slots,
-    dim). `layers` and `planes` are their indices in a page."""
+    """Planes of one or more layers, addressed by one strided view of shape (layers, blocks, heads, planes,
+    slots, dim). `layers` and `planes` are their indices in a page."""
 
     view: torch.Tensor
     layers: slice
     planes: slice
 
     def gather(self, blocks: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Read the values of n tokens, shape (n, layers, heads, planes, dim)."""
+        """Read the values of n tokens, shape (n, layers, heads, planes, dim). `blocks` and `slots` have shape
+        (n,)."""
         return self.view[:, blocks, :, :, slots]
 
     def scatter(self, blocks: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
-        """Write values to the places that `gather` reads."""
+        """Write values of n tokens, shape (n, layers, heads, planes, dim), to these blocks and slots."""
         self.view[:, blocks, :, :, slots] = values
 
 
 @dataclass(frozen=True)
 class _IndexedPart:
-    """One plane of one layer that has no strided view."""
+    """One plane of one layer, addressed by an index because it has no strided view."""
 
     plane: BlockPlane
     cache: torch.Tensor
@@ -55,7 +56,8 @@ class _IndexedPart:
 
 
 class CacheBlocks:
-    """Caches of one rank. Tables are made from a request's `blocks` by `kernel_table`."""
+    """Access to the KV caches of all layers on one rank. Copies values between cache blocks and pages. Block
+    tables come from `kernel_table`."""
 
     def __init__(
         self, caches: Sequence[torch.Tensor], layouts: Sequence[BlockLayout], shape: PageShape
@@ -64,41 +66,45 @@ class CacheBlocks:
         self.device = caches[0].device
         self.dtype = caches[0].dtype
         self.is_affine = all(plane.strides is not None for at in layouts for plane in at.planes)
-        """Whether `read` and `write` can be used, because all values can be addressed by strides."""
+        """Whether `read` and `write` can be used. They need caches in which all values can be addressed by
+        strides."""
         self.parts = _parts(caches, layouts)
         self._slots = layouts[0].block_size
 
     def gather(self, there: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> None:
-        """Fill `there`, shape (pages, *shape), with the tokens at (block, slot), both of shape (n,)."""
+        """Copy the tokens at these blocks and slots, both of shape (n,), to the pages in `there`, of shape
+        (pages, *shape)."""
         pages, size = there.shape[0], self.shape[3]
         for one in self.parts:
             values = one.gather(blocks, slots).unflatten(0, (pages, size))
             there[:, :, one.layers, one.planes] = values.permute(0, 3, 2, 4, 1, 5)
 
     def scatter(self, there: torch.Tensor, tokens: slice, blocks: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write these `tokens` of `there`, counted from its first page, to the places that `gather` reads."""
+        """Copy `tokens` of the pages in `there`, counted from the first page, to these blocks and slots."""
         for one in self.parts:
             values = there[:, :, one.layers, one.planes].permute(0, 4, 2, 1, 3, 5).flatten(0, 1)
             one.scatter(blocks, slots, values[tokens])
 
     def read(self, table: Table, start: int, host: torch.Tensor) -> None:
-        """Copy the tokens of a request from `start` on to `host`, shape (heads, layers, planes, n, dim).
+        """Copy n tokens of a request, beginning with token `start`, from its blocks to `host`, of shape
+        (heads, layers, planes, n, dim).
 
-        It copies block by block, which on a CPU is 3 times (K transposed) to 10 times (V) as fast as an
-        index.
+        Tokens are copied block by block, which on a CPU is 3 times (K transposed) to 10 times (V) as fast as
+        indexing.
         """
         for one, block, slots, values in self._runs(table, start, host):
             values.copy_(one.view[:, block, :, :, slots])
 
     def write(self, table: Table, start: int, host: torch.Tensor) -> None:
-        """Write `host` to the places that `read` reads."""
+        """Copy `host` to a request's blocks, beginning with token `start`. The reverse of `read`."""
         for one, block, slots, values in self._runs(table, start, host):
             one.view[:, block, :, :, slots].copy_(values)
 
     def _runs(
         self, table: Table, start: int, host: torch.Tensor
     ) -> Iterator[tuple[_Part, int, slice, torch.Tensor]]:
-        """Yield (part, block, slots in it, their range in `host`) of each affected block."""
+        """Yield (part, block, slots in the block, view of their tokens in `host`) for each part and each
+        block that contains some of the tokens."""
         places = TokenPlaces(table, start, start + host.shape[3], self._slots)
         for one in self.parts:
             assert isinstance(one, _Part)
@@ -107,8 +113,8 @@ class CacheBlocks:
                 yield one, block, slots, values[:, :, :, tokens]
 
     def where_pages(self, pages: Sequence[tuple[Table, int]]) -> tuple[Table, Table]:
-        """Return (block, slot) of each token of these pages. Adjacent pages of a request are looked up
-        together."""
+        """Return the block and slot numbers of all tokens of these pages, given as (block table, index of the
+        page). Adjacent pages of a request are looked up together."""
         size, found = self.shape[3], []
         for _, group in itertools.groupby(pages, lambda page: id(page[0])):
             of_request = list(group)
@@ -118,15 +124,16 @@ class CacheBlocks:
         return np.concatenate(blocks), np.concatenate(slots)
 
     def where(self, table: Table, tokens: NDArray[np.int64]) -> tuple[Table, Table]:
-        """Return (block, slot) of each token of a request, both of shape (n,)."""
+        """Return the block and slot numbers of these tokens of a request, both of shape (n,). `table` is the
+        request's block table."""
         return table[tokens // self._slots], tokens % self._slots
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSizes:
-    """Tokens of a block.
+    """Number of tokens per block, for the engine's blocks and for the attention kernels' blocks.
 
-    If a backend's kernels need smaller blocks than the engine counts, each engine block is several adjacent
+    If a backend's kernels need smaller blocks than the engine, each engine block consists of several adjacent
     blocks of the caches.
     """
 
@@ -135,15 +142,19 @@ class BlockSizes:
 
 
 def kernel_table(blocks: Sequence[int], sizes: BlockSizes) -> NDArray[np.int64]:
-    """Return the indices in the caches of a request's blocks, in order."""
+    """Convert a request's engine blocks to block numbers in the caches, in order."""
     parts = sizes.engine // sizes.kernel
     ids = np.asarray(blocks, np.int64)
     return ids if parts == 1 else (ids[:, None] * parts + np.arange(parts)).ravel()
 
 
 def _parts(caches: Sequence[torch.Tensor], layouts: Sequence[BlockLayout]) -> list[_Part | _IndexedPart]:
-    """Split the caches into the smallest number of gathers: all planes together if they have the same layout,
-    and all layers together if they are evenly spaced in one allocation, as in vLLM."""
+    """Return strided views that cover all caches, as few as possible, because each view needs a separate
+    gather.
+
+    All planes are gathered together if they have the same layout, and all layers are gathered together if
+    they are evenly spaced in one allocation, as in vLLM.
+    """
     found: list[_Part | _IndexedPart] = []
     every = slice(0, len(layouts[0].planes))
     for i, (cache, layout) in enumerate(zip(caches, layouts, strict=True)):
@@ -158,7 +169,7 @@ def _parts(caches: Sequence[torch.Tensor], layouts: Sequence[BlockLayout]) -> li
                 found.append(_IndexedPart(plane, cache, layer, places))
             else:
                 found.append(_Part(_strided(cache, plane, 1, 0), layer, places))
-    # Planes with different layouts, as on a CPU, are merged separately.
+    # Planes with different layouts, as on a CPU, are merged separately over the layers.
     kinds: dict[int, list[_Part | _IndexedPart]] = {}
     for part in found:
         kinds.setdefault(part.planes.start, []).append(part)
@@ -170,8 +181,8 @@ def _parts(caches: Sequence[torch.Tensor], layouts: Sequence[BlockLayout]) -> li
 
 
 def _plane_step(planes: Sequence[BlockPlane]) -> int | None:
-    """Return the elements from one plane to the next, 0 for a single plane, or None if their layouts
-    differ."""
+    """Return the distance in elements from one plane of a layer to the next, 0 for a single plane, or None if
+    the planes' layouts differ."""
     first, last = planes[0], planes[-1]
     if first.strides is None or first.strides != last.strides:
         return None
@@ -180,7 +191,8 @@ def _plane_step(planes: Sequence[BlockPlane]) -> int | None:
 
 
 def _strided(cache: torch.Tensor, first: BlockPlane, planes: int, plane_step: int) -> torch.Tensor:
-    """Return a view of `planes` planes, shape (1, blocks, heads, planes, slots, dim)."""
+    """Return a view of `planes` planes of one layer's cache, of shape (1, blocks, heads, planes, slots,
+    dim)."""
     assert first.strides is not None
     heads, tokens, dim = first.offsets.shape
     head, token, channel = first.strides
@@ -192,8 +204,8 @@ def _strided(cache: torch.Tensor, first: BlockPlane, planes: int, plane_step: in
 
 
 def _merged(parts: Sequence[_Part | _IndexedPart], layers: int) -> _Part | None:
-    """Merge all layers' parts of some planes, or return None if they are not evenly spaced in one
-    allocation."""
+    """Merge the layers' views of the same planes into one view. Returns None if the layers are not evenly
+    spaced in one allocation."""
     views = [part.view for part in parts if isinstance(part, _Part) and part.planes == parts[0].planes]
     if len(views) < layers or len({(v.shape, v.stride()) for v in views}) > 1:
         return None

@@ -1,10 +1,11 @@
 """Execution of KV copies: synchronously on the CPU, or on a separate GPU stream.
 
-On a CPU, a helper thread runs on other cores than the engine's compute threads, and without worker threads.
-vLLM pins its compute threads, and a thread that the pinned main thread starts inherits the main thread's
-core. PyTorch would also split each larger copy over all compute cores. Both would delay the forward pass.
+On a CPU, the thread that copies KV runs on other cores than the engine's compute threads, and without
+PyTorch's worker threads. vLLM pins its compute threads, and a thread that the pinned main thread starts
+inherits the main thread's core. PyTorch would also split each larger copy over all compute cores. Both would
+delay the forward pass.
 
-Needs torch, but not vLLM.
+This module needs torch, but not vLLM.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def leave_compute_cores() -> None:
 
 
 def _pinned_cores() -> set[int]:
-    """Return the cores to which threads of this process are pinned, one core each."""
+    """Return the cores to which threads of this process are pinned. Threads that may run on several cores are
+    ignored."""
     pinned: set[int] = set()
     for thread in Path("/proc/self/task").iterdir():
         with suppress(OSError):
@@ -49,40 +51,43 @@ def _node(core: int) -> str:
 
 
 def _run_alone() -> None:
-    # torch.set_num_threads would also change the main thread's number, and vLLM replaces it. PyTorch sets a
-    # thread's number once, at its first use, so that has to happen first.
+    # torch.set_num_threads would also change the main thread's number of threads, and vLLM replaces that
+    # function. PyTorch sets the number for a new thread once, at its first use, so make that first call
+    # before changing the number.
     torch.get_num_threads()
     with suppress(AttributeError):
         ctypes.CDLL(None).omp_set_num_threads(1)
 
 
 class CopySide(Protocol):
-    """Device or stream on which copies run alongside the engine's own work."""
+    """Interface to the device or stream on which copies run alongside the engine's own work."""
 
     def enter_thread(self) -> None:
-        """Set the device of the calling thread, before anything else in that thread."""
+        """Set the device of the calling thread. Call it before anything else in that thread."""
 
     def mark(self) -> Any:
-        """Return a mark for the current point of the engine's work."""
+        """Return a mark for the current point in the engine's work, for `after`."""
 
     def after(self, mark: Any) -> AbstractContextManager[None]:
-        """Return a context whose copies begin after the engine's work has reached `mark`."""
+        """Return a context. Copies that are started within it begin after the engine's work has reached
+        `mark`."""
 
     def begun(self) -> Any:
-        """Return an event for the end of everything started within `after` so far."""
+        """Return an event that occurs when all copies that were started within `after` so far have
+        completed."""
 
     def wait(self, end: Any) -> None:
-        """Wait for `end`, which `begun` returned."""
+        """Wait for the event `end`, which `begun` returned."""
 
     def done(self, end: Any) -> bool:
-        """Return whether `end`, which `begun` returned, has completed."""
+        """Return whether the event `end`, which `begun` returned, has occurred."""
 
     def host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Allocate host memory that the device can access directly."""
 
 
 class CpuSide:
-    """Copies on a device without streams, which are synchronous."""
+    """Synchronous copies, for a device without streams."""
 
     def enter_thread(self) -> None:
         leave_compute_cores()
@@ -108,10 +113,11 @@ class CpuSide:
 
 
 class CudaSide:
-    """Copies on a separate stream. `mark` is an event on the engine's stream."""
+    """Asynchronous copies on a separate CUDA stream. `mark` returns an event on the engine's stream."""
 
     def __init__(self, device: torch.device, *, urgent: bool = False) -> None:
-        """The device runs kernels of an `urgent` stream before those of other streams."""
+        """Create a stream for copies. The device runs kernels of an `urgent` stream before kernels of other
+        streams."""
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1 if urgent else 0)
 
@@ -147,10 +153,11 @@ class CudaSide:
 
 
 class TokenIndex:
-    """Positions of the tokens of a slab, to be copied to the device. Created on first use and kept."""
+    """Buffers that hold the block and slot numbers of a slab's tokens, on the host and on the device. They
+    are allocated on first use and reused."""
 
     def __init__(self, side: CopySide, tokens: int) -> None:
-        """Allocate memory for at most `tokens` tokens."""
+        """Prepare buffers for at most `tokens` tokens."""
         self._side, self._tokens = side, tokens
         self._there: torch.Tensor | None = None
 
@@ -161,8 +168,8 @@ class TokenIndex:
     def send(
         self, blocks: NDArray[np.int64], slots: NDArray[np.int64], to: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy (block, slot) of each token to the device, both of shape (n,). Call it within
-        `CopySide.after`, and not again before the end of that slab."""
+        """Copy the block and slot numbers of n tokens to the device, and return both as tensors of shape
+        (n,). Call it within `CopySide.after`, and not again until that slab has completed."""
         if self._there is None:
             self._there = torch.empty_like(self._here, device=to)
         n, there = len(blocks), self._there

@@ -1,11 +1,13 @@
-"""The store's checksums, XXH3-64, of page segments on a GPU, computed without copying pages to a CPU.
+"""XXH3-64 checksums of KV page segments, as the store uses them, computed on a GPU without copying the pages
+to a CPU.
 
 XXH3 splits a payload into blocks of 1 KiB. The contribution of a block to the eight accumulators does not
-depend on other blocks. Only the short step between blocks does. So one kernel processes all blocks in
-parallel, a second kernel combines the blocks of each segment, and the host reduces 64 bytes per segment to
-its checksum. The result equals `xxhash.xxh3_64_intdigest`, so readers on a CPU can verify it.
+depend on other blocks. Only the short step between two blocks depends on the blocks before it. Therefore one
+kernel processes all blocks in parallel, a second kernel combines the blocks of each segment, and the host
+reduces the resulting 64 bytes per segment to a checksum. The result equals `xxhash.xxh3_64_intdigest`, so
+readers on a CPU can verify it.
 
-Needs torch and Triton, but not vLLM.
+This module needs torch and Triton, but not vLLM.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from numpy.typing import NDArray
 from triton import language as tl
 
 BLOCK_BYTES: Final = 1024
-"""Block size of XXH3. Segments must be multiples of it, which holds for all but the smallest layers."""
+"""Size in bytes of an XXH3 block. The size of a segment must be a multiple of it, which is true for all but
+the smallest layers."""
 STATE: Final = 8
-"""Number of words that the kernels compute for each segment."""
+"""Number of 64-bit words that the kernels compute for each segment."""
 _SECRET: Final = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
     "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
@@ -46,8 +49,8 @@ _MASK_64: Final = (1 << 64) - 1
 
 # Triton's compiler accepts only its own annotations.
 def sum_blocks(data, keys, sums, blocks, total, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Kernel: compute the contribution of each of `total` blocks to the accumulators. `blocks` is the number
-    per segment."""
+    """Triton kernel: compute the contribution of each of `total` XXH3 blocks to the accumulators. `blocks` is
+    the number of XXH3 blocks per segment."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lanes = tl.arange(0, 8)
     inside = (rows < total)[:, None]
@@ -67,7 +70,8 @@ def sum_blocks(data, keys, sums, blocks, total, ROWS: tl.constexpr):  # type: ig
 
 
 def chain_blocks(sums, keys, state, blocks):  # type: ignore[no-untyped-def]
-    """Kernel: compute the accumulators of a segment after its last block."""
+    """Triton kernel: compute the accumulators after the last block of each segment from the blocks'
+    contributions."""
     lanes = tl.arange(0, 8)
     row = sums + tl.program_id(0).to(tl.int64) * blocks * 8 + lanes
     acc = tl.load(keys + 256 + lanes).to(tl.uint64, bitcast=True)
@@ -80,23 +84,25 @@ def chain_blocks(sums, keys, state, blocks):  # type: ignore[no-untyped-def]
     tl.store(state + tl.program_id(0) * 8 + lanes, acc.to(tl.int64, bitcast=True))
 
 
-# These integers differ between slabs. Specializing on them would recompile while requests wait.
+# These integers differ between slabs. If Triton specialized on them, it would recompile the kernels while
+# requests wait.
 _sum_blocks = triton.jit(sum_blocks, do_not_specialize=["blocks", "total"])
 _chain_blocks = triton.jit(chain_blocks, do_not_specialize=["blocks"])
 
 
 class DeviceChecksums:
-    """Checksums of segments on one device, computed on its current stream."""
+    """Computes segment checksums on one device, on the device's current stream."""
 
     ROWS = 64
-    """Number of blocks per program."""
+    """Number of XXH3 blocks that each program of the Triton kernel processes."""
 
     def __init__(self, device: torch.device, kernels: tuple[Any, Any] = (_sum_blocks, _chain_blocks)) -> None:
         self._keys = torch.from_numpy(_key_table()).to(device)
         self._sum, self._chain = kernels
 
     def begin(self, data: torch.Tensor, segment_bytes: int) -> torch.Tensor:
-        """Return words of shape (segments, STATE) on the device, which `folded` converts to checksums.
+        """Start to compute checksums, and return words of shape (segments, STATE) on the device, which
+        `folded` converts to checksums.
 
         `data` is contiguous and holds segments of `segment_bytes` bytes, a multiple of BLOCK_BYTES.
         """
@@ -111,8 +117,8 @@ class DeviceChecksums:
 
 
 def folded(state: torch.Tensor, segment_bytes: int) -> list[int]:
-    """Return the checksums of segments of `segment_bytes` bytes. `state` of shape (segments, STATE) is on the
-    host."""
+    """Return one checksum per segment. `state` has the words that `DeviceChecksums.begin` computed, copied to
+    the host, of shape (segments, STATE). Each segment has `segment_bytes` bytes."""
     mixed = state.numpy().view(np.uint64) ^ _MERGE_KEYS
     start = np.array([segment_bytes * _PRIMES_64[0] & _MASK_64], np.uint64)
     digest = start + _multiplied(mixed[:, ::2], mixed[:, 1::2]).sum(axis=1, dtype=np.uint64)
@@ -123,7 +129,8 @@ def folded(state: torch.Tensor, segment_bytes: int) -> list[int]:
 
 
 def _multiplied(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return low word xor high word of each 128-bit product."""
+    """Multiply two arrays of 64-bit words, and return the low word xor the high word of each 128-bit
+    product."""
     half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
     a0, a1, b0, b1 = a & low, a >> half, b & low, b >> half
     lowest, cross, other = a0 * b0, a0 * b1, a1 * b0
@@ -137,8 +144,9 @@ def _secret_words(offsets: Sequence[int]) -> list[int]:
 
 
 def _key_table() -> NDArray[np.int64]:
-    """Return the keys of the 16 stripes of a block, keys of a segment's last block, initial values of the
-    accumulators, and two words per lane for the step to the next block."""
+    """Return the constants that the kernels use: the keys for the 16 stripes of a block, the keys for a
+    segment's last block, the accumulators' initial values, and two words per lane for the step between two
+    blocks."""
     stripes = [_secret_words([8 * (n + lane) for lane in range(_LANES)]) for n in range(_STRIPES)]
     last = [*stripes[:-1], _secret_words([121 + 8 * lane for lane in range(_LANES)])]
     p32, p64 = _PRIMES_32, _PRIMES_64

@@ -1,10 +1,10 @@
 """Layout of K and V, or of MLA latents, in vLLM's caches. It is measured by test writes, never assumed.
 
-`kv_caches[layer]` has shape (blocks, heads, block_size, planes * dim), but the shape does not tell the
-layout: the CPU backend keeps K transposed before V, and other instruction sets pack differently. At start,
+`kv_caches[layer]` has shape (blocks, heads, block_size, planes * dim), but the shape does not determine the
+layout. The CPU backend keeps K transposed before V, and the packing depends on the instruction set. At start,
 the backend's own cache-write operation therefore writes patterns into a scratch block. Their values identify
 token, head, dim and plane, and reading them back gives the mapping. A mapping that is not a permutation of
-the whole block is refused.
+the complete block is rejected.
 """
 
 from __future__ import annotations
@@ -21,26 +21,30 @@ from numpy.typing import NDArray
 from cornplug.errors import LayoutError
 from cornplug.kv_page import PLANES, PageGeometry
 
-# (*planes, kv_cache, slot_mapping) -> None. The planes are key and value, or a latent: (tokens, heads, dim).
+# Cache-write operation of an attention backend: (*planes, kv_cache, slot_mapping) -> None. The planes are key
+# and value, or a latent, each of shape (tokens, heads, dim).
 WriteOp = Callable[..., None]
 
 _DIGIT = 128
-"""Labels stay below 2^8, because bfloat16 represents integers exactly up to there."""
+"""Number of different labels written in one test. Labels stay below 2^8, because bfloat16 represents integers
+exactly up to this limit."""
 _FP8_DIGIT = 8
-"""Both fp8 formats represent integers exactly up to this."""
+"""Number of different labels written in one test of an fp8 cache. Both fp8 formats represent integers exactly
+up to this value."""
 _FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 class TokenPlaces:
-    """Positions of tokens [start, end) of a request. `blocks` are all its blocks, in order, each with
-    `block_size` slots."""
+    """Positions of a request's tokens [start, end) in its blocks. `blocks` has all blocks of the request, in
+    order, each with `block_size` slots."""
 
     def __init__(self, blocks: NDArray[np.int64], start: int, end: int, block_size: int) -> None:
         self._blocks, self._start, self._end, self._block_size = blocks, start, end, block_size
 
     @cached_property
     def runs(self) -> list[tuple[int, slice, slice]]:
-        """(block, slots in it, which of the n tokens) for each affected block."""
+        """Tuples (block, slots in the block, tokens counted from `start`), one for each block that contains
+        some of the tokens."""
         found, size = [], self._block_size
         at = self._start
         while at < self._end:
@@ -53,10 +57,10 @@ class TokenPlaces:
 
 @dataclass(frozen=True)
 class BlockPlane:
-    """Element offsets of K, V or latents inside one block, relative to the block's first element.
+    """Element offsets of one plane (K, V or latents) inside one block, relative to the block's first element.
 
-    `offsets` has shape (heads, block_size, dim). If they are affine (`strides` of head, token and dim from
-    `base`), a strided view is used for addressing, otherwise an index.
+    `offsets` has shape (heads, block_size, dim). If the offsets are affine (`strides` of head, token and dim
+    from `base`), values are addressed by a strided view, otherwise by an index.
     """
 
     offsets: torch.Tensor
@@ -64,7 +68,7 @@ class BlockPlane:
     strides: tuple[int, int, int] | None
 
     def gather(self, cache: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Read the plane's values of n tokens, shape (n, heads, dim). `blocks` and `slots` have shape
+        """Read this plane's values for n tokens, shape (n, heads, dim). `blocks` and `slots` have shape
         (n,)."""
         if self.strides is not None:
             return self._view(cache)[blocks, :, slots]
@@ -73,7 +77,7 @@ class BlockPlane:
     def scatter(
         self, cache: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Write values of shape (n, heads, dim) to the places that `gather` reads."""
+        """Write this plane's values, of shape (n, heads, dim), for the n tokens at these blocks and slots."""
         if self.strides is not None:
             self._view(cache)[blocks, :, slots] = values
         else:
@@ -95,15 +99,16 @@ class BlockPlane:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Mapping of one layer's blocks to planes."""
+    """Mapping from one layer's cache blocks to its planes."""
 
     planes: tuple[BlockPlane, ...]
-    """K and V, or only MLA's latents."""
+    """Planes of the layer: K and V, or only MLA's latents."""
     block_size: int
 
 
 def _flat(cache: torch.Tensor) -> torch.Tensor:
-    """View all of a cache's storage from its first element as one dimension."""
+    """Return a one-dimensional view of a cache's storage, from the cache's first element to the end of the
+    storage."""
     size = cache.untyped_storage().nbytes() // cache.element_size() - cache.storage_offset()
     return cache.as_strided((size,), (1,), cache.storage_offset())
 
@@ -116,16 +121,19 @@ def verified_layouts(
     block_size: int,
     scales: Mapping[str, tuple[float, float]],
 ) -> list[BlockLayout]:
-    """Return the layouts of the caches of a rank with these heads, by layer name. Raises LayoutError.
+    """Return the layout of each of a rank's caches, in the order of `caches`. Raises LayoutError if a cache
+    cannot be mapped.
 
-    `block_size` is the engine's. A block of the caches may be a part of it. `scales` are by layer name, see
-    `CacheValues`.
+    `heads` is the number of heads on this rank. `block_size` is the engine's block size, and a block of the
+    caches may be a part of such a block. `scales` maps layer names to `CacheValues.scales`.
     """
     known: dict[tuple[Any, ...], BlockLayout] = {}
     found = []
     for name, cache in caches.items():
         if str(cache.dtype).removeprefix("torch.") != page.dtype:
-            raise LayoutError(f"{name} holds {cache.dtype}, pages {page.dtype}", reason="kv_dtype")
+            raise LayoutError(
+                f"{name} has a cache of {cache.dtype}, but pages have {page.dtype}", reason="kv_dtype"
+            )
         layer, scaled = layers[name], scales.get(name, (1.0, 1.0))
         if page.quantised:
             require_scales(name, layer, scaled)
@@ -143,7 +151,8 @@ def verified_layouts(
 
 
 def write_op(layer: Any) -> WriteOp:
-    """Return the cache-write operation of an attention layer. Raises LayoutError if it has none."""
+    """Return the cache-write operation of an attention layer. Raises LayoutError if its backend has no such
+    operation."""
     update = _update(layer)
 
     def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
@@ -153,9 +162,10 @@ def write_op(layer: Any) -> WriteOp:
 
 
 def latent_write_op(layer: Any) -> WriteOp:
-    """Return the cache-write operation of an MLA layer. Raises LayoutError if it has none.
+    """Return the cache-write operation of an MLA layer. Raises LayoutError if the layer's class is not
+    supported or its backend has no such operation.
 
-    Layers that are not vLLM's own may store the parts of a latent differently, or pad them.
+    Layer classes other than vLLM's own may store the parts of a latent differently, or pad them.
     """
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
@@ -167,7 +177,7 @@ def latent_write_op(layer: Any) -> WriteOp:
 
     def write(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
         compressed, rotary = latent.split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
-        # Same as `MLAAttention.update_kv_cache`, whose cache has no heads dimension.
+        # This does the same as `MLAAttention.update_kv_cache`, whose cache has no heads dimension.
         update(
             compressed.squeeze(1).contiguous(),
             rotary.contiguous(),
@@ -191,8 +201,8 @@ def _update(layer: Any) -> Callable[..., None]:
 
 
 def require_scales(name: str, layer: Any, expected: tuple[float, float]) -> None:
-    """Raise LayoutError unless a layer scales fp8 values of K and V by these values, on which page keys
-    depend."""
+    """Raise LayoutError unless a layer scales its fp8 values of K and V by the `expected` factors, on which
+    page keys depend."""
     kept = [getattr(layer, f"_{plane}_scale{form}", None) for plane in "kv" for form in ("", "_float")]
     scales = [one.flatten().tolist() if isinstance(one, torch.Tensor) else [one] for one in kept]
     if scales != [[scale] for scale in expected for _ in range(2)]:
@@ -203,12 +213,13 @@ def require_scales(name: str, layer: Any, expected: tuple[float, float]) -> None
 
 @dataclass(frozen=True, slots=True)
 class CacheValues:
-    """Format of the values in a cache."""
+    """Format of the values in a KV cache."""
 
     quantised: str = ""
-    """Format of values in a cache of bytes, see `PageGeometry.quantised`."""
+    """Name of the quantised format of the values, or "" if they are not quantised (see
+    `PageGeometry.quantised`)."""
     scales: tuple[float, float] = (1.0, 1.0)
-    """Numbers by which the cache-write operation divides K and V."""
+    """Factors by which the cache-write operation divides K and V."""
 
 
 PLAIN: Final = CacheValues()
@@ -230,7 +241,7 @@ def derive(
     """
     if tuple(cache.shape[1:]) != (heads, block_size, planes * dim):
         raise LayoutError(
-            f"kv cache has shape {tuple(cache.shape)}, expected (blocks, {heads}, {block_size}, "
+            f"the KV cache has shape {tuple(cache.shape)}, expected (blocks, {heads}, {block_size}, "
             f"{planes * dim})",
             reason="layout",
         )
@@ -248,13 +259,14 @@ def derive(
         torch.arange(block_size), torch.arange(heads), torch.arange(dim), indexing="ij"
     )
     slots = torch.arange(block_size, 2 * block_size, dtype=torch.int64, device=cache.device)
-    # K (or the latents) is written with positive labels and V with negative labels, so the sign gives the
-    # plane.
+    # Write K (or the latents) with positive labels and V with negative labels, so that the sign identifies
+    # the plane.
     signs = (1, -1)[:planes]
     quantised = values.quantised
     stored, digit = (_FP8[quantised], _FP8_DIGIT) if quantised else (cache.dtype, _DIGIT)
     given = torch.bfloat16 if quantised else cache.dtype
-    # Slightly more than the label, because vLLM's CPU operation truncates digits that a format does not have.
+    # For fp8, write slightly more than the label, because vLLM's CPU operation truncates digits that the
+    # format does not have.
     factors = [scale * (65 / 64 if quantised else 1) for scale in values.scales]
     found = []
     for coordinate, size in ((token, block_size), (head, heads), (channel, dim)):
@@ -277,7 +289,7 @@ def derive(
     (tokens, plane), (heads_at, plane_h), (channels, plane_c) = found
     if not (torch.equal(plane, plane_h) and torch.equal(plane, plane_c)):
         raise LayoutError(
-            "the backend's cache-write operation wrote to different places in two runs", reason="layout"
+            "the backend's cache-write operation wrote to different locations in two runs", reason="layout"
         )
 
     axes = (torch.arange(n) * s for n, s in zip(cache.shape[1:], cache.stride()[1:], strict=True))
@@ -299,8 +311,8 @@ def derive(
 
 
 def whole_rows(dim: int) -> BlockLayout:
-    """Return the layout of blocks that are one row of `dim` values, as in a cache of shape (blocks, 1, 1,
-    dim)."""
+    """Return the layout for blocks that are a single row of `dim` values, as in a cache of shape (blocks, 1,
+    1, dim)."""
     return BlockLayout((_plane(torch.arange(dim)[None, None]),), 1)
 
 

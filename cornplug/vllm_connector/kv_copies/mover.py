@@ -1,5 +1,7 @@
-"""Scheduling of KV copies, a slab at a time: on a thread if a CPU copies, or polled by the engine if a GPU
-copies.
+"""Scheduling of KV copies, a slab at a time.
+
+On a CPU, a separate thread runs the copies. On a GPU, the engine's thread starts asynchronous copies and
+polls them.
 """
 
 from __future__ import annotations
@@ -14,33 +16,39 @@ from typing import Final, Protocol
 from cornplug.vllm_connector import compat
 
 Job = Generator[None, None, None]
-"""Generator that copies a slab between two `yield`s. Its `finally` reports the end in every case."""
+"""Generator that copies one slab between two `yield`s. Its `finally` block always reports the end of the
+job."""
 
 BURST_S: Final = 0.5
-"""Seconds of continuous work up to which an engine is expected to be idle soon, so that copies wait."""
+"""Seconds after the engine becomes busy during which non-urgent copies wait, because the engine may be idle
+again before the end of this time."""
 STEP_S: Final = 0.010
-"""Seconds of copying during each further step that computes tokens."""
+"""Minimum seconds for non-urgent copies in each step with tokens, once the engine has been busy for longer
+than `BURST_S`."""
 STEP_SHARE: Final = 0.05
-"""The same as a share of the previous step, so that saves of long prefill steps keep up."""
+"""Fraction of the previous step's duration that non-urgent copies may use if this is more than `STEP_S`, so
+that saves keep up with long prefill steps."""
 _PAUSE_S: Final = 0.05
-"""Time without a step after which the engine counts as newly busy."""
+"""Seconds without a step after which the engine counts as newly busy."""
 _MOST_FAILURES: Final = 8
-"""Number of consecutive failures after which no more jobs are started."""
+"""Number of consecutive failed jobs after which no more jobs are started."""
 
 
 class StepBudget:
-    """Time budget for non-urgent copies during the engine's steps. Unlimited before the first step."""
+    """Time budget for non-urgent copies during the engine's steps. The budget is unlimited before the first
+    step."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._left_s = math.inf
         self._busy_since: float | None = None
-        """Start of the first of the consecutive steps with tokens."""
+        """Time when the current series of steps with tokens began. None if the last step had no tokens."""
         self._began = self._ended = 0.0
-        """Start and end of the last step."""
+        """`_began` and `_ended` are the times when the last step began and ended."""
 
     def begin_step(self, *, computes: bool) -> None:
-        """Set the copy time for the step that begins now."""
+        """Set the time budget for the step that begins now. `computes` is whether the step computes
+        tokens."""
         now = self._clock()
         lasted_s, pause_s = self._ended - self._began, now - self._ended
         self._began = self._ended = now
@@ -57,7 +65,7 @@ class StepBudget:
         self._ended = self._clock()
 
     def spend(self, seconds: float) -> None:
-        """Subtract the time of a copy."""
+        """Subtract the time of a copy from the budget."""
         self._left_s -= seconds
 
     def __bool__(self) -> bool:
@@ -65,10 +73,10 @@ class StepBudget:
 
 
 class KVMover:
-    """A thread that runs copy jobs. Jobs of the same urgency run in order of arrival.
+    """Runs copy jobs on a separate thread. Jobs of the same urgency run in order of arrival.
 
-    A job that is not urgent pauses at its next `yield` if an urgent job is queued, and when it has used the
-    time budget of a step. The thread is a daemon thread, because a program's last copies run when it ends
+    A non-urgent job pauses at its next `yield` while an urgent job is queued, and when the step's time budget
+    is used up. The thread is a daemon thread, because a program's last copies run when it ends
     (`kv/copies_in_flight.py`), after the threads of the standard library's pools have ended.
     """
 
@@ -82,12 +90,12 @@ class KVMover:
         self._changed = threading.Condition()
         self._closed = False
         self._budget = StepBudget(clock)
-        """Budget of jobs that are not urgent."""
+        """Time budget for non-urgent jobs during steps."""
         self._waiting = 0
-        """Number of threads in `wait`, during which steps do not pause jobs."""
+        """Number of threads that are currently in `wait`. While there are any, steps do not pause jobs."""
 
     def submit(self, job: Job, *, urgent: bool) -> None:
-        """Queue a job. After `close` it is dropped."""
+        """Queue a copy job. After `close`, the job is dropped without running."""
         with self._changed:
             if self._closed:
                 return
@@ -98,10 +106,10 @@ class KVMover:
             self._changed.notify_all()
 
     def begin_step(self, *, computes: bool) -> None:
-        """Limit the copies during a step of the engine.
+        """Limit the time for non-urgent copies during the engine's step that begins now.
 
-        Jobs that are not urgent finish their current slab. They continue in a step without tokens, and for a
-        limited time during each step of an engine that has been busy for `BURST_S`.
+        Non-urgent jobs first finish their current slab. They then continue in a step without tokens, and for
+        a limited time during each step of an engine that has been busy for `BURST_S`.
         """
         with self._changed:
             self._budget.begin_step(computes=computes)
@@ -113,7 +121,7 @@ class KVMover:
         self._budget.end_step()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for all jobs, and return whether they finished within the timeout."""
+        """Wait for all queued jobs, and return whether they finished within the timeout."""
         with self._changed:
             self._waiting += 1
             self._changed.notify_all()
@@ -123,7 +131,7 @@ class KVMover:
                 self._waiting -= 1
 
     def close(self) -> None:
-        """Finish the current slab, and drop the remaining jobs."""
+        """Finish the slab that is being copied, and drop the remaining jobs."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -133,13 +141,14 @@ class KVMover:
     def _run(self) -> None:
         try:
             self._enter_thread()
-        except Exception:  # noqa: BLE001 - torch's and CUDA's; the jobs fail and report it
+        except Exception:  # noqa: BLE001 - torch and CUDA errors; the jobs then fail and report them
             compat.logger.exception("cornplug: the thread that copies KV cannot use its device")
         while (queue := self._next_queue()) is not None:
             self._slab(queue)
 
     def _next_queue(self) -> deque[Job] | None:
-        """Wait for work. Returns the queue whose first job should copy a slab, or None after `close`."""
+        """Wait until a job may run. Returns the queue whose first job should copy its next slab, or None
+        after `close`."""
         with self._changed:
             while not self._closed:
                 may_run_others = bool(self._budget) or self._waiting > 0
@@ -149,11 +158,11 @@ class KVMover:
             return None
 
     def _slab(self, queue: deque[Job]) -> None:
-        """Copy one slab of a queue's first job."""
+        """Let the first job in `queue` copy one slab, and remove the job if it has ended."""
         job, over, began = queue[0], True, self._clock()
         try:
             over = next(job, job) is job
-        except Exception:  # noqa: BLE001 - the other jobs go on
+        except Exception:  # noqa: BLE001 - any error; the other jobs continue
             compat.logger.exception("cornplug: copying KV failed")
         with self._changed:
             if queue is self._others:
@@ -164,22 +173,23 @@ class KVMover:
 
 
 class Crossing(Protocol):
-    """Copies in flight."""
+    """Asynchronous copies in flight that a `PolledJob` waits for."""
 
     def done(self) -> bool:
-        """Return whether they have completed."""
+        """Return whether the copies have completed."""
 
     def wait(self) -> None:
-        """Wait until they have completed."""
+        """Wait until the copies have completed."""
 
 
 PolledJob = Generator[Crossing, None, None]
-"""Generator that starts copies and yields those that must complete before it continues. Its `finally` reports
-the end in every case."""
+"""Generator that starts copies, and yields the copies that must complete before it continues. Its `finally`
+block always reports the end of the job."""
 
 
 class PolledMover:
-    """Jobs that the engine's own thread advances between its steps, without waiting for copies."""
+    """Runs copy jobs on the engine's own thread, which advances them between its steps without waiting for
+    copies."""
 
     def __init__(self) -> None:
         self._jobs: list[tuple[PolledJob, Crossing]] = []
@@ -188,11 +198,11 @@ class PolledMover:
 
     @property
     def works(self) -> bool:
-        """Whether a job may succeed: the last `_MOST_FAILURES` jobs did not all fail."""
+        """Whether new jobs may succeed. False after `_MOST_FAILURES` consecutive failures."""
         return self._failures < _MOST_FAILURES
 
     def submit(self, job: PolledJob) -> None:
-        """Start a job's first copies."""
+        """Start a job. It runs until it yields its first copies."""
         self._resume(job)
 
     def poll(self) -> None:
@@ -225,7 +235,7 @@ class PolledMover:
             self._resume(job)
 
     def close(self) -> None:
-        """Wait for copies in flight, and drop the remaining jobs."""
+        """Wait for copies in flight, and end all jobs without starting further copies."""
         jobs, self._jobs = self._jobs, []
         for job, crossing in jobs:
             try:
@@ -237,7 +247,7 @@ class PolledMover:
     def _resume(self, job: PolledJob) -> None:
         try:
             crossing = next(job, None)
-        except Exception as e:  # noqa: BLE001 - torch's and CUDA's too; the job has reported its end
+        except Exception as e:  # noqa: BLE001 - any error; the job has already reported its end
             self._failed(e)
             return
         if crossing is not None:

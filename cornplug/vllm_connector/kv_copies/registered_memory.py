@@ -1,9 +1,11 @@
-"""Memory of the store or of embeddings that the device can access directly, registered incrementally.
+"""Host memory (the store's pages or embeddings) that is registered with the device, so that the device can
+access it directly. It is registered step by step.
 
-A store's memory is one mapping. The daemon allocates its pages as needed, and keeps enough memory free for
-the host. Registration makes the kernel allocate a page for every address, so it must not go beyond the
-locations that the store has returned. It takes about as long as touching each page once, so a thread does it.
-Memory that is not registered yet is copied through staging memory.
+A store's memory is one mapping. The daemon allocates the mapping's memory pages as needed, and keeps enough
+memory free for the host. Registration makes the kernel allocate memory for every address, so it must not
+extend beyond the locations that the store has returned. Registration takes about as long as touching each
+memory page once, so a separate thread does it. KV pages in memory that is not registered yet are copied
+through staging memory.
 """
 
 from __future__ import annotations
@@ -12,49 +14,59 @@ import mmap
 from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
 from cornplug.errors import StoreUnavailable
-from cornplug.store.base import MappedStore, Store
 from cornplug.vllm_connector import compat
 
 LEAST_BYTES: Final = 64 << 20
-"""Minimum size of a registration, because a new store grows by one KV page at a time."""
+"""Minimum number of bytes to register at a time. A new store grows by only one KV page at a time."""
 MOST_BYTES: Final = 1 << 30
-"""Maximum size of a registration, so that the first pages can be used soon."""
+"""Maximum number of bytes to register at a time, so that the first pages can be used before the entire memory
+is registered."""
 
 
 class _Region:
-    """Memory of one arena."""
+    """Mapped memory of one store arena, and how far it is registered with the device."""
 
     def __init__(self, arena_id: bytes, memory: memoryview) -> None:
         self.arena_id = arena_id
         self.memory = memory
-        """Keeps the mapping alive."""
+        """Mapping of the arena. The reference keeps it from being unmapped."""
         self.address: int = np.frombuffer(memory, np.uint8).ctypes.data
         self.wanted = 0
-        """End of the last requested location."""
+        """Offset up to which registration was requested: the highest end of the locations that were
+        queried."""
         self.ends = [0]
-        """Ends of the registered ranges. Each begins where the previous one ends."""
+        """End offsets of the registered ranges, after an initial 0. Each range begins where the previous
+        range ends."""
         self.failed = False
         self.busy = False
 
 
+class MapsArenas(Protocol):
+    """Object that maps arenas, such as a `Store`."""
+
+    def mapped(self, arena_id: bytes) -> memoryview | None:
+        """See `Store.mapped`."""
+
+
 class RegisteredMemory:
-    """Registered memory of one rank. The engine's thread queries it, and a separate thread registers memory.
+    """Memory of the store, or of embedding rows, that one rank registers with its device. The engine's thread
+    queries it, and a separate thread registers memory.
 
     Args:
-        register: registers (address, bytes) of this process with the device, and returns whether that worked.
-        unregister: unregisters an address.
-        enter_thread: sets the device of the thread.
-        least_bytes, most_bytes: minimum and maximum size of a registration.
+        register: registers (address, number of bytes) with the device, and returns whether it succeeded.
+        unregister: unregisters the range that begins at this address.
+        enter_thread: sets the device of the registering thread.
+        least_bytes, most_bytes: minimum and maximum number of bytes to register at a time.
     """
 
     def __init__(
         self,
-        store: Store | MappedStore,
+        store: MapsArenas,
         register: Callable[[int, int], bool],
         unregister: Callable[[int], None],
         enter_thread: Callable[[], None],
@@ -68,16 +80,16 @@ class RegisteredMemory:
         self._thread = ThreadPoolExecutor(1, "cornplug-register", initializer=enter_thread)
         self._region: _Region | None = None
         self._left: list[_Region] = []
-        """Regions of stores that have ended."""
+        """Regions of previous stores that are still to be unregistered."""
         self._users: list[Callable[[], bool]] = []
         self._closed = False
 
     def reaches(self, arena_id: bytes, end: int) -> bool:
-        """Return whether the device can access the bytes of this arena up to `end`. If not, their
-        registration is requested."""
+        """Return whether the device can directly access the bytes of this arena up to offset `end`. If not,
+        their registration is requested."""
         region = self._region
         if region is None or region.arena_id != arena_id:
-            memory = self._store.mapped(arena_id) if isinstance(self._store, MappedStore) else None
+            memory = self._store.mapped(arena_id)
             if memory is None:
                 return False
             if region is not None:
@@ -92,10 +104,10 @@ class RegisteredMemory:
         return False
 
     def runs(self, arena_id: bytes, offset: int, size: int) -> list[tuple[int, int]]:
-        """Return (address, bytes) of the registered ranges that contain these bytes. No copy may cross two
-        ranges.
+        """Split the `size` bytes at `offset` into (address, number of bytes) at the boundaries of registered
+        ranges, which a single copy must not cross.
 
-        Raises StoreUnavailable for bytes for which `reaches` is false, or no longer true.
+        Raises StoreUnavailable if `reaches` is not true for these bytes, or is no longer true.
         """
         region = self._region
         if region is None or region.arena_id != arena_id or offset + size > region.ends[-1]:
@@ -108,17 +120,18 @@ class RegisteredMemory:
         return found
 
     def join(self, is_idle: Callable[[], bool]) -> None:
-        """Add a user, which reports whether it has no copy in flight."""
+        """Add a user of the registered memory. `is_idle` returns whether the user has no copy in flight."""
         self._users.append(is_idle)
 
     def forget_ended(self) -> None:
-        """Unregister the memory of stores that have ended, unless a copy is in flight."""
+        """Unregister the memory of previous stores, unless a user has a copy in flight."""
         if self._left and all(is_idle() for is_idle in self._users):
             while self._left:
                 self._thread.submit(self._undo, self._left.pop()).add_done_callback(_log_failure)
 
     def leave(self, is_idle: Callable[[], bool]) -> None:
-        """Remove a user whose copies have ended. The last user unregisters everything."""
+        """Remove a user of the registered memory, after its copies have ended. When the last user leaves, all
+        memory is unregistered."""
         self._users = [one for one in self._users if one != is_idle]
         if self._users or self._closed:
             return
@@ -129,7 +142,7 @@ class RegisteredMemory:
         self.forget_ended()
         self._thread.shutdown(wait=True)
 
-    # -- its thread -------------------------------------------------------------------------------
+    # -- the registering thread -------------------------------------------------------------------
 
     def _extend(self, region: _Region) -> None:
         try:
@@ -148,7 +161,8 @@ class RegisteredMemory:
             region.busy = False
 
     def _next_end(self, region: _Region) -> int:
-        """Return the end of the next range to register, or 0 if it is too early for one."""
+        """Return the end offset of the next range to register, or 0 if that range is still smaller than the
+        minimum."""
         start, wanted = region.ends[-1], region.wanted // mmap.PAGESIZE * mmap.PAGESIZE
         return min(wanted, start + self._most_bytes) if wanted - start >= self._least_bytes else 0
 

@@ -1,2 +1,2 @@
-"""KV of models whose layers are in several of vLLM's cache groups: sliding windows or recurrent states in
-addition to full attention."""
+"""Sharing of KV for models whose layers are in several of vLLM's cache groups: full attention with sliding
+windows or recurrent states."""

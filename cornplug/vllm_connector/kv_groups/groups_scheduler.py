@@ -1,6 +1,7 @@
 """Scheduler half of the KV connector for a model with several cache groups.
 
-A prefix is loaded only if the store has it for every group. Recurrent states are saved at the ends of blocks.
+A prefix is loaded only if the store has its pages for every cache group. Recurrent states are saved only at
+the ends of blocks.
 """
 
 from __future__ import annotations
@@ -42,30 +43,34 @@ if TYPE_CHECKING:
 
 
 _MOST_BEHIND: Final = 64
-"""Maximum number of shorter hits whose windows one query covers."""
+"""Maximum number of additional pages before the end of a hit that one query covers, so that shorter hits need
+no further query."""
 
 
 class StateSaves(WindowSaves):
-    """Saves of one cache group of states.
+    """Saves the pages of one cache group of recurrent states.
 
-    A request's block may hold the state of any token. Only blocks that vLLM's own prefix cache identifies by
-    the hash of all tokens up to their end are saved. vLLM assigns this hash when it schedules the step that
-    computes the state, and no step writes the block again. Most blocks have none, because a prefill keeps
-    only the state of its step's last token.
+    A request's block may hold the state after any token. Only blocks that vLLM's own prefix cache identifies
+    by the hash of all tokens up to the block's end are saved. vLLM assigns this hash when it schedules the
+    step that computes the state, and no later step writes to the block. Most blocks have no hash, because a
+    prefill keeps only the state after the last token of each step.
     """
 
     def blocks_of(
         self, tracked: TrackedRequest, index: int, table: Sequence[KVCacheBlock]
     ) -> Sequence[KVCacheBlock] | None:
-        """Return the block with the state at the end of a page, or None if vLLM has none."""
+        """Return the block that holds the recurrent state at the end of page `index`, or None if vLLM does
+        not cache it."""
         block = self._cached(tracked, index)
         return None if block is None else [block]
 
 
 class GroupOffers(LoadOffers):
-    """Load offers of one scheduler half. A hit that ends at token n consists of all pages of full attention
-    before n, for each windowed group the pages of the window before n, and for each group of states the page
-    at n."""
+    """Offers stored pages of all cache groups to vLLM for loading.
+
+    A hit that ends at token n consists of all full-attention pages before n, the pages of the window before n
+    for each windowed group, and the page that ends at n for each group of states.
+    """
 
     def __init__(
         self,
@@ -82,7 +87,7 @@ class GroupOffers(LoadOffers):
         self._null_block = 0
 
     def bind(self, null_block: int) -> None:
-        """Set the number of the null block, which replaces blocks that vLLM does not keep."""
+        """Set the id of vLLM's null block, which stands for blocks that vLLM does not keep."""
         self._null_block = null_block
 
     def _look_up(self, tracked: TrackedRequest, offer: LeasedPages) -> None:
@@ -113,14 +118,16 @@ class GroupOffers(LoadOffers):
             self._lease(tracked, offer, end, named)
 
     def _pages(self, kind: PageKind, computed: int, end: int) -> range:
-        """Return the pages of a kind that a hit of `end` pages loads after `computed` tokens."""
+        """Return the indices of pages of this kind that must be loaded for a hit of `end` pages if the engine
+        already has the first `computed` tokens."""
         size = self._page.page_tokens
         return range(max(computed, kind.needed_from(end * size)) // size, end)
 
     def _recall_groups(
         self, tracked: TrackedRequest, computed: int, end: int, keys: Sequence[PageKeys]
     ) -> bool:
-        """Call `_recall` for the pages of all groups of a hit of `end` pages."""
+        """Read from disk the pages that a hit of `end` pages needs in all cache groups, if necessary. Returns
+        True if the request waits for them."""
         tokens = end * self._page.page_tokens - computed
         if tokens <= 0 or not self._may_recall(tracked):
             return False
@@ -131,18 +138,19 @@ class GroupOffers(LoadOffers):
     def _keys_of(
         self, tracked: TrackedRequest, ranges: Sequence[range], keys: Sequence[PageKeys]
     ) -> list[bytes]:
-        """Return the keys of these pages of all groups."""
+        """Return the keys of these pages. `ranges` and `keys` have one item per cache group."""
         token_ids = tracked.request.all_token_ids
         return [key for own, pages in zip(keys, ranges, strict=True) for key in own.of(token_ids, pages)]
 
     def _end_with_tails(
         self, tracked: TrackedRequest, computed: int, end: int, keys: Sequence[PageKeys]
     ) -> int:
-        """Return the largest number of pages, at most `end`, before which the store has each group's window
-        or state, or 0.
+        """Return the length in pages of the longest hit, at most `end`, for which the store also has each
+        group's window or state. Returns 0 if there is no such hit.
 
-        No page is queried twice. Each query covers the tails of twice as many shorter hits as the previous
-        one, because states are stored where an engine's steps ended, which may be many pages apart.
+        The store is not queried twice for a page. Each query covers the tails of twice as many shorter hits
+        as the previous query, because states are stored where an engine's steps ended, which may be many
+        pages apart.
         """
         end_s = time.monotonic() + self._run.config.store.deadline_s
         present: dict[tuple[int, int], int] = {}
@@ -155,7 +163,7 @@ class GroupOffers(LoadOffers):
                 there = self._there(tracked, wanted, max(0.0, end_s - time.monotonic()))
                 present |= zip(asked, there, strict=True)
                 behind = min(2 * behind + 1, _MOST_BEHIND)
-            # A later end whose tail begins after the first absent page would also be after this page.
+            # Every hit that ends after the first absent page and up to `end` would also need that page.
             absent = [page for group, page in needed if not present[group, page]]
             if not absent:
                 return end
@@ -163,8 +171,8 @@ class GroupOffers(LoadOffers):
         return 0
 
     def _tails(self, computed: int, end: int, behind: int = 0) -> list[tuple[int, int]]:
-        """Return (group, page) pairs that a hit of `end` pages, or of up to `behind` fewer pages, needs from
-        groups that need only a tail."""
+        """Return the (group, page) pairs that are needed from groups that need only a tail, for a hit of
+        `end` pages and for hits that are up to `behind` pages shorter."""
         return [
             (group, page)
             for group, kind in enumerate(self._kinds)
@@ -173,7 +181,8 @@ class GroupOffers(LoadOffers):
         ]
 
     def _lease(self, tracked: TrackedRequest, offer: LeasedPages, end: int, keys: Sequence[PageKeys]) -> None:
-        """Lease and offer all pages of a hit of `end` pages, or none."""
+        """Lease all pages of a hit of `end` pages and add them to the offer, or add none if any page is
+        absent or damaged."""
         config = self._run.config.store
         ranges = [self._pages(kind, offer.computed, end) for kind in self._kinds]
         if not self._costs.pays(
@@ -197,7 +206,7 @@ class GroupOffers(LoadOffers):
         self._store_ops.release(leases.held)
 
     def _whole(self, ranges: Sequence[range], leases: Leases) -> bool:
-        """Return whether the leased pages of all groups have valid headers."""
+        """Return whether the leased pages of all cache groups have valid headers."""
         at = 0
         for kind, pages in zip(self._kinds, ranges, strict=True):
             mine = leases[at : at + len(pages)]
@@ -211,14 +220,15 @@ class GroupOffers(LoadOffers):
         return True
 
     def _as_pages(self, ranges: Sequence[range]) -> int:
-        """Return the number of pages of the whole model with the same size as these pages of its groups."""
+        """Convert these pages of the cache groups to a number of pages of the complete model with the same
+        total size, rounded up."""
         sizes = [kind.geometry.page_bytes for kind in self._kinds]
         loaded = sum(size * len(pages) for size, pages in zip(sizes, ranges, strict=True))
         return -(-loaded // sum(sizes))
 
     def take_groups(self, tracked: TrackedRequest, blocks: Sequence[Sequence[int]], external: int) -> None:
-        """Record that the engine accepted the offer and loads `external` tokens into these blocks of each
-        group. 0 means that it declined."""
+        """Handle the engine's decision about an offer. The engine loads `external` tokens into `blocks`, one
+        list per cache group, or has declined the offer if `external` is 0."""
         offer = tracked.offer
         if offer is None:
             return
@@ -227,7 +237,8 @@ class GroupOffers(LoadOffers):
             return
         tracked.offer, tracked.loading = None, offer
         offer.end = offer.computed + external
-        # Another end needs other pages of windows and states.
+        # If the engine loads only a part of the offer, it needs other window and state pages than those
+        # offered.
         whole = offer.end == (offer.first_page + len(offer.pages)) * self._page.page_tokens
         request_id = tracked.request.request_id
         loads = []
@@ -238,7 +249,7 @@ class GroupOffers(LoadOffers):
                 whole and len(held) * kind.block_size >= offer.end - start and self._null_block not in held
             )
             loads.append(PageLoad(request_id, start, offer.end, first, pages, array("q", blocks[i]), group=i))
-        # A load with an expired deadline fails, and the request is computed.
+        # A load with an expired deadline fails, and the engine computes the tokens instead.
         deadline_s = self._costs.deadline_s(external) if whole else -1.0
         self._costs.load_began(request_id, self._as_pages([range(len(pages)) for _, pages in offer.groups]))
         self._taken += [replace(load, deadline_s=deadline_s) for load in loads]
@@ -248,7 +259,7 @@ class GroupOffers(LoadOffers):
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Saves of one cache group."""
+    """The page kind of one cache group, and the objects that save its pages."""
 
     kind: PageKind
     requests: GroupRequests
@@ -263,8 +274,8 @@ def _saves_of(kind: PageKind) -> type[PageSaves]:
 
 
 class GroupsScheduler(SchedulerHalf):
-    """Scheduler half for a model with several cache groups, whose pages are loaded together and saved per
-    group. There is one per engine core."""
+    """Scheduler half of the KV connector for a model with several cache groups. It loads the pages of all
+    groups together and saves the pages of each group separately. There is one instance per engine core."""
 
     def __init__(
         self, config: VllmConfig, runtime: EngineRuntime, kinds: Sequence[PageKind], tally: Tally
@@ -289,9 +300,10 @@ class GroupsScheduler(SchedulerHalf):
         return _Group(kind, requests, saves, IdleSaves(runtime, kind.geometry, requests, saves, unseen))
 
     def bind(self, manager: KVCacheManager, specs: Sequence[KVCacheSpec]) -> None:
-        """Set the engine's block manager for these specs, which returns a request's blocks."""
+        """Set the engine's KV cache manager, which is used to look up a request's blocks. `specs` has one
+        `KVCacheSpec` per cache group."""
         self._group_offers.bind(manager.block_pool.null_block.block_id)
-        # Like vLLM's own offloading, events cover only full attention.
+        # KV events cover only full attention, as in vLLM's own offloading.
         first = next(i for i, group in enumerate(self._groups) if group.kind.whole)
         whole = self._groups[first]
         self._announce(manager.block_pool, specs[first], first, whole.saves, whole.idle)
@@ -300,8 +312,9 @@ class GroupsScheduler(SchedulerHalf):
             group.idle.bind(manager.block_pool, group.kind.block_size)
 
     def matched_tokens(self, request: Request, computed: int) -> int | None:
-        """Return the number of tokens beyond `computed` that the store offers, or None while pages are read
-        from disk, and once after a failed load. Called often, and usually served from memory."""
+        """Return the number of tokens after the first `computed` tokens that can be loaded from the store.
+        Returns None if vLLM should call this method again later: while pages are read from disk, and once
+        after a failed load. vLLM calls this often. Most calls need no message to the store."""
         tracked = self._admitted(request, computed)
         if self._gives_way(tracked):
             return None
@@ -309,8 +322,8 @@ class GroupsScheduler(SchedulerHalf):
             return 0
         end = computed // self._page_tokens * self._page_tokens
         for group in self._groups:
-            # Of the tokens in the engine's own cache, a later request needs only the window or the state
-            # before the end. Earlier pages are not worth saving.
+            # For tokens that are already in the engine's own cache, later requests need only the window or
+            # the state before the end. Earlier pages are not worth saving.
             if not group.kind.whole:
                 group.requests.of(tracked).saved_until(group.kind.needed_from(end) // self._page_tokens)
         if request.skip_reading_prefix_cache or not self._requests.sharing or not self._may_load(tracked):
@@ -324,14 +337,15 @@ class GroupsScheduler(SchedulerHalf):
             group.idle.forget()
 
     def allocated(self, request: Request, blocks: Sequence[Sequence[int]], external: int) -> None:
-        """Record that the engine accepted the offer and loads `external` tokens into these blocks of each
-        group."""
+        """Handle vLLM's block allocation for a request. vLLM loads `external` tokens into `blocks`, one list
+        per cache group, or has declined the offer if `external` is 0."""
         tracked = self._requests.get(request.request_id)
         if tracked is not None:
             self._group_offers.take_groups(tracked, blocks, external)
 
     def moves(self, output: SchedulerOutput) -> CornplugKVMetadata:
-        """Return the loads and saves of the step that was just scheduled."""
+        """Return the message for the worker halves, with the loads and saves of the step that was just
+        scheduled."""
         self._drop_replaced()
         moves = CornplugKVMetadata(loads=self._offers.new_loads())
         preempted = [self._requests.get(request_id) for request_id in output.preempted_req_ids or ()]
@@ -363,7 +377,8 @@ class GroupsScheduler(SchedulerHalf):
         return found
 
     def _pages_of(self, request: Request) -> list[tuple[_Group, TrackedRequest]]:
-        """Return a request's pages of each group that has some."""
+        """Return (group, record of the request's pages in the group) for each cache group that tracks the
+        request."""
         found = [(group, group.requests.get(request)) for group in self._groups]
         return [(group, tracked) for group, tracked in found if tracked is not None]
 
@@ -374,8 +389,8 @@ class GroupsScheduler(SchedulerHalf):
                 pages.save_again_from(tracked.loading.computed // self._page_tokens)
 
     def finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> None:
-        """Handle the end of a request. The engine frees these blocks of each group next, or after its
-        load."""
+        """Handle the end of a request. `blocks` has one list per cache group. vLLM frees these blocks after
+        this call, or after the request's load has ended."""
         self._drop_replaced()
         tracked = self._requests.get(request.request_id)
         if tracked is None:
@@ -392,8 +407,8 @@ class GroupsScheduler(SchedulerHalf):
         self._forget(tracked)
 
     def _kept(self, group: _Group, pages: TrackedRequest, blocks: Sequence[Sequence[int]]) -> Sequence[int]:
-        """Return a request's blocks of a group, including blocks that it has released and that vLLM still
-        caches."""
+        """Return the ids of a request's blocks in one cache group, including blocks that the request has
+        released and that vLLM still caches."""
         held = blocks[self._groups.index(group)]
         return group.saves.kept(pages, held) if isinstance(group.saves, WindowSaves) else held
 
@@ -403,7 +418,8 @@ class GroupsScheduler(SchedulerHalf):
         super()._forget(tracked)
 
     def saves_open(self) -> bool:
-        """Return whether the engine must keep stepping, for acknowledgements or to save in idle steps."""
+        """Return whether the engine must continue to run steps, to receive acknowledgements or to save pages
+        while it is idle."""
         return bool(
             self._requests.gathering
             or self._store_ops
@@ -412,5 +428,6 @@ class GroupsScheduler(SchedulerHalf):
         )
 
     def frees_pending(self) -> bool:
-        """Return whether acknowledgements will free blocks that are held for saves."""
+        """Return whether blocks are kept for saves in progress and will be freed when the worker halves
+        acknowledge these saves."""
         return any(group.saves.pinned for group in self._groups if isinstance(group.saves, WindowSaves))

@@ -1,4 +1,5 @@
-"""Worker half of the KV connector for a model with several cache groups, also of recurrent states."""
+"""Worker half of the KV connector for a model with several cache groups, which may include groups of
+recurrent states."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class StateWorker(KVWorker):
-    """Worker half of one rank and cache group of states. A block is one row of bytes per layer. It counts
-    blocks, and `KVWorker` counts tokens."""
+    """Copies the recurrent states of one cache group on one rank. A block is one row of bytes per layer.
+    Positions are counted in blocks instead of tokens."""
 
     def __init__(
         self, pages: RankPages, background_timeout_s: float, *, beside: KVWorker | None, share: float
@@ -28,15 +29,16 @@ class StateWorker(KVWorker):
         super().__init__(pages, 1, background_timeout_s, beside=beside, share=share)
 
     def start_loads(self, loads: Sequence[PageLoad]) -> None:
-        """Start loads. Their requests run after `finished` returns them."""
+        """Start to load pages into the requests' blocks. vLLM runs a request after `finished` has returned
+        its id."""
         size = self._page.page_tokens
         super().start_loads([replace(load, start=load.start // size, end=load.end // size) for load in loads])
 
     def _layouts(
         self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]
     ) -> Sequence[BlockLayout]:
-        """Return a layout of one row of bytes, if the layer's own views of its states fill each block from
-        its start."""
+        """Return one layout per layer, in which a block is a single row of bytes. Raises LayoutError if a
+        layer's states do not fill each block from its start."""
         for name, cache in caches.items():
             if tuple(cache.shape[1:]) != (1, 1, self._page.dim) or cache.dtype != torch.int8:
                 raise LayoutError(
@@ -49,7 +51,7 @@ class StateWorker(KVWorker):
 
 
 def _require_packed(name: str, cache: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-    """Raise LayoutError unless a layer's states are stored contiguously in each block of its cache."""
+    """Raise LayoutError unless a layer's states are stored one after the other in each block of its cache."""
     at, step = cache.data_ptr(), cache.stride(0)
     for state in states:
         size = state[0].numel() * state.element_size()
@@ -62,23 +64,27 @@ def _require_packed(name: str, cache: torch.Tensor, states: Sequence[torch.Tenso
 
 
 class GroupsWorker:
-    """Worker half of one rank: a `KVWorker` for each cache group, with a common mover. A load ends when all
-    groups have ended theirs. It fails as a whole, because vLLM's block numbers do not identify the group of a
-    damaged block."""
+    """Worker half of the KV connector on one rank: one `KVWorker` per cache group. All groups share one
+    mover.
+
+    A request's load ends when it has ended in all cache groups. If it fails in one group, the request's
+    entire load fails, because vLLM's block numbers do not identify the group of a damaged block.
+    """
 
     def __init__(self, workers: Sequence[KVWorker], layer_names: Sequence[Sequence[str]]) -> None:
-        """Create the worker half. `layer_names` has the layers of each group, in the order of its page."""
+        """Create the worker half. `layer_names` has one list of layer names per worker, in the order of the
+        layers in a page."""
         self._workers, self._layer_names = workers, layer_names
         self._acks = CornplugKVWorkerMetadata()
         self._loading: dict[str, int] = {}
-        """Number of groups that have not ended the load, by request."""
+        """Number of cache groups that are still loading pages for a request, by request id."""
         self._failed: set[str] = set()
         self._failed_now: set[str] = set()
 
     def register(self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> None:
-        """Register the caches of this rank, by their layers' names.
+        """Register this rank's KV caches and their layers, both by layer name.
 
-        A cache that cannot be mapped is reported to the scheduler half, which stops sharing.
+        If a cache cannot be mapped to pages, the scheduler half is notified and stops sharing.
         """
         known = {name for names in self._layer_names for name in names}
         others = caches.keys() - known
@@ -93,36 +99,40 @@ class GroupsWorker:
             worker.register({name: caches[name] for name in names}, layers)
 
     def begin_step(self, *, computes: bool) -> None:
-        """Limit the CPU share of copies in a step that computes tokens on the CPU."""
+        """Limit the CPU time for copies during the step that begins now, if `computes` is set and the engine
+        computes on the CPU."""
         self._workers[0].begin_step(computes=computes)
 
     def start_loads(self, loads: Sequence[PageLoad]) -> None:
-        """Start loads. Their requests run after `finished` returns them."""
+        """Start to load pages into the requests' blocks. vLLM runs a request after `finished` has returned
+        its id."""
         for load in loads:
             self._loading[load.request_id] = self._loading.get(load.request_id, 0) + 1
             self._workers[load.group].start_loads([load])
 
     def start_saves(self, saves: Sequence[PageSave]) -> None:
-        """Start to save pages that this step's forward pass has computed."""
+        """Start to copy to the store the pages that this step's forward pass has computed."""
         for i, worker in enumerate(self._workers):
             worker.start_saves([save for save in saves if save.group == i])
 
     def stepped(self, number: int) -> None:
-        """Acknowledge the end of a timed step with the next acknowledgements."""
+        """Include the end of timed step `number` in the next acknowledgements."""
         self._workers[0].stepped(number)
 
     def give_up_saves(self, names: Collection[str]) -> None:
-        """Report pages of these saves that are not acknowledged yet as not written. Does not wait."""
+        """Report the pages of these saves as not written, except pages that were already acknowledged. Does
+        not wait."""
         for worker in self._workers:
             worker.give_up_saves(names)
 
     def drain(self) -> None:
-        """Wait until no block is being read or written."""
+        """Wait until no copy reads or writes any KV cache block."""
         for worker in self._workers:
             worker.drain()
 
     def finished(self) -> set[str]:
-        """Return the ids of requests whose load ended since the last call."""
+        """Return the ids of requests whose load has ended in all groups since the last call, successfully or
+        not."""
         received: set[str] = set()
         for worker in self._workers:
             received |= _over(self._loading, worker.finished())
@@ -136,27 +146,27 @@ class GroupsWorker:
         if acks is None:
             return
         self._failed |= acks.failed_loads.keys()
-        # Loads of the groups ran one after the other, loads of ranks in parallel.
+        # Groups load one after the other, so their loading times are added. Ranks load in parallel.
         seconds = self._acks.loading_s + acks.loading_s
         self._acks.aggregate(acks)
         self._acks.loading_s = seconds
 
     def failed(self) -> set[str]:
-        """Return the requests of the last result of `finished` whose load failed."""
+        """Return the ids of the requests that `finished` returned last and whose load failed."""
         return self._failed_now
 
     def bad_blocks(self) -> set[int]:
-        """Return an empty set, see `failed`."""
+        """Return an empty set, because `failed` returns the requests whose load failed."""
         return set()
 
     def acks(self) -> CornplugKVWorkerMetadata | None:
-        """Return acknowledgements since the last call, or None if there are none. Call it after
+        """Return the acknowledgements since the last call, or None if there are none. Call `acks` after
         `finished`."""
         acks, self._acks = self._acks, CornplugKVWorkerMetadata()
         return None if acks.is_empty() else acks
 
     def close(self) -> None:
-        """Finish the slabs that are being copied, and drop all others."""
+        """Wait for the slabs that are being copied, and drop all copies that have not started."""
         for worker in self._workers:
             worker.close()
 
@@ -164,14 +174,15 @@ class GroupsWorker:
 def _reads(
     name: str, known: Collection[str], caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]
 ) -> bool:
-    """Return whether a layer has no cache of its own and reads the cache of a known layer, under whose name
-    pages contain it."""
+    """Return whether layer `name` has no cache of its own and uses the cache of a known layer. Pages contain
+    that cache under the known layer's name."""
     target: str | None = getattr(layers.get(name), "kv_sharing_target_layer_name", None)
     return target is not None and target in known and caches[name].data_ptr() == caches[target].data_ptr()
 
 
 def _over(open_groups: dict[str, int], ended: set[str]) -> set[str]:
-    """Return the requests whose load has ended in all groups."""
+    """Count down the groups that still load, and return the ids of requests whose load has now ended in all
+    groups."""
     over = set()
     for request_id in ended:
         open_groups[request_id] -= 1

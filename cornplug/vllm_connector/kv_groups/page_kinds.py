@@ -1,10 +1,11 @@
 """Page kinds of a model, one for each of vLLM's cache groups.
 
-With recurrent states, a page has as many tokens as a block, because a hit ends where vLLM keeps a state.
+In models with recurrent states, a page has as many tokens as a block, because a hit can end only where vLLM
+keeps a state.
 
-vLLM caches a recurrent state (Mamba, gated delta nets) in the block with the state's last token (mamba cache
-mode "align"). A page contains that block: the states of the group's layers after the page's last token. Pages
-are treated as bytes, so every kind of state that vLLM describes by MambaSpec can be shared.
+vLLM caches a recurrent state (Mamba, gated delta nets) in the block that contains the state's last token
+(mamba cache mode "align"). A page contains that block: the states of all layers of the group after the page's
+last token. Pages are treated as bytes, so every kind of state that vLLM describes by MambaSpec can be shared.
 
 vLLM loads a draft (an EAGLE head or a draft model) after its target and adds its layers to the groups by
 their KV cache specs. For example, the layers of GPT-OSS's EAGLE-3 head are added to the group of full
@@ -38,10 +39,10 @@ if TYPE_CHECKING:
 
 
 _METHODS: Final = frozenset({"eagle3"})
-"""vLLM's names of draft methods that are tested with several cache groups."""
+"""Methods of speculative decoding, as named by vLLM, that are tested with several cache groups."""
 DRAFT_PREFIX: Final = "draft_model"
-"""Prefix of a draft's layer names, whose numbers restart. Numbers of an EAGLE head continue after the
-target's."""
+"""Prefix of the layer names of a draft model. Its layer numbers start again at 0. The layer numbers of an
+EAGLE head continue after the target model's."""
 OF_STATES: Final[Mapping[str, str]] = {
     "shapes": "in the page",
     "dtypes": "in the page",
@@ -55,15 +56,15 @@ OF_STATES: Final[Mapping[str, str]] = {
     "block_stride_alignment": "the worker reads the strides of the cache itself",
     "dcp_sharded": "context parallelism is refused",
 }
-"""Fields of vLLM's MambaSpec that may have any value, with the reason. All other fields must have their
-defaults."""
+"""Fields of vLLM's MambaSpec that may have any value, each with the reason. All other fields must have their
+default values."""
 
 
 def draft_layers(config: VllmConfig, cache: KVCacheConfig) -> Mapping[str, int]:
-    """Return the number of each draft layer with KV, after the model's layers, by name. Empty without a
-    draft.
+    """Return the layer number of each layer of the draft model that has KV, by layer name. The numbers
+    continue after the target model's layers. Empty without a draft model.
 
-    Raises LayoutError with the reason why its KV is not shared.
+    Raises LayoutError, with the reason, if the draft model's KV cannot be shared.
     """
     speculative = steady_drafts(config)
     if speculative is None:
@@ -82,7 +83,8 @@ def draft_layers(config: VllmConfig, cache: KVCacheConfig) -> Mapping[str, int]:
             f"{several}, and the draft model has a different number of KV heads", reason="speculative"
         )
     if len({group.kv_cache_spec.block_size for group in cache.kv_cache_groups}) > 1:
-        # vLLM does this to equalize layers with different head sizes.
+        # vLLM uses different block sizes so that layers with different head sizes have blocks of the same
+        # number of bytes.
         raise LayoutError(f"{several} with different block sizes, and a draft model", reason="speculative")
     total = model.get_total_num_hidden_layers()
     groups = [
@@ -96,7 +98,7 @@ def draft_layers(config: VllmConfig, cache: KVCacheConfig) -> Mapping[str, int]:
     found = [names for names in groups if names]
     if len(found) != 1:
         raise LayoutError(
-            f"{several}, and the draft model has layers in {len(found)} of them", reason="speculative"
+            f"{several}, and the draft model has layers in {len(found)} groups", reason="speculative"
         )
     names = sorted(found[0], key=layer_number)
     if len(set(map(layer_number, names))) < len(names):
@@ -107,8 +109,8 @@ def draft_layers(config: VllmConfig, cache: KVCacheConfig) -> Mapping[str, int]:
 
 
 def state_page(config: VllmConfig, spec: Any, layers: Sequence[int], page_tokens: int) -> PageGeometry:
-    """Return the page geometry of a group with these layers' states, with `page_tokens` tokens per page.
-    Raises LayoutError if the group cannot be shared."""
+    """Return the page geometry of a cache group with the recurrent states of these layers. Raises LayoutError
+    if the group cannot be shared."""
     from vllm.platforms import current_platform
 
     cache = config.cache_config
@@ -118,9 +120,11 @@ def state_page(config: VllmConfig, spec: Any, layers: Sequence[int], page_tokens
             reason="hybrid",
         )
     if spec.num_speculative_blocks:
-        raise LayoutError("state layers with speculative decoding", reason="speculative")
+        raise LayoutError("state layers with speculative decoding are not supported", reason="speculative")
     if cache.prefix_match_unit not in (None, spec.block_size):
-        raise LayoutError("state checkpoints inside blocks (--prefix-match-unit)", reason="hybrid")
+        raise LayoutError(
+            "state checkpoints inside blocks (--prefix-match-unit) are not supported", reason="hybrid"
+        )
     if spec.block_size != page_tokens or page_tokens % LINK_TOKENS:
         raise LayoutError(
             f"states at the ends of blocks of {spec.block_size} tokens do not fit pages of {page_tokens} "
@@ -134,7 +138,7 @@ def state_page(config: VllmConfig, spec: Any, layers: Sequence[int], page_tokens
     )
     return PageGeometry(
         page_tokens=page_tokens,
-        # Each rank holds its heads' part, in an order that only its kernels know.
+        # Each rank holds the states of its own heads, in an order that its kernels define.
         heads=config.parallel_config.tensor_parallel_size,
         layers=len(layers),
         dim=spec.state_content_size_bytes,
@@ -149,22 +153,24 @@ def state_page(config: VllmConfig, spec: Any, layers: Sequence[int], page_tokens
 
 @dataclass(frozen=True, slots=True)
 class PageKind:
-    """Pages of one cache group."""
+    """Page geometry, block size and layers of one cache group."""
 
     geometry: PageGeometry
     block_size: int
     layer_names: tuple[str, ...]
-    """vLLM's layer names, in the order of the page's layers."""
+    """vLLM's names of the group's layers, in their order in a page."""
 
     @property
     def whole(self) -> bool:
-        """Whether a request that continues at a token needs all pages before it, and not only a tail."""
+        """Whether a request that continues at a token needs all pages before that token. False if it needs
+        only the last pages (a window or a state)."""
         return not (self.geometry.window or self.geometry.state)
 
     def needed_from(self, end: int) -> int:
-        """Return the first token that a request which continues at token `end` needs in its blocks.
+        """Return the index of the first token whose blocks a request needs in order to continue at token
+        `end`.
 
-        vLLM keeps whole blocks, and caches each under the hash of all its tokens.
+        The result is a multiple of the block size, because vLLM keeps and caches only complete blocks.
         """
         if self.whole:
             return 0
@@ -173,10 +179,10 @@ class PageKind:
 
 
 def page_kinds(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> tuple[PageKind, ...]:
-    """Return the page kinds of this model, in vLLM's order of groups.
+    """Return one page kind per cache group of the model, in vLLM's order of groups.
 
-    Raises LayoutError with the reason if KV cannot be shared. A prefix counts only if every group has it, so
-    a model with one unsupported group shares nothing.
+    Raises LayoutError, with the reason, if KV cannot be shared. A prefix can be loaded only if every group
+    has its pages, so a model with one unsupported group shares nothing.
     """
     groups = cache.kv_cache_groups
     if not groups:
@@ -190,7 +196,7 @@ def page_kinds(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> tu
         raise LayoutError(f"{several} with pipeline parallelism", reason="hybrid")
     of_states = [group.kv_cache_spec.block_size for group in groups if _keeps_states(group)]
     if of_states and drafts_with_kv(config) is not None:
-        raise LayoutError("state layers with speculative decoding", reason="speculative")
+        raise LayoutError("state layers with speculative decoding are not supported", reason="speculative")
     drafts = draft_layers(config, cache)
     _require_layers_of_the_model(config, cache, drafts)
     page_tokens = max(of_states, default=page_tokens)
@@ -198,8 +204,8 @@ def page_kinds(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> tu
     if not any(kind.whole for kind in kinds):
         raise LayoutError(f"{several}, none with full attention", reason="hybrid")
     if of_states and any(kind.geometry.window for kind in kinds):
-        # In this case vLLM reports how much its own cache holds of full attention, but a window may have
-        # less.
+        # With both, vLLM reports how many tokens of full attention its own cache has, but the cache may have
+        # fewer tokens for a window.
         raise LayoutError(f"{several}, with sliding windows and states", reason="hybrid")
     beside = ", ".join(sorted({kind.geometry.state for kind in kinds if kind.geometry.state}))
     return tuple(kind if kind.geometry.state else _beside(kind, beside) for kind in kinds)
@@ -216,11 +222,11 @@ def _keeps_states(group: KVCacheGroupSpec) -> bool:
 
 
 def _require_layers_of_the_model(config: VllmConfig, cache: KVCacheConfig, drafts: Mapping[str, int]) -> None:
-    """Raise LayoutError unless the groups contain exactly the model's layers, each at most once with KV and
-    once with a state, and its draft's layers.
+    """Raise LayoutError unless the cache groups contain exactly the layers of the model and its draft. Each
+    model layer may occur at most once with KV and once with a state.
 
-    A layer in no group has no cache (for example an MLP), or reads another layer's cache. The worker half
-    refuses caches that are in no group. Falcon-H1 numbers its states after all of its layers.
+    A layer without a group has no cache (for example an MLP), or uses another layer's cache. The worker half
+    rejects caches that belong to no group. Falcon-H1 numbers its states after all of its layers.
     """
     total = config.model_config.get_total_num_hidden_layers()
     for of_states, limit in ((False, total), (True, 2 * total)):
@@ -229,7 +235,7 @@ def _require_layers_of_the_model(config: VllmConfig, cache: KVCacheConfig, draft
         numbers = sorted(map(layer_number, names))
         if len(set(numbers)) < len(numbers) or max(numbers, default=0) >= limit:
             raise LayoutError(
-                f"cache groups of layers {numbers}, in a model with {total} layers", reason="hybrid"
+                f"unexpected layer numbers {numbers} for a model with {total} layers", reason="hybrid"
             )
 
 
@@ -244,7 +250,7 @@ def _kind(
 
     spec: Any = group.kv_cache_spec
     if group.role is not KVCacheGroupRole.DEFAULT or group.host_resident or not group.enable_kv_transfer:
-        raise LayoutError(f"{several}, one with a special role", reason="hybrid")
+        raise LayoutError(f"{several}, of which one has a special role", reason="hybrid")
     numbered = {name: drafts.get(name, layer_number(name)) for name in group.layer_names}
     names = tuple(sorted(numbered, key=numbered.__getitem__))
     numbers = tuple(map(numbered.__getitem__, names))
@@ -269,7 +275,7 @@ def _kind(
         layers=len(names),
         dim=spec.head_size,
         dtype=dtype,
-        # They have not been compared with SGLang's.
+        # Whether SGLang computes the same pages has not been tested.
         engine="vllm",
         group=numbers,
         window=spec.sliding_window if type(spec) is SlidingWindowSpec else 0,
@@ -279,7 +285,7 @@ def _kind(
 
 
 def whole_page(kinds: Sequence[PageKind]) -> PageSize:
-    """Return the size of a page of all layers of the model: the sum of one page of each kind."""
+    """Return the size of a page with all layers of the model, which is the sum of one page of each kind."""
     if len(kinds) == 1:
         return kinds[0].geometry
     return WholePage(kinds[0].geometry.page_tokens, sum(kind.geometry.page_bytes for kind in kinds))

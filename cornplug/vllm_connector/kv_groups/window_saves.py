@@ -1,4 +1,5 @@
-"""Saves of pages whose blocks vLLM releases while their request runs, when its window moves on."""
+"""Saves of KV pages of sliding-window layers, whose blocks vLLM releases while the request still runs, once
+its window has moved past them."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ Blocks = Sequence["KVCacheBlock"]
 
 
 class GroupRequests:
-    """Tracked requests as used by one cache group's saves. Groups differ in which pages are saved."""
+    """The tracked requests, with separate save progress for one cache group. Cache groups differ in which
+    pages are saved."""
 
     def __init__(self, requests: TrackedRequests, kind: PageKind) -> None:
         self._requests, self._kind = requests, kind
@@ -33,71 +35,73 @@ class GroupRequests:
 
     @property
     def sharing(self) -> bool:
-        """Whether KV of this engine's weights may be shared now."""
+        """Whether KV computed with this engine's weights may be shared now."""
         return self._requests.sharing
 
     def unfinished(self) -> bool:
-        """Return whether a tracked request has not finished."""
+        """Return whether any tracked request is still unfinished."""
         return self._requests.unfinished()
 
     def get(self, request: Request) -> TrackedRequest | None:
-        """Return a request's pages of this group, or None if this group has none."""
+        """Return the record of a request's pages in this cache group, or None if the group does not track the
+        request."""
         found = self._tracked.get(request.request_id)
         return found if found is not None and found.request is request else None
 
     def of(self, tracked: TrackedRequest) -> TrackedRequest:
-        """Return a request's pages of this group."""
+        """Return the record of a request's pages in this cache group, created on first use."""
         request = tracked.request
         found = self.get(request)
         if found is None:
             found = self._tracked[request.request_id] = TrackedRequest(request, own=tracked.own)
         if found.keys is None and tracked.keys is not None:
-            # If the adapter changed in between, nothing of this group is saved.
+            # If the request's adapter has changed since it was tracked, no page of this group is saved.
             with suppress(CornplugError):
                 found.keys = tracked.keys.under(self._requests.root_of(request, self._kind.geometry))
         return found
 
     def completed(self, ends: Sequence[tuple[TrackedRequest, int]]) -> None:
-        """Set the result of `TrackedRequests.completing` for this step."""
+        """Set the requests that `TrackedRequests.completing` returned for this step, which `completing` then
+        returns for this group."""
         self._ends = ends
 
     def completing(self, scheduled_tokens: Mapping[str, int], total: int) -> list[tuple[TrackedRequest, int]]:
-        """Return the requests that may complete a page in this step, each with its computed tokens after the
-        step."""
+        """Return the requests that may complete a page in this step, each with its number of computed tokens
+        after the step. The arguments are ignored."""
         return [(self.of(tracked), end) for tracked, end in self._ends]
 
     def look_at(self, tracked: TrackedRequest) -> None:
-        """Check the request in the next step that computes its tokens, because it may complete a page."""
+        """Have the request checked for a completed page in the next step that computes tokens of it."""
         self._requests.look_at(tracked)
 
     def forget(self, request: Request) -> None:
-        """Forget a request's pages of this group."""
+        """Remove the record of a request's pages in this cache group."""
         if self.get(request) is not None:
             del self._tracked[request.request_id]
 
 
 class WindowSaves(PageSaves):
-    """Saves of one cache group with a window.
+    """Saves the pages of one cache group of sliding-window layers.
 
-    The blocks of a page are pinned from the step that reserves it until every rank has read them, or until
-    the request ends. A block that its request has released is still valid while vLLM's prefix cache
-    identifies it by the hash of the request's tokens. Pages without blocks are not offered, because no
-    request needs most of them.
+    The blocks of a page are pinned from the step that reserves space for the page until every rank has read
+    the blocks, or until the request ends. A block that its request has released is still valid while vLLM's
+    prefix cache identifies it by the hash of the request's tokens. Pages whose blocks are gone are not
+    offered for saving, because most of them are never needed again.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._pins = 0
-        """Number of pages whose blocks hold a reference for them."""
+        """Number of pages being saved that still hold a reference to their blocks."""
 
     @property
     def pinned(self) -> bool:
-        """Whether blocks will become free after the worker halves have read them."""
+        """Whether any blocks are kept only until the worker halves have read them."""
         return bool(self._pins)
 
     def blocks_of(self, tracked: TrackedRequest, index: int, table: Blocks) -> Blocks | None:
-        """Return the blocks that hold a page of a request with these blocks, or None if one of them was
-        reused."""
+        """Return the blocks that hold page `index` of a request, or None if vLLM has reused any of them.
+        `table` has the blocks that the request currently holds."""
         size, found = self._page.page_tokens, []
         for i in range(index * size // self._block_size, -(-(index + 1) * size // self._block_size)):
             block = table[i] if i < len(table) and not table[i].is_null else self._cached(tracked, i)
@@ -107,7 +111,7 @@ class WindowSaves(PageSaves):
         return found
 
     def _cached(self, tracked: TrackedRequest, index: int) -> KVCacheBlock | None:
-        """Return a block of a request that vLLM's prefix cache still has, or None."""
+        """Return block `index` of a request if it is still in vLLM's prefix cache, else None."""
         hashes, pool = tracked.request.block_hashes, self._pool
         # A cached block may contain KV that another connector loaded, or another prompt's KV after a hash
         # collision.
@@ -117,8 +121,8 @@ class WindowSaves(PageSaves):
         return cached[0] if cached else None
 
     def kept(self, tracked: TrackedRequest, block_ids: Sequence[int]) -> list[int]:
-        """Return a request's blocks. For unsaved pages, include blocks that it has released and that vLLM
-        still caches."""
+        """Return the ids of a request's blocks. For unsaved pages, the list includes blocks that the request
+        has released and that vLLM still caches."""
         table, found = [self._pool.blocks[block] for block in block_ids], list(block_ids)
         for index in tracked.unsaved:
             first = index * self._page.page_tokens // self._block_size
@@ -160,7 +164,7 @@ class WindowSaves(PageSaves):
     def _saves_of_blocks(self, pages: list[tuple[AskedPage, Reservation]]) -> list[PageSave]:
         if not self._open[pages[0][1].token].pinned:
             return super()._saves_of_blocks(pages)
-        # The longer of a page and a block begins at a multiple of the shorter.
+        # Either a page is a multiple of a block or a block is a multiple of a page.
         per_unit = max(1, self._block_size // self._page.page_tokens)
         writes, blocks = [], []
         name = save_name(pages[0][0].tracked.request.request_id, pages[0][1])

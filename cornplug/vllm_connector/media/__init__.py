@@ -1,1 +1,1 @@
-"""Embeddings between vLLM's encoder cache, the store and the encoder service."""
+"""Transfer of multimodal embeddings between vLLM's encoder cache, the store and the encoder service."""

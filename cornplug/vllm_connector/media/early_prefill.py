@@ -1,11 +1,12 @@
-"""Prefill of the tokens before the first medium whose embedding is in flight.
+"""Early prefill of the tokens before a request's first medium whose embedding is in flight.
 
     ECScheduler.available     True if the tokens before that medium are worth a step
     EncoderCacheManager       `can_allocate` is False for a medium in flight: vLLM ends the chunk before it
 
-vLLM's scheduler (`_try_schedule_encoder_inputs` of 0.32 and 0.33) ends a chunk before a medium for which its
-encoder cache has no space, and never inside it. Prefill of models whose images attend in both directions is
-therefore correct, too. A connector's `ensure_cache_available` alone would defer the whole request.
+vLLM's scheduler (`_try_schedule_encoder_inputs` in 0.32 and 0.33) ends a prefill chunk before a medium for
+which its encoder cache has no space, and never inside a medium. Therefore prefill is also correct for models
+whose images attend in both directions. With only a connector's `ensure_cache_available`, vLLM would defer the
+complete request.
 """
 
 from __future__ import annotations
@@ -21,39 +22,38 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _MIN_CHUNK_TOKENS: Final = 128
-"""Minimum tokens of a chunk. A smaller step costs more than it gains."""
+"""Minimum number of tokens of an early prefill chunk. A step for fewer tokens costs more than it gains."""
 _MAX_KV_PART: Final = 0.1
-"""Maximum share of the KV cache held by requests whose media are in flight. More would cause preemptions."""
+"""Maximum fraction of the KV cache for requests whose media are in flight. A larger fraction would cause
+preemptions."""
 _MAX_SEQS_PART: Final = 0.25
-"""Maximum share of vLLM's running requests."""
+"""Maximum fraction of vLLM's running requests that may be prefilled up to a medium in flight."""
 
 
 class EarlyPrefill:
-    """Selection of the requests that vLLM prefills up to their first medium in flight. Selects none before
-    `attach`.
-    """
+    """Selects the requests that vLLM prefills up to their first medium in flight. Selects no request before
+    `attach` is called."""
 
     def __init__(self, *, max_tokens: int = 0, max_requests: int = 0) -> None:
         self._max_tokens = max_tokens
         self._max_requests = max_requests
         self._attached = False
         self._tokens: dict[str, int] = {}
-        """Request -> number of tokens before its first medium in flight."""
+        """Number of tokens before the first medium in flight, by request id."""
         self._in_flight: Callable[[str], bool] = lambda identifier: False
         self._began: Callable[[], None] = lambda: None
 
     def attach(self) -> None:
-        """Enable early prefill, because vLLM's scheduler uses cornplug's encoder cache manager."""
+        """Enable early prefill. Called when vLLM's scheduler creates cornplug's encoder cache manager."""
         self._attached = True
 
     def follow(self, in_flight: Callable[[str], bool], began: Callable[[], None]) -> None:
-        """Set `in_flight`, which returns whether an identifier is in flight, and `began`, which is called
-        once for each identifier that a request does not wait for.
-        """
+        """Set two callbacks. `in_flight` returns whether the embedding with an identifier is in flight.
+        `began` is called once for each medium up to which a request is prefilled early."""
         self._in_flight, self._began = in_flight, began
 
     def holds_back(self, identifier: str) -> bool:
-        """Return whether a chunk must end before this medium."""
+        """Return whether a prefill chunk must end before the medium with this identifier."""
         return self._attached and self._in_flight(identifier)
 
     def admits(self, request: Request, computed: int, end: int) -> bool:
@@ -74,12 +74,12 @@ class EarlyPrefill:
         return True
 
     def ended(self, request_id: str) -> None:
-        """Forget a request that no longer waits for a medium."""
+        """Remove a request that no longer waits for a medium."""
         self._tokens.pop(request_id, None)
 
 
 class InFlightEncoderCacheManager(EncoderCacheManager):
-    """vLLM's encoder cache manager, which has no space for a medium whose embedding is in flight."""
+    """vLLM's encoder cache manager, changed to report no space for a medium whose embedding is in flight."""
 
     _early: EarlyPrefill | None = None
 
@@ -101,13 +101,13 @@ class InFlightEncoderCacheManager(EncoderCacheManager):
 
 _MANAGER: Final = f"{InFlightEncoderCacheManager.__module__}.{InFlightEncoderCacheManager.__qualname__}"
 _offered: Final[weakref.WeakValueDictionary[int, EarlyPrefill]] = weakref.WeakValueDictionary()
-"""EarlyPrefill by the id of a VllmConfig. vLLM's scheduler creates its connector first, and then its encoder
-cache manager with the same configuration."""
+"""EarlyPrefill objects by the `id()` of their VllmConfig. vLLM's scheduler creates its connector first, and
+then its encoder cache manager with the same configuration."""
 
 
 def early_prefill(config: VllmConfig) -> EarlyPrefill:
-    """Return the EarlyPrefill of the scheduler that is being created. It admits nothing if `why_not` returns
-    a reason."""
+    """Create the EarlyPrefill for the scheduler that is being created. It selects no request if `why_not`
+    returns a reason."""
     if why_not(config):
         return EarlyPrefill()
     cache, seqs = config.cache_config, config.scheduler_config.max_num_seqs
@@ -121,7 +121,8 @@ def early_prefill(config: VllmConfig) -> EarlyPrefill:
 
 
 def why_not(config: Any) -> str:
-    """Return why vLLM does not prefill requests while their media are encoded, or "" if it does."""
+    """Return the reason why vLLM does not prefill requests while their media are encoded, or "" if it
+    does."""
     model = config.model_config
     if config.ec_manager_config.encoder_cache_manager_cls not in (None, _MANAGER):
         return "--ec-manager-config sets an encoder cache manager"

@@ -1,15 +1,17 @@
-"""Embeddings that an app sends instead of images: by handle, or by value if the operator allows it.
+"""Support for embeddings that an app sends instead of images: by handle, or by value if the operator allows
+it.
 
     part ──vLLM loads its tensors──> `load_embedding`: a handle becomes the store's rows
          ──vLLM names its items───> `name`: rows from a handle get the image's name
          ──the request's salt────> `identifier`: the key is computed, and must equal the handle's
 
-A handle is valid if it is signed with the store's secret, for this engine's own model. Its key only locates
-the rows. An invalid handle, and a handle of evicted rows, end the request with status 400, because there are
-no pixels from which to compute the rows.
+A handle is valid if it is signed with the store's secret and was created for this engine's own model. The
+handle's key only locates the rows in the store. An invalid handle, or a handle whose rows were evicted, ends
+the request with status 400, because the request has no pixels from which to compute the rows.
 
-With an encoder-cache connector, vLLM 0.32 accepts embeddings from any client, and even requests without the
-embeddings, because it assumes that a connector has them. Its worker then crashes. Both are rejected here.
+With an encoder-cache connector, vLLM 0.32 accepts embeddings from any client. It even accepts requests that
+leave out the embeddings, because it assumes that a connector has them, and vLLM's worker then crashes. This
+module rejects both kinds of requests.
 """
 
 from __future__ import annotations
@@ -39,16 +41,17 @@ from cornplug.store.base import Store
 from cornplug.store.payload import get_payload
 
 PREFIX: Final = "cpv1-"
-"""Prefix of the `mm_hash` of a handle's embedding. The media digest and the handle's key follow. It differs
-from an image's prefix because vLLM caches processed inputs by `mm_hash`, and the inputs differ."""
+"""Prefix of the `mm_hash` of an embedding sent by handle, followed by the media digest and the handle's key.
+It differs from the prefix for images, because vLLM caches processed inputs by `mm_hash`, and the inputs for a
+handle and for an image differ."""
 _OURS: Final = re.compile(PREFIX + "([0-9a-f]{64})-([0-9a-f]{64})")
 _KEPT: Final = 65536
 """Maximum number of remembered handles, at a few hundred bytes each."""
 
 
 class ReceivedHandles:
-    """Embeddings that this API process received by handle. Thread-safe, because vLLM loads media in
-    threads."""
+    """Loads and verifies the embeddings that this API process receives by handle, and remembers their claims.
+    Thread-safe, because vLLM loads media in threads."""
 
     def __init__(
         self,
@@ -60,10 +63,10 @@ class ReceivedHandles:
         alone: bool = True,
         by_value: bool = False,
     ) -> None:
-        """Create an empty memory of handles. `identity` returns the identity of this engine's tower, or None
-        while it is being read or if it is unknown. If not `alone`, another connector's encoder cache may have
-        an embedding that a request leaves out. `by_value` is whether requests may contain other embeddings.
-        """
+        """Prepare to receive handles. `identity` returns the identity of this engine's tower, or None while
+        it is being read or if it is unknown. If `alone` is False, another connector's encoder cache may have
+        an embedding that a request leaves out. `by_value` is whether requests may send embeddings by
+        value."""
         self._config = config
         self._secret = secret
         self._identity = identity
@@ -73,10 +76,11 @@ class ReceivedHandles:
         self._store: Store | None = None
         self._lock = threading.Lock()
         self._brought: OrderedDict[bytes, EmbeddingHandle] = OrderedDict()
-        """Digest of rows and grid -> the claims of their handle."""
+        """Verified claims of received handles, by the digest of their rows and grid."""
 
     def load(self, text: str) -> torch.Tensor:
-        """Return the rows of a handle. Raises VLLMValidationError."""
+        """Return the embedding rows to which the handle `text` refers. Raises VLLMValidationError if the
+        handle is invalid or the store no longer has the rows."""
         try:
             claims = EmbeddingHandle.checked(text, self._secret, now=time.time())
             wait_s = self._config.store.background_timeout_s
@@ -105,7 +109,7 @@ class ReceivedHandles:
         return rows
 
     def keep(self, claims: EmbeddingHandle, rows: torch.Tensor) -> None:
-        """Remember verified claims by their rows, for `name`."""
+        """Remember a handle's verified claims by the digest of its rows, so that `name` finds them."""
         digest = _digest(rows, claims.grid)
         with self._lock:
             self._brought[digest] = claims
@@ -114,8 +118,8 @@ class ReceivedHandles:
                 self._brought.popitem(last=False)
 
     def name(self, item: object, modality: str, options: Mapping[str, Any]) -> str | None:
-        """Return the `mm_hash` of an embedding item, or None for an embedding by value if the operator allows
-        these.
+        """Return the `mm_hash` of an embedding item. Returns None for an embedding that was not sent by
+        handle, if this server accepts such embeddings.
 
         Raises VLLMValidationError for an embedding that this server does not accept.
         """
@@ -142,10 +146,10 @@ class ReceivedHandles:
         return f"{PREFIX}{claims.media.hex()}-{claims.key.hex()}"
 
     def key(self, mm_hash: str, salt: str | None) -> bytes:
-        """Return the embedding key in a `mm_hash` that `name` made.
+        """Return the embedding key that a `mm_hash` from `name` contains. `salt` is the request's cache salt.
 
-        Raises VLLMValidationError for a wrong salt, and for a name that was changed by an adapter on the
-        tower, because the embedding was computed without it.
+        Raises VLLMValidationError if the salt differs from the handle's salt, and if an adapter on the tower
+        changed the `mm_hash`, because the embedding was computed without that adapter.
         """
         if weights_guard.replaced():
             raise _refused("this server's weights were replaced after it read the embedding")
@@ -171,13 +175,14 @@ class ReceivedHandles:
     def _opened(self) -> Store:
         with self._lock:
             if self._store is None:
-                # The engine starts a store if there is none. A handle alone is not a reason to start one.
+                # Receiving a handle must not start a store. The engine itself starts a store if none is
+                # running.
                 self._store = open_store(self._config.store, autostart=False)
             return self._store
 
 
 def is_handle(data: object) -> bool:
-    """Return whether a part's text has the form of a handle."""
+    """Return whether the data of a message part is a string in the form of an embedding handle."""
     return isinstance(data, str) and data.startswith(embedding_handle.PREFIX)
 
 

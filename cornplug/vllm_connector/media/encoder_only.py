@@ -1,11 +1,11 @@
-"""Support for engines that run only their encoder.
+"""Support for engines that run only their multimodal encoder.
 
-The first model runner of such an engine (0.32, 0.33) returns an output without the connector's part, so the
-outcomes of saves would be lost. `WRAPS` adds them.
+In such an engine, vLLM's first model runner (0.32, 0.33) returns an output without the encoder-cache
+connector's part, so the outcomes of saves would be lost. `WRAPS` adds that part to the output.
 
-vLLM does not encode again what it holds. An embedding can be in an engine's own cache but not in the store,
-because it was evicted or never stored. Such an engine therefore checks the store for each request, and saves
-the embedding again.
+vLLM does not encode a medium again if its embedding is in vLLM's own cache. The store may lack this
+embedding, because it was evicted or never stored. An engine that runs only its encoder therefore checks the
+store for each request, and saves the embedding again.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from cornplug.vllm_connector.media.mm_identifiers import key_of
 
 
 class LostEmbeddings:
-    """Identifiers to save in the next step. Used by the engine's thread."""
+    """Finds embeddings that are in the engine's own cache but not in the store, to save them again. Used by
+    the engine's thread."""
 
     def __init__(self, runtime: EngineRuntime) -> None:
         self._run = runtime
         self._looked: dict[str, set[str]] = {}
-        """Request -> identifiers that were looked up for it."""
+        """Identifiers that were looked up for a request, by request id."""
         self._lost: dict[str, None] = {}
 
     def look(self, identifier: str, request_id: str) -> None:
-        """Look up a held embedding in the store, once per request."""
+        """Check whether the store has an embedding that is in the engine's own cache, once per request."""
         looked = self._looked.setdefault(request_id, set())
         key = key_of(identifier, weights_guard.epoch())
         if key is None or identifier in looked:
@@ -39,16 +40,16 @@ class LostEmbeddings:
         try:
             [present] = self._run.store.contains([key], deadline_s=self._run.deadline_s)
         except StoreError:
-            return  # The store would not accept the embedding either.
+            return  # The store would not accept the embedding now either.
         if not present:
             self._lost[identifier] = None
 
     def finished(self, request_id: str) -> None:
-        """Forget a request."""
+        """Remove the record of a finished request's lookups."""
         self._looked.pop(request_id, None)
 
     def drain(self) -> list[str]:
-        """Return the identifiers found since the last call."""
+        """Return the identifiers of embeddings that the store was found to lack since the last call."""
         lost, self._lost = list(self._lost), {}
         return lost
 
@@ -62,7 +63,7 @@ def _make_empty_output(original: Callable[..., Any], scheduler_output: Any) -> A
     output = original(scheduler_output)
     connector: Any = get_ec_transfer() if has_ec_transfer() else None
     if not isinstance(getattr(connector, "_connector_metadata", None), CornplugECMetadata):
-        return output  # A step of another connector.
+        return output  # The step belongs to another connector.
     acks = connector.build_connector_worker_meta()
     if acks is None:
         return output

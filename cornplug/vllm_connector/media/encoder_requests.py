@@ -1,6 +1,7 @@
-"""The scheduler half's requests to the encoder service, prepared and completed on other threads.
+"""Requests from the encoder-cache connector's scheduler half to the encoder service. Other threads prepare
+and complete them.
 
-`MediaInputs` reads the processor outputs of a medium in the form that the tower receives.
+`MediaInputs` reads the processor's outputs for a medium in the form that the tower receives.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ IN_WORKERS_ONLY: Final = (
 
 
 def in_workers_only(config: VllmConfig) -> bool:
-    """Return whether vLLM does not pass processed media to its engine core."""
+    """Return whether vLLM passes processed media only to its workers, and not to its engine core."""
     from vllm.multimodal.cache.factories import _get_cache_type
 
     return _get_cache_type(config) == "shm"
 
 
 class MediaInputs:
-    """Selection of the tensors in vLLM's feature specs that the model's family names.
+    """Selects the tensors that a model's tower needs from vLLM's feature specs.
 
-    For some families, vLLM 0.32 leaves rescaling and normalising to the device (`mm_device_do_normalize`),
-    and processed pixels are raw uint8. vLLM's own module then normalises them here, so that the service gets
-    the same inputs as the engine's tower.
+    For some model families, vLLM 0.32 leaves rescaling and normalising to the device
+    (`mm_device_do_normalize`), so processed pixels are raw uint8. This class then normalises the pixels with
+    vLLM's own module, so that the encoder service gets the same inputs as the engine's tower.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -67,9 +68,10 @@ class MediaInputs:
         self._wanted: Mapping[Modality, tuple[str, ...]] = family.inputs if family is not None else {}
 
     def of(self, feature: Any) -> dict[str, WireTensor]:
-        """Return the tensors of one item by name.
+        """Return the tensors that the tower needs for one multimodal item, by name.
 
-        Raises EncoderRefused: "no_inputs" if vLLM kept no inputs, "shm_cache" if only its workers have them.
+        Raises EncoderRefused: "no_inputs" if vLLM no longer has the processed inputs, "shm_cache" if only
+        vLLM's workers have them.
         """
         if self._in_workers_only:
             raise EncoderRefused(IN_WORKERS_ONLY, reason="shm_cache")
@@ -99,7 +101,8 @@ class MediaInputs:
 
 @dataclass(slots=True)
 class PendingEmbedding:
-    """A medium in flight. Only `answer` is accessed by other threads than the engine's."""
+    """Embedding of a medium that the engine waits for, with the state of the request to the encoder service.
+    Threads other than the engine's access only `answer`."""
 
     identifier: str
     expected: ExpectedEmbedding
@@ -109,40 +112,41 @@ class PendingEmbedding:
     began: float
     waiting: set[str] = field(default_factory=set)
     answer: Future[EncodeReply] | None = None
-    """The service's reply, set after the request has been sent."""
+    """The encoder service's pending or received reply. None until the request has been sent."""
     arrived: ArrivedEmbedding | None = None
     source: str = ""
     failed: str = ""
 
     @property
     def usable(self) -> bool:
-        """Whether it has arrived, and was computed by the engine's tower."""
+        """Whether the embedding has arrived and was computed with the engine's current weights."""
         stale = is_stale(self.identifier, weights_guard.epoch())
         return self.arrived is not None and not stale and not weights_guard.replaced()
 
     @property
     def settled(self) -> bool:
-        """Whether it has arrived, or will not arrive."""
+        """Whether the embedding has arrived, or will not arrive."""
         return self.arrived is not None or bool(self.failed)
 
 
 class EncoderRequests:
-    """Encoder requests of one engine core. `ask` and `wait` are called on the engine's thread."""
+    """Sends one engine core's requests to the encoder service. The engine's thread calls `ask` and `wait`."""
 
     def __init__(self, config: VllmConfig, runtime: EngineRuntime) -> None:
         self.policy = EncoderRequestPolicy()
-        """Decides whether to use the service, depending on its replies."""
+        """Decides whether to send requests to the service, depending on its earlier replies."""
         self._app = runtime.app
         self._encoder = engine_encoder(runtime.config, runtime.secret)
         self._inputs = MediaInputs(config)
-        # If there is no tower identity, the API process logs a warning, and all identifiers are foreign.
+        # If the tower cannot be identified, the API process logs a warning, and identifiers contain no key.
         self._tower = CurrentIdentity(lambda: tower_identity(config), "embeddings", compat.logger.debug)
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="cornplug-prepare")
         self._news = threading.Event()
-        """Set by every reply of the service."""
+        """Event that every reply from the service sets."""
 
     def ask(self, item: PendingEmbedding, feature: Any, request: Request) -> None:
-        """Send a request to encode `item`. `item.answer` completes later. Raises EncoderError."""
+        """Send a request to encode the medium of `item`. `item.answer` is set later. Raises EncoderError if
+        no request can be sent now."""
         _, identified = self._tower.now()
         tower = identified.found
         identity = self.policy.identity_to_ask(
@@ -154,20 +158,21 @@ class EncoderRequests:
         self._preparer.submit(self._send, item, feature, identity, request)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the service has replied since the last call, at most `timeout_s`, and return whether it
-        has."""
+        """Wait at most `timeout_s` for a reply from the service, and return whether one has arrived since the
+        last call."""
         if not self._news.wait(timeout_s):
             return False
         self._news.clear()
         return True
 
     def close(self) -> None:
-        """Close the connection to the service and the preparing thread."""
+        """Close the connection to the service, and stop the thread that prepares requests."""
         self._encoder.close()
         self._preparer.shutdown(wait=False, cancel_futures=True)
 
     def _send(self, item: PendingEmbedding, feature: Any, identity: bytes, asking: Request) -> None:
-        """Send a request from the preparing thread, because packing large images takes milliseconds."""
+        """Prepare and send a request. Runs on a separate thread, because packing large images takes
+        milliseconds."""
         answer: Future[EncodeReply] = Future()
         try:
             request = EncodeRequest(
@@ -184,7 +189,7 @@ class EncoderRequests:
         except EncoderError as e:
             answer.set_exception(e)
         except (AssertionError, RuntimeError, TypeError, ValueError) as e:
-            # Exceptions of torch and vLLM for inputs of an unknown form.
+            # torch and vLLM raise these exceptions for inputs of an unexpected form.
             answer.set_exception(EncoderRefused(f"cannot send the inputs: {e}", reason="no_inputs"))
         item.answer = answer
         answer.add_done_callback(lambda _: self._news.set())

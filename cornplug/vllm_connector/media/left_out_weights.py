@@ -1,4 +1,5 @@
-"""A worker's log line about the weights that it did not load, and how much KV fits into that memory."""
+"""Logging of the weights that a worker without a tower did not load, and of how much KV fits into the saved
+memory."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from cornplug.vllm_connector.media.no_tower_settings import is_asked_for
 
 
 def report(worker: Any, specs: Mapping[str, Any]) -> None:
-    """Log the bytes of the tower that this rank did not load, and the tokens of KV that fit into that memory.
+    """Log how many bytes of tower weights this rank did not load, and how many tokens of KV fit into that
+    memory.
 
-    `specs` are the KV cache specs of the layers.
+    `specs` are the KV cache specs by layer name.
 
-    Raises ConfigError if vLLM has loaded the tower anyway.
+    Raises ConfigError if vLLM has loaded the tower although the settings exclude it.
     """
     if not is_asked_for(worker.vllm_config):
         return
@@ -41,12 +43,12 @@ def report(worker: Any, specs: Mapping[str, Any]) -> None:
 
 
 def left_out(model: Any) -> dict[str, int]:
-    """Return this rank's bytes of weights that vLLM did not load, by module of the model."""
+    """Return the number of bytes of weights that this rank did not load, by name of the model's module."""
     from vllm.model_executor.models.utils import StageMissingLayer
 
     found = {}
     for name, module in model.named_modules():
-        # vLLM keeps the module, with parameters on no device, where torch does not see it.
+        # vLLM keeps the omitted module outside torch's list of submodules, with parameters on no device.
         absent = module.__dict__.get("module") if isinstance(module, StageMissingLayer) else None
         if absent is not None:
             found[name] = sum(weight.nbytes for weight in absent.parameters())
@@ -54,7 +56,8 @@ def left_out(model: Any) -> dict[str, int]:
 
 
 def kv_token_bytes(specs: Mapping[str, Any]) -> int:
-    """Return the bytes per token in the KV cache of this rank, over all layers with KV of every token."""
+    """Return the number of bytes per token in this rank's KV cache, over all layers that have KV for every
+    token."""
     from vllm.v1.kv_cache_interface import AttentionSpec
 
     return sum(
@@ -71,4 +74,5 @@ def _get_kv_cache_spec(original: Callable[..., Any], worker: Any) -> Any:
 WRAPS: Final[tuple[tuple[str, str, Callable[..., Any]], ...]] = (
     ("vllm.v1.worker.gpu_worker", "Worker.get_kv_cache_spec", _get_kv_cache_spec),
 )
-"""Wrapper of a function that vLLM calls once, after the weights are loaded and before it sizes the cache."""
+"""Wrapper for a function that vLLM calls once, after the weights are loaded and before it sizes the KV
+cache."""

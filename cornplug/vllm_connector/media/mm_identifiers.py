@@ -1,24 +1,25 @@
 """Replaces vLLM's media identifiers by content keys.
 
-vLLM names an image by a hash of the model's *name* and the container's bytes, by a client's uuid, or by an
-EXIF ImageID that any client can set. It uses that name as a key in its encoder cache, its prefix blocks and
-every connector. The API process replaces it by
+vLLM names an image by a hash of the model's *name* and the image file's bytes, by a client's uuid, or by an
+EXIF ImageID that any client can set. vLLM uses that name as a key in its encoder cache, its prefix blocks and
+every connector. The API process replaces that name by
 
     mm_hash    = "cp1-" + hex(media digest)      keys vLLM's processor cache
-    identifier = "cp1-" + hex(embedding key)     keys encoder cache, blocks, and our store
+    identifier = "cp1-" + hex(embedding key)     keys encoder cache, blocks, and cornplug's store
 
-This also fixes the engine's own caches. After the weights were replaced from another checkpoint, "-" and the
-number of the weights' epoch are appended, because a request may be named before an update and computed after
-it. Such a request is not shared. An embedding that was sent by handle (`embedding_handles.py`) gets the
-identifier of its image. `video_digest.py` computes the digests of videos. Media without a digest (audio in
-this release, and videos with unknown fields) and media of an unidentified model are not shared. They keep a
-name from vLLM or from this engine, which cannot look like a key.
+The new names also make the keys of the engine's own caches depend on the content. After the weights were
+replaced from another checkpoint, "-" and the number of the weights' epoch are appended, because a request may
+be named before an update and computed after it. Such a request is not shared. An embedding that was sent by
+handle (`embedding_handles.py`) gets the identifier of its image. `video_digest.py` computes the digests of
+videos. Media without a digest (audio in this release, and videos with unknown fields) and media of an
+unidentified model are not shared. They keep a name from vLLM or from this engine, which cannot look like a
+key.
 
 A name is trusted only if it is a `MediaName`, which is created together with the inputs that it identifies.
 Names that arrive with a request's own inputs (`/inference/v1/generate`, gRPC) are plain strings. A plain
-string that looks like one of cornplug's names is replaced, and the medium is not shared. A signature of the
-name would not help: a client gets the true name of a medium by rendering it, and could send other inputs with
-it.
+string that looks like one of cornplug's names is replaced, and the medium is not shared. Signing names would
+not help, because a client can get the true name of a medium by rendering it, and could then send the name
+with other inputs.
 """
 
 from __future__ import annotations
@@ -69,21 +70,21 @@ _UUIDS: Final = 65536
 
 
 class MediaName(str):
-    """Name that `_get_mm_hashes` derived from content in this process. Names in messages never have this
-    type."""
+    """Name of a medium that `_get_mm_hashes` derived from the medium's content in this process. Names that
+    arrive in messages never have this type."""
 
     __slots__ = ()
 
 
 def key_of(identifier: str, epoch: int = 0) -> bytes | None:
-    """Return the embedding key (32 bytes) in an identifier, or None if it has no key or a key of another
-    epoch."""
+    """Return the embedding key (32 bytes) that an identifier contains, or None if it contains no key or a key
+    of another epoch."""
     found = _OURS.fullmatch(identifier)
     return bytes.fromhex(found[1]) if found is not None and int(found[2] or 0) == epoch else None
 
 
 def is_stale(identifier: str, epoch: int) -> bool:
-    """Return whether an identifier has a key of another epoch of the weights."""
+    """Return whether an identifier contains an embedding key of another epoch of the weights."""
     found = _OURS.fullmatch(identifier)
     return found is not None and int(found[2] or 0) != epoch
 
@@ -93,7 +94,7 @@ def _identifier(key: bytes, epoch: int) -> str:
 
 
 def _extra_config(config: VllmConfig) -> Mapping[str, Any] | None:
-    """Return the settings of cornplug's connectors, or None if the engine has none of them."""
+    """Return the settings of cornplug's connectors in a VllmConfig, or None if it has none of them."""
     kv, ec = config.kv_transfer_config, config.ec_transfer_config
     if ec is not None and ec.ec_connector == EC_CONNECTOR:
         return dict(ec.ec_connector_extra_config)
@@ -102,7 +103,8 @@ def _extra_config(config: VllmConfig) -> Mapping[str, Any] | None:
 
 
 class MmIdentifiers:
-    """Identity of this API process's model, and the names that it gives to media."""
+    """Computes the names (`mm_hash`) and identifiers of media in this API process, from their content and the
+    model's identity."""
 
     def __init__(self, config: VllmConfig, extra: Mapping[str, Any]) -> None:
         ours = settings(extra)
@@ -118,16 +120,18 @@ class MmIdentifiers:
         )
         self._processor_kwargs = dict(config.model_config.get_multimodal_config().mm_processor_kwargs or {})
         self._own_options = processor_arguments(config)
-        # vLLM's own hash of a video is cheaper, because it hashes the file.
+        # Check this before computing a digest of a video. vLLM's own hash is cheaper, because it hashes the
+        # file.
         self._why_no_videos = why_no_videos(config)
-        # Reading a large checkpoint the first time takes seconds. Start-up continues in the meantime.
+        # Reading a large checkpoint for the first time takes seconds, so the identity is computed in the
+        # background.
         self._tower = CurrentIdentity(lambda: tower_identity(config), "embeddings", compat.logger.warning)
-        # The common wait of all requests begins here, because it blocks the API server's event loop and so
-        # every client. Until the checkpoint has been read, later requests get names that only this engine
-        # uses.
+        # Start the limited time that requests may wait for the identity. A wait blocks the API server's event
+        # loop and so every client. Until the checkpoint has been read, later requests get names that only
+        # this engine uses.
         self._tower.now()[1].first_wait_s()
         self._uuids: OrderedDict[tuple[str, str], bytes] = OrderedDict()
-        """(modality, uuid) -> media digest."""
+        """Media digests by (modality, uuid), for later requests that contain only the uuid."""
         self._lock = threading.Lock()
 
     def _known_identity(self) -> bytes | None:
@@ -135,21 +139,20 @@ class MmIdentifiers:
         return tower.identity if tower is not None else None
 
     def tower(self) -> TowerIdentity | None:
-        """Return the identity of the current tower, or None while it is being read or if it cannot be
-        identified.
-        """
+        """Return the identity of the tower with the current weights, or None if it is still being read or
+        cannot be identified."""
         return self._known_tower()[1]
 
     def _known_tower(self) -> tuple[int, TowerIdentity | None]:
-        """Return (epoch, identity of its tower, or None if unknown)."""
+        """Return (epoch of the weights, identity of the tower in this epoch or None if unknown)."""
         epoch, identity = self._tower.now()
         identity.first_wait()
         return epoch, identity.found
 
     def media_name(self, item: object, uuid: str | None, options: Mapping[str, Any]) -> str | None:
-        """Return the `mm_hash` of an image, or None if it has no digest.
+        """Return the `mm_hash` of an image, or None if cornplug cannot compute a digest for it.
 
-        A uuid without content is looked up among uuids that arrived with content before.
+        If `item` is None, the digest of an earlier image with the same uuid is used.
         """
         media = self._named("image", uuid) if item is None else _media_digest(item)
         return None if media is None else self._name("image", media, uuid, options)
@@ -157,9 +160,9 @@ class MmIdentifiers:
     def video_name(
         self, video: object, metadata: object, uuid: str | None, options: Mapping[str, Any]
     ) -> str | None:
-        """Return the `mm_hash` of a video, or None for an unknown uuid without content.
+        """Return the `mm_hash` of a video, or None if `video` is None and its uuid is unknown.
 
-        Raises VideoUnshared.
+        Raises VideoUnshared if the video cannot be shared.
         """
         if self._why_no_videos:
             raise VideoUnshared("videos of this model are not shared", reason=self._why_no_videos)
@@ -185,9 +188,10 @@ class MmIdentifiers:
             return self._uuids.get((modality, uuid)) if uuid is not None else None
 
     def identifier(self, mm_hash: str, salt: str | None, modality: str = "image") -> str:
-        """Return the identifier for a `mm_hash` made by `media_name`, `video_name` or `ReceivedHandles.name`.
+        """Return the identifier of a medium for its `mm_hash`, which `media_name`, `video_name` or
+        `ReceivedHandles.name` returned. `salt` is the request's cache salt.
 
-        Raises VLLMValidationError for a handle with another salt.
+        Raises VLLMValidationError for a handle that was created with another salt.
         """
         epoch, tower = self._known_tower()
         if HANDLE in mm_hash:
@@ -195,13 +199,14 @@ class MmIdentifiers:
         media = bytes.fromhex(mm_hash[len(PREFIX) :])
         own = None if tower is None else tower.of(modality)
         if own is None:
-            # This name identifies the content but no model, so it is used only in this engine's caches.
+            # Without an identified model, the name identifies only the content, so it is used only in this
+            # engine's caches.
             name = LOCAL + digest("cornplug-local-v1", media, repr(salt).encode()).hex()
             return name if tower is None else unshared_name(name, tower.why_no_videos)
         return _identifier(embedding_key(self._secret, own.identity, media, salt), epoch)
 
     def options(self, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the processor arguments of a request that differ from the deployment's."""
+        """Return those processor arguments of a request that differ from the deployment's arguments."""
         return {
             k: v
             for k, v in hf_processor_mm_kwargs.items()
@@ -210,7 +215,8 @@ class MmIdentifiers:
 
 
 def on_start(watcher: Callable[[VllmConfig, MmIdentifiers | None], None]) -> None:
-    """Call `watcher` with config and names (or None) whenever this process starts an engine."""
+    """Have `watcher` called whenever this process starts an engine, with the VllmConfig and its
+    `MmIdentifiers`, or None if there are none."""
     if watcher not in _watchers:
         _watchers.append(watcher)
 
@@ -220,7 +226,7 @@ def _media_digest(item: object) -> bytes | None:
 
     if isinstance(item, Image.Image):
         # vLLM converts images to RGB, unless `image_mode` (media_io_kwargs) sets another mode. The model's
-        # processor converts such an image by its own rules, so it has no digest.
+        # processor converts such images by its own rules, so they have no digest.
         return digest_image(item) if item.mode == "RGB" else None
     if isinstance(item, torch.Tensor):
         item = item.detach().cpu().numpy() if item.dtype != torch.bfloat16 else None
@@ -233,7 +239,7 @@ def _media_digest(item: object) -> bytes | None:
 _active: MmIdentifiers | None = None
 _watchers: list[Callable[[VllmConfig, MmIdentifiers | None], None]] = []
 _asked_for = False
-"""Whether this engine has cornplug's connectors, which must not use a client's uuid as a key."""
+"""Whether this engine has cornplug's connectors. They must not use a client's uuid as a key."""
 
 
 def _input_processor_init(
@@ -254,7 +260,7 @@ def _begin(vllm_config: VllmConfig) -> None:
     try:
         _active = MmIdentifiers(vllm_config, extra)
     except ConfigError as e:
-        # An engine with a tower starts without a readable secret file, and shares nothing.
+        # An engine with its own tower starts even if the secret file cannot be read, and shares nothing.
         if e.field != "store.secret_file" or settings(extra).engine.tower == "service":
             raise
         compat.logger.error("cornplug: embeddings of this engine are not shared: %s", e)
@@ -295,17 +301,18 @@ def _get_mm_hashes(original: Callable[..., Any], this: Any, inputs: Any) -> Any:
 
 
 def _chosen(known: str | None, theirs: str) -> str:
-    """Return the name of an item: `known`, which cornplug derived from its content, or else vLLM's name."""
+    """Return the name to use for an item: `known`, which cornplug derived from the item's content, or vLLM's
+    name if `known` is None."""
     return MediaName(known) if known is not None else _foreign(theirs)
 
 
 def _video_name(
     active: MmIdentifiers, items: Any, i: int, uuid: str | None, options: Mapping[str, Any], theirs: str
 ) -> str | None:
-    """Return `MmIdentifiers.video_name` for vLLM's VideoProcessorItems, or a name with the reason why it has
-    none.
+    """Return the `mm_hash` of item `i` in vLLM's VideoProcessorItems, or a name that contains the reason why
+    the video is not shared.
 
-    If the model does not request metadata, vLLM keeps it next to the frames.
+    If the model's processor does not receive metadata, vLLM keeps the metadata separately from the frames.
     """
     item = items.get(i)
     beside = items.metadata[i] if isinstance(items.metadata, list) else items.metadata
@@ -313,14 +320,14 @@ def _video_name(
     try:
         return active.video_name(frames, metadata, uuid, options)
     except VideoUnshared as e:
-        # A later request with only the uuid must get the same name. That is vLLM's name, which contains no
-        # reason.
+        # A later request that contains only the uuid must get the same name. That is vLLM's name, which
+        # contains no reason.
         return None if uuid is not None else unshared_name(theirs, e.reason)
 
 
 def _foreign(name: str) -> str:
-    """Return vLLM's own name, which may be a client's uuid, with a prefix if it looks like one of cornplug's
-    names."""
+    """Return vLLM's own name for a medium, which may be a client's uuid. The name gets a prefix if it looks
+    like one of cornplug's names."""
     ours = name.startswith((PREFIX, LOCAL, HANDLE)) or looks_unshared(name)
     return f"foreign-{name}" if ours else name
 
@@ -343,23 +350,23 @@ def _process_inputs(original: Callable[..., Any], this: Any, *args: Any, **kwarg
 
 
 def _identify(feature: Any, salt: str | None) -> None:
-    """Set the identifier of a medium that this process has named."""
+    """Set the identifier of a medium whose name this process derived from its content."""
     active, name = _active, feature.mm_hash
     if active is not None:
         if name.startswith(HANDLE):
             feature.identifier = active.identifier(feature.identifier, salt)
-        # A LoRA adapter on the tower prefixes the identifier. Such an embedding is not shared.
+        # With a LoRA adapter on the tower, vLLM prefixes the identifier. Such an embedding is not shared.
         elif feature.identifier == name and name.startswith(PREFIX):
             feature.identifier = active.identifier(name, salt, feature.modality)
-    # vLLM sends both to the engine's process.
+    # vLLM sends both names to the engine's process.
     feature.mm_hash, feature.identifier = str(name), str(feature.identifier)
 
 
 def _disbelieve(feature: Any) -> None:
-    """Replace a name that arrived with a request and looks like one of cornplug's names.
+    """Replace a medium's name if it arrived with a request and looks like one of cornplug's names.
 
-    Both names are replaced, because `mm_hash` identifies the processed inputs that the engine's process
-    caches.
+    Both `mm_hash` and the identifier are replaced, because `mm_hash` identifies the processed inputs that the
+    engine core's process caches.
     """
     name = feature.mm_hash
     foreign = _foreign(name)

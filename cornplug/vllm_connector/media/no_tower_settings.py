@@ -1,8 +1,9 @@
-"""vLLM settings for `--cornplug-tower service`, and the models that support it.
+"""Settings of vLLM for `--cornplug-tower service`, and the model families that support it.
 
-vLLM does not load a tower's weights if media of its modalities are not allowed (`--limit-mm-per-prompt`), and
-accepts embeddings of these modalities instead (`--enable-mm-embeds`). Its own limit of images is then 0. The
-user's limit is kept beside the settings, which every API process receives.
+vLLM does not load the weights of a tower if media of its modalities are not allowed
+(`--limit-mm-per-prompt`), and accepts embeddings of these modalities instead (`--enable-mm-embeds`). vLLM's
+own limit for images is then 0. The user's limit is kept in cornplug's settings, which every API process
+receives.
 """
 
 from __future__ import annotations
@@ -26,20 +27,21 @@ TAKES_EMBEDDINGS: Final[Mapping[str, bool]] = {
     "qwen3_vl": True,
     "qwen3_vl_moe": True,
 }
-"""Families whose model accepts `image_embeds` in vLLM 0.32 and 0.33 -> whether it needs their grid too."""
+"""Model families that accept `image_embeds` in vLLM 0.32 and 0.33. The value is whether a request must also
+contain the image's grid."""
 
 _FLAG: Final = "--cornplug-tower service"
 _NONE: Final = {"image": 0, "video": 0, "audio": 0}
 
 
 def is_asked_for(config: Any) -> bool:
-    """Return whether this VllmConfig is for an engine whose tower runs in the encoder service."""
+    """Return whether this VllmConfig configures an engine whose tower runs in the encoder service."""
     said = settings_in(config)
     return bool(said) and ours(said).engine.tower == "service"
 
 
 def settings_in(config: Any) -> list[dict[str, Any]]:
-    """Return cornplug's settings of each connector in engine arguments or a VllmConfig."""
+    """Return cornplug's settings from each of its connectors in engine arguments or a VllmConfig."""
     kv, ec = getattr(config, "kv_transfer_config", None), getattr(config, "ec_transfer_config", None)
     found = [our_settings(kv)]
     if ec is not None and ec.ec_connector == EC_CONNECTOR:
@@ -48,15 +50,17 @@ def settings_in(config: Any) -> list[dict[str, Any]]:
 
 
 def ours(said: list[dict[str, Any]]) -> Config:
-    """Return the Config of `settings_in`. The encoder connector's settings take precedence."""
+    """Return the Config for a nonempty result of `settings_in`. The encoder-cache connector's settings take
+    precedence."""
     return settings(dict(said[-1]))
 
 
 def leave_out(args: Any) -> bool:
-    """Set vLLM's flags if the encoder service runs the tower, and return whether it does.
+    """If the encoder service runs the tower, set vLLM's flags so that the engine does not load its tower.
+    Returns whether it does.
 
     Raises ConfigError if no service is configured, or if another flag needs something that the service does
-    not do.
+    not support.
     """
     said = settings_in(args)
     if not said:
@@ -81,7 +85,7 @@ def leave_out(args: Any) -> bool:
         )
     limit = _count((args.limit_mm_per_prompt or {}).get("image"))
     for one in said:
-        # A second call sees the limits that the first call set.
+        # If this function is called again, `args` has the limits that the first call set.
         if limit is not None and IMAGES_PER_PROMPT not in one and args.limit_mm_per_prompt != _NONE:
             one[IMAGES_PER_PROMPT] = limit
     args.limit_mm_per_prompt = dict(_NONE)
@@ -90,12 +94,12 @@ def leave_out(args: Any) -> bool:
 
 
 def check_model(config: Any) -> None:
-    """Raise ConfigError if the model of a VllmConfig needs its tower in the engine."""
+    """Raise ConfigError if the engine with this VllmConfig cannot run without its tower."""
     family = str(getattr(config.model_config.hf_config, "model_type", None))
     if family not in TAKES_EMBEDDINGS:
         raise ConfigError(
             _FLAG,
-            f"vLLM does not accept image embeddings for models of family {family!r}. It does for "
+            f"vLLM does not accept image embeddings for models of family {family!r}, only for "
             f"{', '.join(sorted(TAKES_EMBEDDINGS))}",
             f"Remove {_FLAG}. The engine then has its own tower, and tries the encoder service first.",
         )
@@ -108,7 +112,8 @@ def check_model(config: Any) -> None:
 
 
 def _count(limit: Any) -> int | None:
-    """Return the maximum count in one modality's limit, in any of vLLM's forms, or None without a limit."""
+    """Return the maximum number of items from a modality's limit, which may have any of vLLM's forms. Returns
+    None without a limit."""
     if isinstance(limit, Mapping):
         limit = limit.get("count")
     count = getattr(limit, "count", limit)

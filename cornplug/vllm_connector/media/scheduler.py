@@ -1,16 +1,16 @@
-"""Scheduler half of the encoder-cache connector, which fetches embeddings with a deadline.
+"""Scheduler half of the encoder-cache connector, which fetches embeddings within a deadline.
 
     unknown ──in the store──────────────────────────────> arrived ──> engine's own cache
        └──send a request──> requested ──verified, in hand───┘
                                └──absent, refused, late──> failed ──> the engine encodes
 
-An item counts as available only when its verified bytes are in this process, so a later failure of the store
-or the service has no effect. While the service computes it, only the item's own request waits, or has the
-tokens before the item prefilled (`early_prefill`). The store is read on the engine's own thread. It replies
-in 0.1 ms, and switching to a thread and back would take longer, because vLLM's busy loop holds the
-interpreter's lock.
+An item (the embedding of one medium) counts as available only when its verified bytes are in this process, so
+a later failure of the store or the service has no effect. While the service computes the embedding, only
+requests that contain the medium wait, or have the tokens before the medium prefilled (`early_prefill`). The
+store is read on the engine's own thread. It replies in 0.1 ms, and switching to another thread and back would
+take longer, because vLLM's busy loop holds Python's interpreter lock.
 
-`Arrivals` keeps received embeddings for the workers.
+`Arrivals` keeps received embeddings until they are sent to the workers.
 """
 
 from __future__ import annotations
@@ -54,16 +54,19 @@ if TYPE_CHECKING:
 
 
 _MAX_WAITING_BYTES = 1 << 30
-"""Maximum bytes of requested and arrived embeddings. Beyond it, new requests wait."""
+"""Maximum total size in bytes of embeddings that were requested or have arrived. Above it, further requests
+wait."""
 _IDLE_WAIT_S = 0.005
-"""Maximum delay that this adds before an idle engine notices a new request."""
+"""Seconds of one wait in an idle engine. This is also the maximum delay before the engine notices a new
+request."""
 _IDLE_STEP_S = 0.020
-"""Maximum time between two steps of an engine whose requests all wait for the service."""
+"""Maximum seconds between two steps of an engine whose requests all wait for the encoder service."""
 
 
 class Arrivals:
-    """Received embeddings of one engine core. Used by its thread. An embedding is in the memory that the
-    workers map. If that is full or not available, its bytes are sent in the metadata of a step."""
+    """Keeps the embeddings that one engine core has received until they are sent to the workers. Used by the
+    engine's thread. Embeddings are in the row memory that the workers map. If the row memory is full or not
+    available, the bytes are sent in the metadata of a step."""
 
     def __init__(self, runtime: EngineRuntime, memory: RowMemory | None) -> None:
         self._store, self._deadline_s = runtime.store, runtime.deadline_s
@@ -71,16 +74,18 @@ class Arrivals:
 
     @property
     def address(self) -> str:
-        """Address of the memory for the workers, or "" once all have mapped it."""
+        """Address of the row memory for the workers, or "" once all workers have mapped it."""
         return "" if self._memory is None else self._memory.address
 
     def read(self, identifier: str, expected: ExpectedEmbedding, size_bytes: int) -> ArrivedEmbedding | None:
-        """Return a verified copy of an entry of `size_bytes`, or None if the store does not have it in
-        memory. A read from disk is then started.
+        """Read the embedding `expected`, of `size_bytes` bytes, from the store and verify it. Returns None if
+        the store does not have it in memory. If the store has it on disk, a read from disk is started.
 
-        Raises StoreError, and CodecError with another reason than "wrong_shape" for a damaged entry.
+        Raises StoreError. Raises CodecError for a damaged entry, and with reason "wrong_shape" for an entry
+        that does not match `expected`.
         """
-        # A read from disk takes longer. The service, which is requested in the meantime, waits for it.
+        # Do not wait for a read from disk. The encoder service, to which a request is sent in the meantime,
+        # waits for it.
         how = {"deadline_s": self._deadline_s, "recall_s": 0.0}
         room = None if self._memory is None else self._memory.room(size_bytes)
         if self._memory is None or room is None:
@@ -104,24 +109,25 @@ class Arrivals:
         return arrived
 
     def hold(self, data: bytes) -> bytearray | RowPlace:
-        """Return the place of rows that arrived by value, or a copy of them if the memory is full."""
+        """Copy rows that arrived in a service's reply to the row memory, and return their place. Returns a
+        copy of the rows if the row memory is full or not available."""
         if self._memory is None or (room := self._memory.room(len(data))) is None:
             return bytearray(data)
         self._memory.view(room)[:] = data
         return room
 
     def send(self, arrived: ArrivedEmbedding) -> None:
-        """Record that the workers are notified of it in this step."""
+        """Record that this embedding is sent to the workers in this step."""
         if self._memory is not None and isinstance(arrived.data, RowPlace):
             self._memory.send(arrived.data)
 
     def drop(self, arrived: ArrivedEmbedding | None) -> None:
-        """Drop an embedding of which no worker is notified."""
+        """Free the row memory of an embedding that is not sent to the workers."""
         if self._memory is not None and arrived is not None and isinstance(arrived.data, RowPlace):
             self._memory.free(arrived.data)
 
     def acknowledged(self, acks: CornplugECWorkerMetadata) -> None:
-        """Record that workers have mapped the memory, or have copied their rows."""
+        """Record which workers have mapped the row memory, and which rows they have copied."""
         if self._memory is not None:
             for rank in acks.mapped:
                 self._memory.note_mapped(rank)
@@ -129,14 +135,15 @@ class Arrivals:
                 self._memory.note_copied(rank, offset)
 
     def close(self) -> None:
-        """Release the memory."""
+        """Release the row memory."""
         if self._memory is not None:
             self._memory.close()
 
 
 class ECScheduler:
-    """Scheduler half of one engine core. The engine's thread polls, and replies of the service arrive on
-    other threads."""
+    """Scheduler half of the encoder-cache connector in one engine core: decides which embeddings to load,
+    request or leave to the engine. The engine's thread polls, and the service's replies arrive on other
+    threads."""
 
     def __init__(
         self,
@@ -149,7 +156,8 @@ class ECScheduler:
     ) -> None:
         self._run = runtime
         self._lost = LostEmbeddings(runtime) if encoder_only else None
-        """For an engine that runs only its encoder. It does not use a service, because it is one itself."""
+        """Embeddings to save again, in an engine that runs only its encoder, else None. Such an engine sends
+        no requests to an encoder service."""
         self._tally = tally
         self._dtype = dtype_name(config.model_config.dtype)
         self._width = embedding_width(config)
@@ -159,10 +167,10 @@ class ECScheduler:
         self._items: dict[str, PendingEmbedding] = {}
         self._waiting_bytes = 0
         self._held: set[str] = set()
-        """Identifiers in the engine's own encoder cache."""
+        """Identifiers of embeddings in the engine's own encoder cache."""
         self._to_load: list[PendingEmbedding] = []
         self._allocated: set[str] = set()
-        """Identifiers that were allocated in this step."""
+        """Identifiers of embeddings for which the engine reserved encoder-cache memory in this step."""
         self._rule = FetchRule(runtime.config.store.load_when)
         self._early = early or EarlyPrefill()
         self._early.follow(self._in_flight, lambda: tally.count("cornplug_early_prefills_total", runtime.app))
@@ -170,13 +178,14 @@ class ECScheduler:
     # -- the engine's calls ------------------------------------------------------------------
 
     def available(self, request: Request, computed: int) -> bool:
-        """Return False while `request` has nothing to compute before an embedding in flight.
+        """Return whether vLLM may schedule `request` now. False while it has no tokens worth computing before
+        an embedding in flight.
 
         Called hundreds of times per second, and never waits.
         """
         last = request.mm_features[-1].mm_position if request.mm_features else None
         if last is None or last.offset + last.length <= computed:
-            return True  # Features are ordered by position, as vLLM's own scheduler assumes.
+            return True  # vLLM's own scheduler also assumes that features are ordered by position.
         begun, end = True, -1
         now = time.monotonic()
         for feature in request.mm_features:
@@ -210,17 +219,17 @@ class ECScheduler:
         return begun
 
     def arrived(self, identifier: str) -> bool:
-        """Return whether the embedding's bytes are in this process. Called only if the engine itself does not
-        have it."""
+        """Return whether the bytes of this embedding are in this process and usable. vLLM calls this only if
+        the engine's own cache lacks the embedding."""
         if identifier in self._held:
-            # The engine's cache was reset. vLLM does not notify connectors of that.
+            # The engine's encoder cache was reset, of which vLLM does not notify connectors.
             self._held.clear()
         item = self._items.get(identifier)
         return item is not None and item.usable
 
     def allocated(self, identifier: str) -> None:
-        """Record that the engine reserved memory for an embedding, which has arrived or which it encodes
-        itself."""
+        """Record that the engine reserved encoder-cache memory for an embedding that has arrived or that the
+        engine encodes itself."""
         self._allocated.add(identifier)
         item = self._items.get(identifier)
         if item is not None and item.usable:
@@ -230,8 +239,9 @@ class ECScheduler:
         self._drop(identifier)
 
     def moves(self, output: SchedulerOutput) -> CornplugECMetadata:
-        """Return the embeddings that this step's forward pass needs."""
-        # An embedding that a step evicts and then loads again is held.
+        """Return the message for the worker halves, with the embeddings to load before this step's forward
+        pass."""
+        # An embedding that a step evicts and then loads again is in the cache after the step.
         self._held.difference_update(output.free_encoder_mm_hashes)
         self._held |= self._allocated
         self._allocated.clear()
@@ -255,8 +265,8 @@ class ECScheduler:
         return moves
 
     def stop(self) -> list[ArrivedEmbedding]:
-        """Stop waiting. Returns the embeddings that the engine expects with the next step, because it has
-        reserved memory for them."""
+        """Stop fetching embeddings. Returns the embeddings that the engine expects with the next step,
+        because it has reserved memory for them."""
         self._items = {identifier: item for identifier, item in self._items.items() if item.usable}
         return self._promised()
 
@@ -264,12 +274,13 @@ class ECScheduler:
         return [item.arrived for item in self._to_load if item.arrived is not None]
 
     def in_hand(self, identifier: str) -> ArrivedEmbedding | None:
-        """Return an embedding that has arrived, and for which the engine has not reserved memory yet."""
+        """Return an embedding that has arrived and for which the engine has not reserved memory yet, or
+        None."""
         item = self._items.get(identifier)
         return item.arrived if item is not None and item.usable else None
 
     def finished(self, request: Request) -> None:
-        """Drop the items that only this request waits for."""
+        """Handle the end of a request: drop the embeddings that no other request waits for."""
         if self._lost is not None:
             self._lost.finished(request.request_id)
         self._early.ended(request.request_id)
@@ -282,7 +293,7 @@ class ECScheduler:
                     self._arrivals.drop(item.arrived)
 
     def acknowledged(self, acks: CornplugECWorkerMetadata) -> None:
-        """Count the outcomes of a worker's saves, and record its measurements."""
+        """Count the outcomes of a worker's saves, and record the worker's measurements."""
         self._arrivals.acknowledged(acks)
         for rows, seconds in acks.encoded:
             self._rule.encoded(rows, seconds)
@@ -294,15 +305,16 @@ class ECScheduler:
                 self._tally.count("cornplug_bytes_total", self._run.app, EMBEDDING, "save", by=size)
 
     def close(self) -> None:
-        """Close the connection to the service and the threads."""
+        """Close the connection to the encoder service, and stop all threads."""
         self._service.close()
         self._arrivals.close()
         self._publisher.close()
 
     def _idle_wait(self) -> None:
-        """Wait briefly in an engine whose requests all wait for the service.
+        """Wait up to `_IDLE_STEP_S` for a reply from the service, if any embedding is in flight.
 
-        Polling 650 times per second would use two cores (its own and the worker's) that the encoder needs.
+        Without this wait, vLLM would poll 650 times per second and use two cores (for the engine core and a
+        worker) that the encoder needs.
         """
         if all(item.settled for item in self._items.values()):
             return
@@ -321,8 +333,8 @@ class ECScheduler:
         return identifier in self._held or identifier in self._allocated
 
     def _has_begun(self, request: Request) -> bool:
-        """Return whether the request has begun. Such a request may continue, because otherwise all requests
-        could wait for each other."""
+        """Return whether the request already waits for an embedding. Such a request may request further
+        embeddings, because otherwise all requests could wait for each other."""
         items = (self._items.get(feature.identifier) for feature in request.mm_features)
         return any(item is not None and request.request_id in item.waiting for item in items)
 
@@ -333,10 +345,10 @@ class ECScheduler:
         return item
 
     def _begin(self, feature: Any, request: Request, now: float) -> PendingEmbedding | None:
-        """Create an item, loaded from the store or requested from the service. Returns None if it is not
-        shared."""
+        """Create an item for a medium: read its embedding from the store, or request it from the service.
+        Returns None if the engine is not sharing embeddings now."""
         engine = self._run.config.engine
-        # In an engine without a tower, the rows arrive with the request.
+        # In an engine without a tower, the embedding rows arrive with the request.
         if weights_guard.replaced() or not engine.share_embeddings or engine.tower == "service":
             return None
         rows = feature.mm_position.get_num_embeds()
@@ -356,7 +368,7 @@ class ECScheduler:
                 if self._from_store(item, "store"):
                     return item
             except StoreError as e:
-                # The service can reply with the bytes themselves.
+                # The service can still send the bytes in its reply.
                 store_problem = e.reason
             if self._lost is not None:
                 self._fail(item, store_problem or "absent")
@@ -367,7 +379,8 @@ class ECScheduler:
         return item
 
     def _unshared(self, identifier: str, rows: int, now: float) -> PendingEmbedding:
-        """Create a settled item for a medium without a key, and count its miss."""
+        """Create an item that is already failed, for a medium without an embedding key, and count the
+        miss."""
         stale = is_stale(identifier, weights_guard.epoch())
         reason = "weights_updated" if stale else unshared_reason(identifier) or "foreign_name"
         item = PendingEmbedding(identifier, ExpectedEmbedding(b"", rows), 0, now, now)
@@ -375,7 +388,7 @@ class ECScheduler:
         return item
 
     def _look(self, item: PendingEmbedding, now: float) -> None:
-        """Settle an item if the service has replied, or its deadline has passed."""
+        """Complete or fail an item if the service has replied or the item's deadline has passed."""
         if item.answer is not None and item.answer.done():
             try:
                 self._take(item, item.answer.result())
@@ -406,8 +419,8 @@ class ECScheduler:
             held = self._arrivals.hold(tensor.data)
             self._arrive(item, ArrivedEmbedding(item.identifier, tensor.dtype, tensor.shape, held), source)
             if not answer.stored:
-                # The service could not save it, for example because it is on another host. Save it for the
-                # next engine of this host.
+                # The service could not store the embedding, for example because it is on another host. Save
+                # it here for the other engines of this host.
                 data = held if isinstance(held, bytearray) else bytearray(tensor.data)
                 rows = torch.frombuffer(data, dtype=getattr(torch, tensor.dtype)).view(tensor.shape)
                 self._publisher.offer(item.expected.key, rows)

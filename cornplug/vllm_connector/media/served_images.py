@@ -1,13 +1,14 @@
-"""Converts images of a chat request to embeddings, in the API process of an engine without a tower.
+"""Conversion of a chat request's images to embeddings, in the API process of an engine without a tower.
 
     image_url ──parser──> medium: its bytes, or an http(s) URL ──> service: fetch, decode, encode
     image_embeds <──rows, whose signed claims match this engine's tower and this salt──┘
 
-The items are then handled like embeddings by handle (`media/embedding_handles.py`), so that an image has the
-same identifier in engines with and without a tower. If the service fails, the request ends with status 503
-before the engine sees it. Requests without images never wait for the service.
+The embeddings are then handled like embeddings that an app sends by handle (`media/embedding_handles.py`), so
+that an image has the same identifier in engines with and without a tower. If the service fails, the request
+ends with status 503 before the engine receives it. Requests without images never wait for the service.
 
-vLLM's exception handlers set only status and body, so `RetryAfter` adds the header `Retry-After`.
+vLLM's exception handlers set only the status and body of a response, so the middleware `RetryAfter` adds the
+header `Retry-After`.
 """
 
 from __future__ import annotations
@@ -56,17 +57,19 @@ from cornplug.vllm_connector.model.model_config import tower_identity
 
 _LEAST_S: Final = 1.0
 _noted: ContextVar[list[float] | None] = ContextVar("cornplug_retry_after", default=None)
-"""Delays noted for the current HTTP request."""
+"""Retry delays, in seconds, that were set for the response to the current HTTP request."""
 _START_S: Final = 5.0
-"""Maximum time that a starting engine waits for a service's list of models."""
+"""Maximum seconds that a starting engine waits for an encoder service's list of models."""
 _DOWN_S: Final = 2.0
-"""Retry delay for clients while no service replies, as long as the engine's own probes may take."""
+"""Retry delay in seconds for clients while no service replies. The engine's own probes of the service may
+take as long."""
 _salt: ContextVar[str | None] = ContextVar("cornplug_cache_salt", default=None)
-"""`cache_salt` of the request that is being rendered."""
+"""`cache_salt` of the chat request that is being rendered."""
 
 
 class ServiceUnavailable(GracefulHTTPError):
-    """503 response: the image was not encoded, and the request is valid."""
+    """Error that ends a request with status 503, because an image could not be encoded although the request
+    is valid."""
 
     def __init__(self, why: str, pause_s: float | None) -> None:
         pause = note_retry_after(pause_s)
@@ -78,7 +81,8 @@ class ServiceUnavailable(GracefulHTTPError):
 
 
 class FileBytes(MediaIO[bytes]):
-    """Bytes of a `data:` or `file:` URL, read by vLLM's own rules and not decoded."""
+    """Loader for the bytes of a `data:` or `file:` URL, which vLLM reads by its own rules. The bytes are not
+    decoded to an image."""
 
     def load_bytes(self, data: bytes) -> bytes:
         return data
@@ -91,7 +95,8 @@ class FileBytes(MediaIO[bytes]):
 
 
 class ServedImages:
-    """The service's replies for one engine's images. Thread-safe. Call `close` at the end."""
+    """Client that gets the embeddings of one engine's images from the encoder service. Thread-safe. Call
+    `close` when it is no longer used."""
 
     def __init__(
         self,
@@ -105,8 +110,8 @@ class ServedImages:
         max_images: int | None = None,
     ) -> None:
         """Create a client. `tower` returns the identity of the checkpoint's tower, or None while it is
-        unknown. `max_images` is the maximum number of images in a prompt, or None for no limit.
-        """
+        unknown. `family` is the model's `model_type`. `max_images` is the maximum number of images in a
+        prompt, or None for no limit."""
         self._config = config
         self._secret = secret
         self._tower = tower
@@ -117,10 +122,10 @@ class ServedImages:
         self._client = RemoteEncoder(config.encoder.engine_weights(), secret)
 
     def check(self, tower: TowerIdentity, model: str) -> None:
-        """Raise ConfigError if a service replies that does not have this checkpoint's tower, or can never
-        have it.
+        """Raise ConfigError if a service that replies does not have this checkpoint's tower, or if the
+        engine's settings make it impossible for any service to have it.
 
-        A service that is not available yet, or no longer, causes only a log line.
+        If a service is not available, this only logs a line.
         """
         if tower.served_identity is None:
             raise ConfigError(
@@ -150,7 +155,8 @@ class ServedImages:
                 )
 
     def limit(self, count: int) -> None:
-        """Raise VLLMValidationError if a prompt has more images than the operator allows."""
+        """Raise VLLMValidationError if `count`, the number of images in a prompt, exceeds the operator's
+        limit."""
         most = self._max_images
         if most is not None and count > most:
             raise VLLMValidationError(
@@ -158,7 +164,8 @@ class ServedImages:
             )
 
     async def item(self, url: str, connector: Any, salt: str | None) -> Any:
-        """Return the embedding item of an image. Raises ServiceUnavailable and VLLMValidationError."""
+        """Get the embedding of the image at `url` from the service, as an item for vLLM's processor. Raises
+        ServiceUnavailable and VLLMValidationError."""
         if _is_remote(url, connector):
             request = self._request(salt, url=url)
         else:
@@ -170,7 +177,7 @@ class ServedImages:
         return self._taken(reply, salt)
 
     def item_now(self, url: str, connector: Any, salt: str | None) -> Any:
-        """Return the same as `item`, for an engine without an event loop."""
+        """Do the same as `item` synchronously, for an engine without an event loop."""
         if _is_remote(url, connector):
             request = self._request(salt, url=url)
         else:
@@ -182,7 +189,7 @@ class ServedImages:
         return self._taken(reply, salt)
 
     def close(self) -> None:
-        """Close the connections to the service."""
+        """Close all connections to the encoder service."""
         self._client.close()
 
     def _request(self, salt: str | None, *, data: bytes = b"", url: str = "") -> MediumRequest:
@@ -200,7 +207,8 @@ class ServedImages:
         )
 
     def _served(self) -> bytes:
-        """Return the identity for requests to the service. Raises ServiceUnavailable while it is unknown."""
+        """Return the model identity to send in requests to the service. Raises ServiceUnavailable while it is
+        unknown."""
         if weights_guard.replaced():
             raise ServiceUnavailable("this server's weights were replaced", _DOWN_S)
         tower = self._tower()
@@ -209,8 +217,8 @@ class ServedImages:
         return tower.served_identity
 
     def _taken(self, reply: MediumReply, salt: str | None) -> Any:
-        """Return the item for a reply whose signature matches this engine. Raises ServiceUnavailable
-        otherwise."""
+        """Check a reply's signature and embedding against this engine, and return the item for vLLM's
+        processor. Raises ServiceUnavailable if the reply does not match."""
         try:
             claims = EmbeddingHandle.checked(reply.handle, self._secret, now=time.time())
         except CodecError as e:
@@ -239,10 +247,10 @@ class ServedImages:
 
 
 def started(config: Any, names: MmIdentifiers | None) -> None:
-    """Use the service for images of this process's engine, if it has no tower.
+    """Use the encoder service for images in this process's requests, if the engine that starts has no tower.
 
-    Reads the checkpoint's weights once. Raises ConfigError as `ServedImages.check`, and if the checkpoint
-    cannot be identified.
+    Reads the checkpoint's weights once. Raises ConfigError if the checkpoint cannot be identified, and like
+    `ServedImages.check`.
     """
     global _active
     deactivate()
@@ -279,7 +287,7 @@ def started(config: Any, names: MmIdentifiers | None) -> None:
 
 
 def deactivate() -> None:
-    """Leave images of this process's requests to vLLM, because its engine has a tower."""
+    """Stop using the encoder service for images in this process's requests, so that vLLM handles them."""
     global _active
     if _active is not None:
         _active.close()
@@ -290,8 +298,8 @@ _active: ServedImages | None = None
 
 
 def _is_remote(url: str, connector: Any) -> bool:
-    """Return whether the service fetches the URL. Raises vLLM's error for a host that
-    `--allowed-media-domains` excludes."""
+    """Return whether the service, and not this process, fetches the image at this URL. Raises vLLM's error if
+    `--allowed-media-domains` excludes the URL's host."""
     if url[:5].lower() == "data:":
         return False
     parts = parse_url(url)
@@ -318,7 +326,7 @@ def _create_parser(original: Callable[..., Any], tracker: Any, *args: Any, **kwa
 def _parse_image(
     served: ServedImages, tracker: Any, parser: Any, image_url: str | None, uuid: str | None = None
 ) -> None:
-    """Replacement of a content parser's method that turns the image into an embedding item."""
+    """Parse an image of a chat message as an embedding item. Replaces a method of vLLM's content parsers."""
     if not image_url:
         raise VLLMValidationError(
             "this server has no vision tower and does not keep images: send the image together with its uuid",
@@ -365,7 +373,8 @@ async def _render_chat_async(original: Callable[..., Any], this: Any, *args: Any
 
 
 def note_retry_after(seconds: float | None) -> float:
-    """Set the delay that the response to this request requests, if its status is 503."""
+    """Set the retry delay for the response to the current request, used if its status is 503. Returns the
+    delay in seconds, at least `_LEAST_S` and rounded up."""
     pause_s = math.ceil(max(_LEAST_S, seconds or 0.0))
     noted = _noted.get()
     if noted is not None:
@@ -374,7 +383,8 @@ def note_retry_after(seconds: float | None) -> float:
 
 
 class RetryAfter:
-    """ASGI middleware that adds the header for the delay passed to `note_retry_after`."""
+    """ASGI middleware that adds the header `Retry-After` to responses with status 503, with the delay from
+    `note_retry_after`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -383,7 +393,7 @@ class RetryAfter:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # Tasks of this request have copies of the context, which refer to this same list.
+        # Tasks of this request have copies of the context, and all copies refer to this list.
         noted: list[float] = []
 
         async def marked(message: Message) -> None:
@@ -406,7 +416,8 @@ def _init_exception_handler(original: Callable[..., Any], app: Any) -> None:
 RETRY_AFTER_WRAPS: Final[tuple[tuple[str, str, Callable[..., Any]], ...]] = (
     ("vllm.entrypoints.launchers.app", "init_exception_handler", _init_exception_handler),
 )
-"""Used only in the API processes of an engine without a tower, which have imported this vLLM module."""
+"""Wrappers that are used only in API processes of an engine without a tower, which have already imported this
+vLLM module."""
 
 
 WRAPS: Final[tuple[tuple[str, str, Callable[..., Any]], ...]] = (

@@ -1,10 +1,11 @@
-"""Media digest of a video in the form that vLLM's processor receives, based on allow lists.
+"""Computation of the media digest of a video, in the form that vLLM's processor receives. Allow lists
+determine which videos can be shared.
 
     sampled frames, metadata, options ── digest ── rows of the tower
                                              └──── positions and timestamps in the LLM, and so KV
 
-vLLM's media loader has already selected the frames. Frame rate, duration and frame numbers do not enter a
-tower, but they affect Qwen2.5-VL's positions (`second_per_grid_ts`), Qwen3-VL's timestamps, and processors
+vLLM's media loader has already selected the frames. Frame rate, duration and frame numbers are not inputs of
+a tower, but they affect Qwen2.5-VL's positions (`second_per_grid_ts`), Qwen3-VL's timestamps, and processors
 that sample frames again. Therefore all metadata are part of the digest, and a video with a field that is not
 in these lists is not shared.
 """
@@ -33,7 +34,8 @@ _REASONS: Final = (
     "video_pruning",
     _OTHER,
 )
-"""Label values of counters. A client must not be able to add values through a uuid."""
+"""Reasons that a name may contain. They are label values of counters, and a client must not be able to add
+further values through a uuid."""
 _UNSHARED: Final = re.compile(f"{_PREFIX}({'|'.join(_REASONS)})-")
 
 _METADATA: Final = frozenset(
@@ -48,7 +50,8 @@ _METADATA: Final = frozenset(
         "width",
     }
 )
-"""Metadata fields that vLLM's loaders write, and those of transformers' VideoMetadata."""
+"""Metadata fields of a video that can be shared: the fields that vLLM's loaders write, and those of
+transformers' VideoMetadata."""
 _OPTIONS: Final = frozenset(
     {
         "do_normalize",
@@ -69,13 +72,14 @@ _SCALARS: Final = (bool, int, float)
 
 
 class VideoUnshared(CornplugError):
-    """A video without a key. `reason` is the reason of the counted miss."""
+    """Raised for a video that has no key and is not shared. `reason` is the label of the counted miss."""
 
 
 def video_digest(frames: object, metadata: object) -> bytes:
     """Return the media digest (32 bytes) of a video.
 
-    Raises VideoUnshared: "video_frames", "video_metadata".
+    Raises VideoUnshared: "video_frames" or "video_metadata" if the frames or the metadata have an unsupported
+    form.
     """
     if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8 or frames.ndim != 4 or not frames.size:
         raise VideoUnshared("video frames must be a uint8 array with four axes", reason="video_frames")
@@ -91,10 +95,11 @@ def video_digest(frames: object, metadata: object) -> bytes:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise VideoUnshared("video_options") for a processor argument that is in no list.
+    """Raise VideoUnshared("video_options") if a processor argument is not in the allow list for videos.
 
-    `options` are the deployment's or the request's. A list could give each video of a request another value.
-    A null switches off a processor's default, but a spec reads it as the default.
+    `options` are the deployment's or the request's arguments. Lists are not allowed, because a list could
+    give each video of a request another value. Null values are not allowed either, because they switch off a
+    processor's default, while the model's spec treats them as the default.
     """
     scoped = options.get(_SCOPE, {})
     if not isinstance(scoped, Mapping):
@@ -110,23 +115,26 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def unshared_name(name: str, reason: str) -> str:
-    """Extend vLLM's name of a medium that is not shared by the reason, which `unshared_reason` reads."""
+    """Return vLLM's name for a medium that is not shared, extended by the reason, which `unshared_reason`
+    extracts again."""
     return f"{_PREFIX}{reason if reason in _REASONS else _OTHER}-{name}"
 
 
 def unshared_reason(identifier: str) -> str | None:
-    """Return the reason in an identifier made by `unshared_name`, or None for other identifiers."""
+    """Return the reason that an identifier from `unshared_name` contains, or None for any other
+    identifier."""
     found = _UNSHARED.match(identifier)
     return None if found is None else found[1]
 
 
 def looks_unshared(name: str) -> bool:
-    """Return whether vLLM's name, which may be a client's uuid, looks like a result of `unshared_name`."""
+    """Return whether vLLM's name for a medium, which may be a client's uuid, has the form of a result of
+    `unshared_name`."""
     return name.startswith(_PREFIX)
 
 
 def _plain(value: Any) -> Any:
-    """Convert numpy's numbers to JSON."""
+    """Convert numpy arrays and numbers in `value` to plain Python values, which can be encoded as JSON."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, list | tuple):

@@ -1,6 +1,7 @@
-"""Worker half of the encoder-cache connector: loads embeddings into the engine's cache, and saves them.
+"""Worker half of the encoder-cache connector. It loads embeddings into the engine's encoder cache, and saves
+embeddings to the store.
 
-`MappedRows` copies rows from the row memory to its device alongside the engine's work.
+`MappedRows` copies embedding rows from the row memory to the rank's device, in parallel to the engine's work.
 """
 
 from __future__ import annotations
@@ -31,21 +32,22 @@ _ARENA: Final = b"rows"
 
 
 class RowCopies(Protocol):
-    """Destination of row copies."""
+    """Interface for copying embedding rows to the memory of a device."""
 
     def copy(self, runs: list[torch.Tensor], size_bytes: int) -> tuple[torch.Tensor, Any]:
-        """Copy `runs` into one tensor on the device, which the engine's later work can use. Returns the
-        tensor and the end event."""
+        """Concatenate `runs` in one tensor on the device, which the engine's later work can use. Returns the
+        tensor and an event for the end of the copy."""
 
     def done(self, end: Any) -> bool:
-        """Return whether `end` has completed, so `runs` are no longer read."""
+        """Return whether the copy with the end event `end` has completed, so that `runs` are no longer
+        read."""
 
     def wait(self, end: Any) -> None:
-        """Wait for `end`."""
+        """Wait for the copy with the end event `end`."""
 
 
 class CpuCopies:
-    """Synchronous copies to host memory."""
+    """Copies embedding rows to host memory synchronously."""
 
     def copy(self, runs: list[torch.Tensor], size_bytes: int) -> tuple[torch.Tensor, None]:
         return torch.cat(runs), None
@@ -58,8 +60,8 @@ class CpuCopies:
 
 
 class CudaCopies:
-    """Copies on a separate stream. The engine's kernels wait for the rows, but the engine's thread does
-    not."""
+    """Copies embedding rows to a GPU on a separate stream. The engine's kernels wait for the rows, but the
+    engine's thread does not."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,7 +70,7 @@ class CudaCopies:
     def copy(self, runs: list[torch.Tensor], size_bytes: int) -> tuple[torch.Tensor, torch.cuda.Event]:
         engine = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
-            # The memory belongs to this stream, so no kernel of the engine still uses it.
+            # The memory is allocated on this stream, so no kernel of the engine still uses it.
             there = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
             at = 0
             for run in runs:
@@ -88,10 +90,11 @@ class CudaCopies:
 
 
 class MappedRows:
-    """Mapped rows of one rank. Used by the engine's thread.
+    """Copies embedding rows from the row memory, which this process maps, to one rank's device. Used by the
+    engine's thread.
 
     Args:
-        register, unregister: see `RegisteredMemory`. None if nothing is registered.
+        register, unregister: see `RegisteredMemory`. If `register` is None, no memory is registered.
     """
 
     def __init__(
@@ -108,37 +111,38 @@ class MappedRows:
             RegisteredMemory(self, register, unregister, enter_thread) if register is not None else None
         )
         self._ongoing: deque[tuple[int, Any]] = deque()
-        """(offset, end) of copies, in order."""
+        """(offset in the row memory, end event) of each copy in flight, in order."""
         if self._registered is not None:
             self._registered.join(self._is_idle)
 
     def map(self, address: str) -> bool:
-        """Map the memory at this address, and return whether it is accessible."""
+        """Map the row memory at this address, and return whether this process can access it."""
         if self._bytes is None and (found := mapped(address)) is not None:
             self._memory = memoryview(found)
             self._bytes = torch.from_numpy(np.frombuffer(found, np.uint8))
         return self._bytes is not None
 
     def mapped(self, arena_id: bytes) -> memoryview | None:
-        """Return the whole memory, for `RegisteredMemory`."""
+        """Return the complete row memory, for `RegisteredMemory`."""
         return self._memory
 
     def rows(self, place: RowPlace) -> torch.Tensor:
-        """Copy a place to the device, shape (bytes,). `copied` returns the place when it is free."""
+        """Start to copy a place in the row memory to the device, and return its bytes as a tensor of shape
+        (bytes,). `copied` returns the place's offset after the copy."""
         assert self._bytes is not None, "the scheduler was notified that this rank has mapped its memory"
         there, end = self._copies.copy(self._runs(self._bytes, place), place.size_bytes)
         self._ongoing.append((place.offset, end))
         return there
 
     def copied(self) -> list[int]:
-        """Return the offsets of places that are no longer read, each once."""
+        """Return the offsets of places in the row memory that have been copied, each once."""
         found = []
         while self._ongoing and self._copies.done(self._ongoing[0][1]):
             found.append(self._ongoing.popleft()[0])
         return found
 
     def close(self) -> None:
-        """Wait for the copies, and unregister the memory."""
+        """Wait for copies in flight, and unregister the row memory."""
         while self._ongoing:
             self._copies.wait(self._ongoing.popleft()[1])
         if self._registered is not None:
@@ -148,7 +152,8 @@ class MappedRows:
         return not self._ongoing
 
     def _runs(self, memory: torch.Tensor, place: RowPlace) -> list[torch.Tensor]:
-        """Split a place, because no copy may cross two registered ranges or the end of the last one."""
+        """Split a place in the row memory into tensors that can be copied, because a copy must not cross two
+        registered ranges or the end of the last range."""
         at, end = place.offset, place.offset + place.size_bytes
         if self._registered is None:
             return [memory[at:end]]
@@ -162,7 +167,7 @@ class MappedRows:
 
 
 def mapped_rows(device: torch.device) -> MappedRows:
-    """Create a worker's side for its device."""
+    """Create a worker's `MappedRows` for its device."""
     if device.type != "cuda":
         return MappedRows(CpuCopies())
     return MappedRows(
@@ -171,9 +176,9 @@ def mapped_rows(device: torch.device) -> MappedRows:
 
 
 class ECWorker:
-    """Worker half of one rank. Only one rank of the engine saves.
+    """Worker half of the encoder-cache connector on one rank. Only one rank of an engine saves embeddings.
 
-    In an engine that runs only its encoder, a step ends when its embeddings are in the store, because a
+    In an engine that runs only its encoder, a step ends only when its embeddings are in the store, because a
     consumer may look them up as soon as the request has finished.
     """
 
@@ -189,24 +194,25 @@ class ECWorker:
         self._publishes = publishes
         self._patience_s = runtime.background_timeout_s if encoder_only else 0.0
         self._offered = False
-        """Whether something was offered since the last acknowledgements."""
+        """Whether any embedding was offered to the publisher since the last acknowledgements."""
         self._device = torch.device(device)
         self._rank = rank
         self._rows: MappedRows | None = None
-        """Set when the scheduler has sent the memory's address."""
+        """Row memory that this worker has mapped. None until the scheduler has sent the memory's address."""
         self._mapped: list[int] = []
-        """This rank, after it has mapped the memory and until the next acknowledgements."""
+        """Number of this rank, if it has mapped the row memory since the last acknowledgements. Otherwise
+        empty."""
         self._publisher = EmbeddingPublisher(runtime, self._note)
         self._lock = threading.Lock()
         self._saves: list[tuple[str, int]] = []
         self._copied: list[tuple[int, float]] = []
         self._tower = TowerClock(self._device)
         self._encoding = FadedRate()
-        """Seconds of the tower by rows. The time of the current step is known too late for its own
-        embeddings."""
+        """Measured seconds that the tower takes per row in earlier steps. The time of the current step is
+        measured too late for the step's own embeddings."""
 
     def load(self, cache: dict[str, torch.Tensor], moves: CornplugECMetadata) -> None:
-        """Copy arrived embeddings, of shape (rows, hidden), into the engine's encoder cache."""
+        """Copy the embeddings that arrived, each of shape (rows, hidden), into the engine's encoder cache."""
         if moves.row_memory and self._rows is None:
             self._map(moves.row_memory)
         began, size = time.perf_counter(), 0
@@ -225,21 +231,22 @@ class ECWorker:
             self._rows, self._mapped = rows, [self._rank]
 
     def _on_device(self, data: bytearray | RowPlace) -> torch.Tensor:
-        """Return the bytes on the device, shape (bytes,)."""
+        """Return an embedding's bytes on the device, as a tensor of shape (bytes,)."""
         if not isinstance(data, RowPlace):
             return torch.frombuffer(data, dtype=torch.uint8).to(self._device, non_blocking=True)
         assert self._rows is not None, "the scheduler was notified that this rank has mapped its memory"
         return self._rows.rows(data)
 
     def save(self, identifier: str, embedding: torch.Tensor, moves: CornplugECMetadata) -> None:
-        """Save an embedding that this engine had to compute. Returns immediately, because a thread saves
-        it."""
+        """Save an embedding that this engine had to compute. Returns immediately, because another thread
+        copies the embedding to the store."""
         if self._publishes and embedding.ndim == 2:
             self._tower.ran(len(embedding))
         self._offer(identifier, embedding, moves)
 
     def save_again(self, cache: dict[str, torch.Tensor], moves: CornplugECMetadata) -> None:
-        """Save embeddings of earlier steps that the store lacks."""
+        """Save again those embeddings in the engine's encoder cache that the scheduler half has reported as
+        missing in the store."""
         for identifier in moves.again:
             if (embedding := cache.get(identifier)) is not None:
                 self._offer(identifier, embedding, moves)
@@ -253,11 +260,12 @@ class ECWorker:
         self._offered = True
 
     def stop_publishing(self) -> None:
-        """Stop saving. Embeddings that the scheduler half has promised are still loaded."""
+        """Stop saving embeddings. Embeddings that the scheduler half has promised are still loaded."""
         self._publishes = False
 
     def acks(self) -> CornplugECWorkerMetadata | None:
-        """Return the outcomes of earlier saves and new measurements, or None if there are none."""
+        """Return the acknowledgements for the scheduler half: outcomes of earlier saves and new measurements.
+        Returns None if there are none."""
         if self._offered and self._patience_s:
             self._publisher.flush(self._patience_s)
         self._offered = False
@@ -274,7 +282,7 @@ class ECWorker:
         return CornplugECWorkerMetadata(saves, encoded, copied, mapped, places)
 
     def close(self) -> None:
-        """Finish pending saves, and the copies of received embeddings."""
+        """Finish the current save, and wait for copies of received embeddings."""
         self._publisher.close()
         if self._rows is not None:
             self._rows.close()

@@ -1,1 +1,1 @@
-"""Identity of the model that vLLM runs, and whether its settings allow sharing."""
+"""Identification of the model that vLLM runs, and checks whether its settings allow sharing."""

@@ -1,11 +1,12 @@
-"""Checks whether pages can hold the blocks that vLLM's KV cache specs describe, and reads their KV scales.
+"""Checks whether pages can represent the blocks that vLLM's KV cache specs describe, and reading of KV scales
+from checkpoints.
 
-The same list is used for a model's only cache group (`cornplug/vllm_connector/kv/cache_geometry.py`) and for
-each of several groups (`cornplug/vllm_connector/kv_groups/page_kinds.py`).
+The same tables are used for models with one cache group (`cornplug/vllm_connector/kv/cache_geometry.py`) and
+for each of several groups (`cornplug/vllm_connector/kv_groups/page_kinds.py`).
 
 The scales of a quantised KV cache are tensors of the language model, so every page key depends on them. vLLM
-reads them under many names and ignores unknown names. A worker therefore shares only layers that have exactly
-these scales.
+reads scales under many names and ignores unknown names. A worker therefore shares only layers that use
+exactly the scales that cornplug read from the checkpoint.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ OF_LATENTS: Final[Mapping[str, str]] = {
     "dcp_sharded": "context parallelism is refused",
     "is_draft": "the page's layers follow from the config",
 }
-"""Fields of vLLM's MLAAttentionSpec that may have any value, with the reason. All other fields must have
-their defaults."""
+"""Fields of vLLM's MLAAttentionSpec that may have any value, each with the reason. All other fields must have
+their default values."""
 
 OF_ATTENTION: Final[Mapping[str, str]] = {
     "num_kv_heads": "compared with the model's when a rank's slice is computed",
@@ -51,59 +52,65 @@ OF_ATTENTION: Final[Mapping[str, str]] = {
     "kv_quant_mode": "in the page, or refused",
     "block_size": "a page holds tokens, not blocks",
     "sliding_window": "in the page, if vLLM frees the blocks before it",
-    "attention_chunk_size": "the blocks of all tokens stay",
+    "attention_chunk_size": "vLLM keeps the blocks of all tokens",
     "max_tp_shards": "follows from the heads",
     "block_stride_alignment": "the worker reads the strides of the cache itself",
     "page_size_padded": "the worker reads the strides of the cache itself",
     "dcp_sharded": "context parallelism is refused",
     "is_draft": "the page's layers follow from the config",
 }
-"""The same for FullAttentionSpec and SlidingWindowSpec."""
+"""Fields of vLLM's FullAttentionSpec and SlidingWindowSpec that may have any value, each with the reason. All
+other fields must have their default values."""
 
 _FP8: Final[Mapping[str, str]] = {
     "fp8": "fp8_e4m3",
     "fp8_e4m3": "fp8_e4m3",
     "fp8_e5m2": "fp8_e5m2",
-    # Only workers read a checkpoint's scheme, which they treat as "fp8". They verify the format with test
-    # writes.
+    # With "auto", only workers read the checkpoint's scheme, which they treat as "fp8". They verify the
+    # format with test writes.
     "auto": "fp8_e4m3",
 }
-"""vLLM's names of formats -> names in `PageGeometry.quantised`."""
+"""Names for `PageGeometry.quantised`, by vLLM's names of cache formats."""
 Scales = Mapping[int, tuple[float, float]]
-"""Layer number -> scales of its keys and values. A layer that is not listed has scales of 1."""
+"""Scales of keys and values, (k, v), by layer number. A layer that is not listed has scales of 1."""
 _KNOWN: Final = re.compile(
     r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:attn\.|qkv_proj\.|([kv])_proj\.)?([kv])_scale$"
 )
-"""Names in published checkpoints of compressed-tensors and ModelOpt."""
+"""Pattern of scale names in published compressed-tensors and ModelOpt checkpoints."""
 _OTHER: Final = re.compile(r"(?:kv|k|v)_(?:cache\.)?(?:scale|zero_point)|[kv]_cache\.scale")
-"""Any other name under which vLLM might read a scale of keys or values."""
+"""Pattern of any other name under which vLLM might read a scale of keys or values."""
 
 
 def require_whole_contexts(config: VllmConfig) -> None:
-    """Raise LayoutError if a rank holds only some of a request's tokens."""
+    """Raise LayoutError if a rank holds the KV of only some of a request's tokens (context parallelism)."""
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise LayoutError("context parallelism splits tokens across ranks", reason="context_parallel")
 
 
 def require_plain(spec: Any) -> None:
-    """Raise LayoutError unless blocks of these attention layers hold K and V, or one latent, for each token.
+    """Raise LayoutError unless the blocks of layers with this spec contain K and V, or one latent, for each
+    token.
 
-    Unsupported blocks are compressed, packed, quantised with more than a scale, or have keys and values of
-    different sizes.
+    Blocks are not supported if they are compressed, packed, quantised with more than a scale, or have keys
+    and values of different sizes.
     """
     from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
     if getattr(spec, "non_causal", False):
-        raise LayoutError("non-causal attention: KV depends on later tokens", reason="attention_kind")
+        raise LayoutError("in non-causal attention, KV depends on later tokens", reason="attention_kind")
     if isinstance(spec, MLAAttentionSpec):
         if spec.kv_quant_mode != KVQuantMode.NONE:
-            raise LayoutError(f"quantised latents ({spec.kv_quant_mode.name})", reason="kv_dtype")
+            raise LayoutError(
+                f"cornplug does not support quantised latents ({spec.kv_quant_mode.name})", reason="kv_dtype"
+            )
         if spec.cache_dtype_str not in (None, "auto", dtype_name(spec.dtype)):
-            raise LayoutError(f"MLA with a KV cache of {spec.cache_dtype_str}", reason="kv_dtype")
+            raise LayoutError(
+                f"cornplug does not support MLA with a KV cache of {spec.cache_dtype_str}", reason="kv_dtype"
+            )
         if spec.num_kv_heads != 1 or spec.max_tp_shards not in (None, 1):
             raise LayoutError(
-                "MLA with latents that are split across heads or ranks", reason="attention_kind"
+                "MLA latents that are split across heads or ranks are not supported", reason="attention_kind"
             )
         if field := unlisted_field(spec, OF_LATENTS):
             raise LayoutError(f"cornplug does not support MLA with {field}", reason="attention_kind")
@@ -117,9 +124,8 @@ def require_plain(spec: Any) -> None:
 
 
 def unlisted_field(spec: Any, listed: Mapping[str, str]) -> str:
-    """Return the first field, with its value, that is neither listed nor at its default, or "" if there is
-    none.
-    """
+    """Return the name and value of the first field of `spec` that is neither in `listed` nor at its default,
+    or "" if there is none."""
     for field in fields(spec):
         value = getattr(spec, field.name)
         if field.name not in listed and value != field.default:
@@ -128,10 +134,11 @@ def unlisted_field(spec: Any, listed: Mapping[str, str]) -> str:
 
 
 def page_dtype(config: VllmConfig, spec: Any) -> tuple[str, str]:
-    """Return (dtype, format) of a cache's values, as in `PageGeometry`. The format is "" for a plain cache.
+    """Return (dtype, quantised format) of the values in a layer's KV cache, as in `PageGeometry`. The format
+    is "" for a plain cache.
 
-    Raises LayoutError for all quantised caches except fp8 with a scale per tensor, which the worker compares
-    with the checkpoint's scale (`cornplug/vllm_connector/model/cache_specs.py`).
+    Raises LayoutError for all quantised caches except fp8 with one scale per tensor, which the worker
+    compares with the checkpoint's scale (`checkpoint_scales`).
     """
     import torch
     from vllm.platforms import current_platform
@@ -141,15 +148,18 @@ def page_dtype(config: VllmConfig, spec: Any) -> tuple[str, str]:
     if mode == KVQuantMode.NONE:
         return dtype_name(spec.dtype), ""
     name = config.cache_config.cache_dtype
-    # AMD's first fp8 format has other values under the same name.
+    # AMD's first fp8 format represents other values under the same name.
     plain = current_platform.fp8_dtype() == torch.float8_e4m3fn
     if mode != KVQuantMode.FP8_PER_TENSOR or spec.dtype != torch.uint8 or name not in _FP8 or not plain:
-        raise LayoutError(f"a quantised KV cache ({mode.name}, {name})", reason="kv_dtype")
+        raise LayoutError(
+            f"cornplug does not support a quantised KV cache ({mode.name}, {name})", reason="kv_dtype"
+        )
     return "uint8", _FP8[name]
 
 
 def layer_number(name: str) -> int:
-    """Return the layer's number in its name. Raises LayoutError if the name has no number or several."""
+    """Return the layer number in a layer's name. Raises LayoutError if the name contains no number or
+    several."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     try:
@@ -159,9 +169,10 @@ def layer_number(name: str) -> int:
 
 
 def checkpoint_scales(config: VllmConfig) -> Scales:
-    """Return the scales in this engine's checkpoint, in the dtype in which vLLM keeps them.
+    """Return the KV scales in this engine's checkpoint, in the dtype in which vLLM keeps them.
 
-    Raises LayoutError for scales with other names or shapes, or of only keys or only values.
+    Raises LayoutError for scales with unknown names or shapes, and for a layer with a scale of only keys or
+    only values.
     """
     model = config.model_config
     try:
@@ -171,9 +182,13 @@ def checkpoint_scales(config: VllmConfig) -> Scales:
         raise LayoutError(f"cannot read the scales of the KV cache: {e}", reason=e.reason) from e
     named = {name: _KNOWN.search(name) for name in located if _OTHER.search(name)}
     if strange := [name for name, match in named.items() if not match or match[2] not in (None, match[3])]:
-        raise LayoutError(f"unknown KV scale in the checkpoint: {min(strange)}", reason="kv_dtype")
+        raise LayoutError(
+            f"the checkpoint has a KV scale with an unknown name: {min(strange)}", reason="kv_dtype"
+        )
     if named and drafts_with_kv(config) is not None:
-        raise LayoutError("quantised KV cache scales with a draft model", reason="speculative")
+        raise LayoutError(
+            "quantised KV cache scales with a draft model are not supported", reason="speculative"
+        )
     found: dict[int, dict[str, float]] = {}
     for name, match in named.items():
         assert match is not None
@@ -189,10 +204,9 @@ def checkpoint_scales(config: VllmConfig) -> Scales:
 
 
 def scales_of_layers(scales: Scales, names: Iterable[str]) -> dict[str, tuple[float, float]]:
-    """Return the scales that each layer must have, by layer name. Raises LayoutError for names without a
-    number.
-    """
-    if not scales:  # Layers of a draft model may have no number.
+    """Return the KV scales (k, v) that each of these layers must have, by layer name. Raises LayoutError for
+    names without a number."""
+    if not scales:  # Names of draft model layers may contain no number.
         return dict.fromkeys(names, (1.0, 1.0))
     return {name: scales.get(layer_number(name), (1.0, 1.0)) for name in names}
 

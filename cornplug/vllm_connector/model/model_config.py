@@ -1,4 +1,4 @@
-"""Identities of the model that vLLM runs, from its config."""
+"""Computation of the identities of the model that vLLM runs, from its VllmConfig."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
 
 
-# vLLM adds the numbers of heads, which the config contains elsewhere, for quantised attention kernels
-# (model_loader/weight_utils.py).
+# Fields that vLLM adds for quantised attention kernels (model_loader/weight_utils.py). The config also
+# contains these numbers of heads elsewhere.
 _NOTES: Final = ("quantization_config.total_num_heads", "quantization_config.total_num_kv_heads")
 
 _started_llm: Final = StartedModel()
 _started_tower: Final = StartedModel()
-"""This process's model, as KV and embeddings depend on it."""
+"""The model that this process started with, described once for KV (`_started_llm`) and once for embeddings
+(`_started_tower`)."""
 
 
 def tower_identity(config: VllmConfig) -> TowerIdentity:
-    """Return the identity of this engine's tower and projector under its dtype and processor settings.
+    """Return the identity of this engine's tower and projector, with the engine's dtype and processor
+    settings.
 
     Reads weights (cached on disk). Raises CheckpointError.
     """
@@ -47,9 +49,9 @@ def tower_identity(config: VllmConfig) -> TowerIdentity:
 
 
 def processor_arguments(config: VllmConfig) -> dict[str, Any]:
-    """Return the deployment's processor arguments that change its outputs."""
+    """Return those of the deployment's processor arguments that change the processor's outputs."""
     given = dict(config.model_config.get_multimodal_config().mm_processor_kwargs or {})
-    # The processor runs on the CPU anyway.
+    # The processor runs on the CPU anyway, so this argument changes nothing.
     return {name: value for name, value in given.items() if (name, value) != ("device", "cpu")}
 
 
@@ -59,16 +61,15 @@ def why_no_videos(config: VllmConfig) -> str:
     compared = validated_families(dtype_name(model.dtype), "video")
     if getattr(model.hf_config, "model_type", None) not in compared:
         return "unproven_family"
-    # Pruned rows contain positions, and their places in the prompt do not tell which rows were kept.
+    # Rows that remain after pruning contain positions, and the prompt does not show which rows were kept.
     mm_config = model.get_multimodal_config()
     return "video_pruning" if getattr(mm_config, "video_pruning_rate", None) else ""
 
 
 def _video_settings(config: VllmConfig) -> dict[str, Any]:
-    """Return the settings on which Qwen-VL's positions of a video depend in addition to its metadata: the
-    config's rate, and the release of transformers, whose processors compute `second_per_grid_ts` and sample
-    frames.
-    """
+    """Return the settings that, in addition to a video's metadata, determine Qwen-VL's positions for the
+    video: the config's rate, and the release of transformers, whose processors compute `second_per_grid_ts`
+    and sample frames."""
     vision = getattr(config.model_config.hf_config, "vision_config", None)
     return {
         "tokens_per_second": getattr(vision, "tokens_per_second", None),
@@ -92,16 +93,19 @@ def kv_identity(config: VllmConfig) -> tuple[bytes, dict[str, Any]]:
 
 
 def drafts_with_kv(config: VllmConfig) -> SpeculativeConfig | None:
-    """Return the speculation config if the draft has its own KV (EAGLE, MTP, a draft model), else None."""
+    """Return the speculation config if the draft model has its own KV (EAGLE, MTP, a separate draft model),
+    else None."""
     speculative = getattr(config, "speculative_config", None)
     return speculative if speculative is not None and speculative.uses_draft_kv_cache() else None
 
 
 def _draft_identity(config: VllmConfig) -> dict[str, Any] | None:
-    """Return the inputs of a draft model's KV, which is part of pages, or None without a draft.
+    """Return everything that determines a draft model's KV, which is also stored in pages. Returns None
+    without such a draft model.
 
-    A draft's KV affects how many of its proposals are accepted, but never which tokens. Therefore its
-    settings are not judged like the model's. Reads weights once. Raises CheckpointError.
+    A draft's KV affects how many of the draft's proposals are accepted, but never which tokens are sampled.
+    Therefore the draft's settings are not checked like the model's. Reads weights once. Raises
+    CheckpointError.
     """
     speculative = drafts_with_kv(config)
     if speculative is None:
@@ -119,8 +123,8 @@ def _draft_identity(config: VllmConfig) -> dict[str, Any] | None:
 
 
 def require_folder(path: str, began_ns: int) -> None:
-    """Raise CheckpointError unless the folder `path`, whose weights were loaded, contains exactly the tensors
-    of the model that this engine core started with."""
+    """Raise CheckpointError unless the folder `path`, from which weights were loaded, contains exactly the
+    tensors of the model that this engine core started with."""
     described = [started for started in (_started_llm, _started_tower) if started.known]
     if not described:
         raise CheckpointError(
@@ -131,7 +135,8 @@ def require_folder(path: str, began_ns: int) -> None:
 
 
 def _plain(model: EngineModel) -> EngineModel:
-    """Return the same model. Raises CheckpointError if vLLM reads other files of its folder."""
+    """Return `model` unchanged. Raises CheckpointError if vLLM reads other weight files from the model's
+    folder than cornplug does."""
     path = model.checkpoint.path
     if any(file.name.startswith("consolidated") for file in path.glob("*.safetensors")):
         raise CheckpointError(
@@ -145,7 +150,8 @@ def _plain(model: EngineModel) -> EngineModel:
 def embedding_width(config: VllmConfig) -> int:
     """Return the number of columns of an embedding in vLLM's encoder cache.
 
-    This is the LLM's width, times the number of layers if the tower also returns inner layers (deepstack).
+    This is the language model's width, multiplied by 1 plus the number of inner layers that the tower also
+    returns (deepstack).
     """
     model = config.model_config
     vision = getattr(model.hf_config, "vision_config", None)
@@ -156,14 +162,15 @@ def embedding_width(config: VllmConfig) -> int:
 def _engine_model(
     config: VllmConfig, overrides: dict[str, Any], *, processor_kwargs: dict[str, Any] | None = None
 ) -> EngineModel:
-    """Return this engine's model. Raises CheckpointError if it cannot be identified."""
+    """Return a description of this engine's model, from which its identities are computed. Raises
+    CheckpointError if the model cannot be identified."""
     model = config.model_config
     checkpoint = Checkpoint.open(
         model.model, model.revision, cache_dir=getattr(config.load_config, "download_dir", None)
     )
     trusts = bool(getattr(model, "trust_remote_code", False))
     if other := setting_verdicts.transformers_backend(model):
-        # Other code runs than the classes that were compared with the encoder service.
+        # vLLM then runs other code than the classes that were compared with the encoder service.
         overrides = {"ModelConfig.model_impl": other, **overrides}
     if trusts and (code := resolved_config.remote_code(checkpoint.path)):
         overrides = {**overrides, "remote_code": code}
@@ -187,7 +194,7 @@ def _engine_model(
 def _configs(model: Any, checkpoint: Checkpoint, trusts: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (config that vLLM runs, config that transformers reads from the same files).
 
-    In the process that holds an MLA model, vLLM has renamed the rotary embedding in the config
+    In the process that has loaded an MLA model, vLLM has renamed the rotary embedding in the config
     (models/deepseek_v2.py). The result has the published name, as in other processes.
     """
     from transformers import AutoConfig
@@ -196,7 +203,8 @@ def _configs(model: Any, checkpoint: Checkpoint, trusts: bool) -> tuple[dict[str
     try:
         read = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=trusts, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError):
-        # transformers has no class for it, so every value of vLLM's own config counts.
+        # If transformers has no class for this model, every value of vLLM's own config counts as a
+        # difference.
         return running, {}
     published = read.to_dict()
     for ours, theirs in ((running, published), (_text(running), _text(published))):
@@ -212,7 +220,8 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _length_settings(model: Any) -> dict[str, Any]:
-    """Return the additional settings of models that read the maximum sequence length (Llama 4)."""
+    """Return the additional settings that determine KV in models that read the maximum sequence length (Llama
+    4)."""
     return {
         "generation_config": str(getattr(model, "generation_config", "auto")),
         "override": dict(getattr(model, "override_generation_config", None) or {}),

@@ -1,10 +1,12 @@
-"""Effect of each field of vLLM's config classes (0.32 and 0.33) on sharing: three tables per class.
+"""Effect of each field of vLLM's config classes (0.32 and 0.33) on sharing. Each class has three tables (see
+`FieldTables`).
 
-A new field of vLLM is in none of them. A test reports it, and at run time it prevents sharing if it is set.
-`model_config.py` computes the entries that the tables only describe.
+A field that a later release of vLLM adds is in none of the tables. A test reports such a field, and at run
+time the field prevents sharing if it is set. `model_config.py` computes the key entries that the tables only
+describe.
 
-This module has the tables of models, caches, parallelism, LoRA and speculation, and of environment variables.
-`runtime_fields.py` has the rest.
+This module has the tables for models, caches, parallelism, LoRA and speculation, and for environment
+variables. `runtime_fields.py` has all other tables.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables
 HARMLESS_LOADER_OPTIONS: Final = frozenset(
     {"concurrency", "memory_limit", "distributed", "enable_multithread_load", "num_threads"}
 )
-"""Keys of `model_loader_extra_config` that only affect how fast files are read."""
+"""Keys of `model_loader_extra_config` that only affect how fast the weight files are read."""
 MAMBA: Final = FieldTables(
     of="MambaConfig",
     in_key={
         "enable_stochastic_rounding": AS_OVERRIDE,
         "stochastic_rounding_philox_rounds": AS_OVERRIDE,
-        # Another kernel may order a state's values differently.
+        # Another kernel may order the values of a recurrent state differently.
         "backend": AS_OVERRIDE,
         "ssu_algorithm": AS_OVERRIDE,
     },
@@ -33,11 +35,11 @@ MAMBA: Final = FieldTables(
 )
 _PROPOSES: Final = "affects only proposals: KV is saved only for tokens that the model has accepted"
 HUB_VARIABLE: Final = "VLLM_USE_MODELSCOPE"
-"""Variable that selects the model hub. It has no effect on a model in a local folder."""
+"""Environment variable that selects the model hub. It has no effect if the model is in a local folder."""
 REFUSED_VARIABLES: Final[Mapping[str, str]] = {
     "VLLM_TEST_FORCE_LOAD_FORMAT": "weights are not read from the identified safetensors files",
-    HUB_VARIABLE: "weights are downloaded from another hub than the one cornplug reads",
-    "VLLM_MODEL_REDIRECT_PATH": "the model is redirected to another one",
+    HUB_VARIABLE: "weights are downloaded from another hub than the hub that cornplug reads",
+    "VLLM_MODEL_REDIRECT_PATH": "the model is redirected to another model",
 }
 """Environment variables that prevent sharing, with the reason."""
 HARMLESS_VARIABLES: Final = re.compile(
@@ -59,12 +61,12 @@ HARMLESS_VARIABLES: Final = re.compile(
     "|DISABLE_SHARED_EXPERTS_STREAM|SSM_CONV_STATE_LAYOUT|VIDEO_LOADER_BACKEND|WORKER_MULTIPROC_METHOD|ALLOW_LONG_MAX_MODEL_LEN"
     ")"
 )
-"""Variables for paths, timeouts, logging and the model runner. All other variables that are set are part of
-the key, so only engines with the same value share."""
+"""Pattern of environment variables that do not change results: paths, timeouts, logging and the model runner.
+All other variables that are set are part of the key, so only engines with the same value share."""
 
 
 def listed(reason: str, names: str) -> dict[str, str]:
-    """Map each of the names to the same reason."""
+    """Return a dict that maps each of the whitespace-separated names to the same reason."""
     return dict.fromkeys(names.split(), reason)
 
 

@@ -1,13 +1,14 @@
-"""Checks an engine's loaded weights, and resumes sharing after vLLM reloads them from a checkpoint.
+"""Checks of an engine's loaded weights against the files, and resumption of sharing after vLLM reloads
+weights from a checkpoint.
 
     engine core   the epoch is odd: no process shares
     each rank     loads, compares its memory with the files, votes
     engine core   all votes are yes and name one folder, and no block holds KV of the previous weights:
                   records the folder, and the epoch is even
 
-vLLM keeps its prefix cache during a reload. If the cache is not empty at the end (a pause or sleep before the
-reload empties it), the epoch stays odd until `reset_prefix_cache`. If a rank votes no, sharing ends until
-restart, because the running weights may be in no folder.
+vLLM keeps its prefix cache during a reload. If the cache is not empty at the end of the reload, the epoch
+stays odd until `reset_prefix_cache`. A pause or sleep before the reload empties the cache. If a rank votes
+no, sharing ends until restart, because no folder may contain exactly the running weights.
 
 A worker compares its weights with the files (`engine_common.weight_comparison`) at start and after a reload.
 """
@@ -28,13 +29,16 @@ from cornplug.vllm_connector.model.model_config import drafts_with_kv, require_f
 from cornplug.vllm_connector.several_connectors import has_ours
 
 _LEFT_OUT: Final = "_cornplug_left_out"
-"""Worker attribute: the parameters that its last reload did not load, or None if unknown."""
+"""Name of a worker attribute: the names of parameters that the worker's last reload did not load, or None if
+unknown."""
 RELOAD: Final = "reload_weights"
-"""Name of the workers' method."""
+"""Name of the worker method that reloads weights."""
 TRANSFER: Final = "_cornplug_transfer"
-"""Engine core attribute: the trainer's update that has no name yet (`weight_updates`)."""
+"""Name of an engine core attribute: the trainer's weight update that has no version yet (`weight_updates`),
+or None."""
 _LOADED: Final = "_cornplug_loaded"
-"""Engine core attribute: `Loaded`, while blocks may contain KV of other weights."""
+"""Name of an engine core attribute: the `Loaded` weights, while blocks may still contain KV of other weights.
+None otherwise."""
 _VOTE_S: Final = 600.0
 _ARGUMENTS: Final = ("weights_iterator", "weights_path", "is_checkpoint_format")
 
@@ -48,13 +52,13 @@ def _load_model(original: Callable[..., Any], worker: Any, **kwargs: Any) -> Any
 
 
 def has_cornplug(config: Any) -> bool:
-    """Return whether this VllmConfig has a connector of cornplug."""
+    """Return whether this VllmConfig contains any of cornplug's connectors."""
     ec = config.ec_transfer_config
     return has_ours(config.kv_transfer_config) or getattr(ec, "ec_connector", None) == EC_CONNECTOR
 
 
 def _reload_weights(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap a rank's reload, to record which parameters the model reports as loaded."""
+    """Wrap `Worker.reload_weights`, to record which parameters the model does not report as loaded."""
     if not has_cornplug(worker.vllm_config):
         return original(worker, *args, **kwargs)
     model = worker.model_runner.get_model()
@@ -71,15 +75,15 @@ def _reload_weights(original: Callable[..., Any], worker: Any, *args: Any, **kwa
     finally:
         del model.load_weights
     if len(told) == 1 and told[0] is not None:
-        # LoRA wraps the layers, and the model reports the names of the inner layers.
+        # With LoRA, layers are wrapped, but the model reports the names of the inner layers.
         names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
         setattr(worker, _LEFT_OUT, sorted(names - told[0]))
     return result
 
 
 def rank_vote(worker: Any, began_ns: int) -> tuple[str, str]:
-    """Return (folder from which a rank's weights were reloaded, reason why it does not hold them or "").
-    `began_ns` is the start of the reload on the clock of file timestamps."""
+    """Return (folder from which this rank's weights were reloaded, reason why the rank does not hold exactly
+    these weights or ""). `began_ns` is the start of the reload on the clock of file timestamps."""
     worker = getattr(worker, "worker", worker)
     described, folder = worker.vllm_config.model_config, worker.vllm_config.load_config.download_dir
     left_out = getattr(worker, _LEFT_OUT, None)
@@ -107,7 +111,7 @@ def _check(model: Any, config: Any) -> None:
     from cornplug.vllm_connector.model.setting_verdicts import of_everything
 
     if of_everything(config).refusals:
-        return  # Nothing is shared anyway.
+        return  # Other settings already prevent sharing.
     described, folder = config.model_config, config.load_config.download_dir
     weight_comparison.check(
         model,
@@ -117,12 +121,13 @@ def _check(model: Any, config: Any) -> None:
 
 
 class Loaded(NamedTuple):
-    """Weights that all ranks hold, from a folder or with a trainer's name."""
+    """Weights that all ranks have loaded in an epoch: from the folder `name`, or from a trainer that named
+    them `name`."""
 
     epoch: int
     name: str
     began_ns: int = 0
-    """See `EngineState.end_update`."""
+    """Time before the folder was read (see `EngineState.end_update`)."""
     is_version: bool = False
 
 
@@ -134,7 +139,8 @@ def reload(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Wrap `EngineCore.collective_rpc` when it calls `reload_weights` on each rank."""
+    """Handle a call of `EngineCore.collective_rpc` that runs `reload_weights` on each rank. Ends sharing if
+    the new weights cannot be identified."""
     if not has_cornplug(core.vllm_config):
         return original(core, method, timeout, args, kwargs)
     began_ns = time.time_ns()
@@ -153,32 +159,34 @@ def reload(
 
 
 def begin(core: Any, by: str) -> int:
-    """Begin the epoch in which the call `by` removes an engine core's weights."""
+    """Begin an epoch in which the call named `by` replaces an engine core's weights, and return the epoch."""
     setattr(core, _LOADED, None)
     setattr(core, TRANSFER, None)
     return weights_guard.begin_update(by, compat.logger)
 
 
 def hold(core: Any, loaded: Loaded) -> None:
-    """Let the engine share with these weights, immediately or after the next reset of its prefix cache."""
+    """Let the engine share KV and embeddings of these weights, immediately or after the next reset of its
+    prefix cache."""
     setattr(core, _LOADED, loaded)
     _settle(core)
 
 
 def _excluded(core: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return the reason why cornplug cannot identify the weights that the call loads, or ""."""
+    """Return the reason why cornplug cannot identify the weights that this call of `reload_weights` loads, or
+    "" if it can."""
     if not _from_files(args, kwargs):
         return "the tensors do not come from a checkpoint"
     return excluded_engine(core)
 
 
 def excluded_engine(core: Any) -> str:
-    """Return the reason why cornplug cannot identify new weights of this engine, or ""."""
+    """Return the reason why cornplug cannot identify new weights of this engine, or "" if it can."""
     config, state = core.vllm_config, engine_state.current()
     model, parallel = config.model_config, config.parallel_config
     found = {
         "cornplug could not identify the previous weights": state.unknown(),
-        # Replicas and hosts vote separately.
+        # The votes of replicas and of several hosts are not combined.
         "data parallelism, several engines in a process, or several hosts": not state.one_core()
         or parallel.data_parallel_size > 1
         or parallel.nnodes > 1
@@ -198,11 +206,11 @@ def _from_files(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _loaded(core: Any, began_ns: int) -> tuple[str, str]:
-    """Return (folder whose weights every rank holds, reason if there is none)."""
+    """Return (folder whose weights every rank has loaded, "") or ("", reason why there is no such folder)."""
     try:
         votes = core.model_executor.collective_rpc(rank_vote, _VOTE_S, (began_ns,))
     except (RuntimeError, TimeoutError) as e:
-        # A rank that died ends the engine anyway, and the reload is complete.
+        # If a rank has died, the engine ends anyway, and the reload is complete.
         return "", f"the ranks did not reply: {e}"
     folders = {path for path, _ in votes}
     why = next((why for _, why in votes if why), "")
@@ -217,12 +225,13 @@ def _loaded(core: Any, began_ns: int) -> tuple[str, str]:
 
 
 def _settle(core: Any) -> None:
-    """Let the engine share with its new weights, unless a block contains KV of other weights."""
+    """Let the engine share with its new weights, unless a block may still contain KV of the previous
+    weights."""
     loaded: Loaded | None = getattr(core, _LOADED, None)
     if loaded is None:
         return
     if not _no_block_is_used(core):
-        compat.logger.info("cornplug: this engine will share again after a reset of its prefix cache")
+        compat.logger.info("cornplug: this engine will share again after its prefix cache is reset")
         return
     setattr(core, _LOADED, None)
     if loaded.is_version:
@@ -233,9 +242,9 @@ def _settle(core: Any) -> None:
 
 
 def _no_block_is_used(core: Any) -> bool:
-    """Return whether no request holds a block and no block is cached."""
+    """Return whether the engine's KV cache is empty: no request holds a block and no block is cached."""
     pool = core.scheduler.kv_cache_manager.block_pool
-    # vLLM's own test before a reset. The null block is always in use.
+    # vLLM itself makes the same test before a reset. The null block is always in use.
     held = pool.num_gpu_blocks - pool.get_num_free_blocks() != 1
     return not held and len(pool.cached_block_hash_to_block) == 0
 

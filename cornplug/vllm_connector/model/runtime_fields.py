@@ -1,7 +1,8 @@
-"""Tables like `model_fields` for vLLM's kernels, attention, compilation and scheduling, and for VllmConfig
-itself.
+"""Effect of the fields of vLLM's kernel, attention, compilation and scheduling configs, and of VllmConfig
+itself, on sharing. The tables have the same form as in `model_fields.py`.
 
-VLLM lists which config classes have no table, because none of their fields can change a shared entry.
+The table `VLLM` also lists config classes that have no table, because none of their fields can change a
+shared entry.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ VLLM: Final = FieldTables(
 
 KERNEL: Final = FieldTables(
     of="KernelConfig",
-    # If the weights are quantised, each kernel quantises activations differently.
+    # If the weights are quantised, each kernel quantises the activations differently.
     in_key={
         "linear_backend": AS_OVERRIDE,
         "linear_backend_per_quant": AS_OVERRIDE,
@@ -112,8 +113,8 @@ ATTENTION: Final = FieldTables(
         **listed("which rank computes which rows", "indexer_tp_shard_min_rows minimax_m3_indexer_cp"),
     },
     refused={},
-    # Backends are compared by name, see `setting_verdicts`. Full attention in the KV's own dtype differs only
-    # by the order of sums.
+    # Backends are compared by name (see `setting_verdicts`). Backends for full attention in the KV's own
+    # dtype differ only in the order of sums.
     same_as_default={
         "backend": frozenset(
             {"CPU_ATTN", "FLASHINFER", "FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLEX_ATTENTION", "ROCM_AITER_FA"}
@@ -171,7 +172,8 @@ HARMLESS_INDUCTOR: Final = frozenset(
         "enable_auto_functionalized_v2",
     }
 )
-"""Keys of `inductor_compile_config` that vLLM sets itself, or that select the fastest of equal kernels."""
+"""Keys of `inductor_compile_config` that vLLM sets itself, or that only select the fastest of equivalent
+kernels."""
 
 PASSES: Final = FieldTables(
     of="PassConfig",

@@ -1,6 +1,7 @@
-"""Judges the settings of a vLLM engine by the tables of its config classes.
+"""Checks of a vLLM engine's settings against the tables of its config classes, to decide whether the engine
+can share.
 
-It also checks whether vLLM's own classes run the model, and not those of a plugin.
+This module also checks whether vLLM's own classes run the model, and not a plugin's classes.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ _OURS: Final = ("vllm.model_executor.models.", "vllm.models.", "vllm.multimodal.
 
 
 def of_everything(config: VllmConfig) -> SettingsVerdict:
-    """Judge the settings that change both embeddings and KV.
+    """Return the verdict on settings that change both embeddings and KV.
 
-    These are the settings of model, loading, parallelism, kernels, compilation, code and environment.
+    These are the settings for the model, loading, parallelism, kernels, compilation, code and environment.
     """
     from vllm.config import LoadConfig, ModelConfig, ParallelConfig
 
@@ -67,15 +68,15 @@ def of_everything(config: VllmConfig) -> SettingsVerdict:
 
 
 def of_embeddings(config: VllmConfig) -> SettingsVerdict:
-    """Judge the settings that change only embeddings. They affect KV through the embedding keys in its
-    chain."""
+    """Return the verdict on settings that change only embeddings. They affect KV only through embedding keys,
+    on which page keys depend."""
     from vllm.config import MultiModalConfig
 
     return _judged(MULTIMODAL, MultiModalConfig, config.model_config.multimodal_config)
 
 
 def of_kv(config: VllmConfig) -> SettingsVerdict:
-    """Judge the settings that change only KV."""
+    """Return the verdict on settings that change only KV."""
     from vllm.config import CacheConfig, LoRAConfig, MambaConfig, SpeculativeConfig
 
     cache = _judged(CACHE, CacheConfig, getattr(config, "cache_config", None))
@@ -91,11 +92,11 @@ def of_kv(config: VllmConfig) -> SettingsVerdict:
 
 
 def judge_code(model: Any) -> SettingsVerdict:
-    """Return the refusals for model classes and processors that are not vLLM's own. `model` is its
-    ModelConfig.
+    """Return a verdict that refuses to share if a model class or processor is not vLLM's own. `model` is
+    vLLM's ModelConfig.
 
-    A class that replaces one of vLLM's classes counts for every model, because nested towers and language
-    models are looked up in the same registry.
+    A plugin's class that replaces any of vLLM's classes counts for every model, because nested towers and
+    language models are looked up in the same registry.
     """
     registry = getattr(model, "registry", None)
     if registry is None:
@@ -129,7 +130,8 @@ def _module_of(registered: Any) -> str:
 
 
 def _foreign_processor(registered: Any) -> str | None:
-    """Return the module of a part of the model's multimodal processor that is not vLLM's, or None.
+    """Return the module that defines a part of the model's multimodal processor, if it is not one of vLLM's,
+    else None.
 
     A plugin that registers a processor imports the model's class first, so the class is found in
     `sys.modules`.
@@ -180,7 +182,7 @@ def _loader(load: Any) -> SettingsVerdict:
 
 def _parallel(config_class: Any, parallel: Any) -> SettingsVerdict:
     values = _values(config_class, parallel)
-    # A class of vLLM, chosen by the platform or the operator, is treated like the default.
+    # A class from vLLM is treated like the default, whether the platform or the operator selected it.
     for name in ("worker_cls", "distributed_executor_backend"):
         value = values.get(name)
         where = value if isinstance(value, str) else getattr(value, "__module__", "")
@@ -190,7 +192,8 @@ def _parallel(config_class: Any, parallel: Any) -> SettingsVerdict:
 
 
 def _runtime(config: Any) -> SettingsVerdict:
-    """Judge kernels, attention, the small classes, and fields of VllmConfig itself."""
+    """Return the verdict on kernels, attention, the small config classes, and the fields of VllmConfig
+    itself."""
     from vllm import config as classes
     from vllm.config import VllmConfig
     from vllm.config.diffusion import DiffusionConfig
@@ -205,7 +208,8 @@ def _runtime(config: Any) -> SettingsVerdict:
     attention = _values(classes.AttentionConfig, of("attention_config"))
     backend = attention.get("backend")
     if backend is not None:
-        # The value is a path, which operators may replace for some of the names.
+        # Compare backends by name. The enum's value is a class path, which operators may replace for some of
+        # the names.
         attention["backend"] = getattr(backend, "name", backend)
     found |= judge(ATTENTION, attention, defaults_of(classes.AttentionConfig))
     kernel = of("kernel_config")
@@ -254,7 +258,7 @@ def _environment(config: Any) -> SettingsVerdict:
 
 
 def _in_folders(config: Any) -> bool:
-    """Return whether the model, and a draft's model, are in local folders."""
+    """Return whether the model, and the draft model if there is one, are local folders."""
     draft = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
     models = [config.model_config.model, *([draft.model] if draft is not None else [])]
     return all(Path(model).is_dir() for model in models)

@@ -1,17 +1,17 @@
-"""Calls of vLLM that replace an engine's weights in place.
+"""Handling of vLLM's calls that replace an engine's weights in place.
 
-Each of them ends sharing (`weights_guard`), with two exceptions. After a reload from a checkpoint, also with
-a sleep before it, the engine shares again (`reloads`). If trainer versions are trusted, the same holds after
-a transfer with a version:
+Each such call ends sharing (`weights_guard`), with two exceptions. After a reload from a checkpoint (also
+with a sleep before it), the engine shares again (`reloads`). If trainer versions are trusted, the engine also
+shares again after a weight transfer with a version:
 
     API process, engine core   the epoch is odd: no process shares
     each rank                  start_weight_update, any number of update_weights, finish_weight_update
     engine core                gets the version, by `/finish_weight_update` or `/update_weight_version` after
                                it; queries the ranks, and records the name (`reloads.hold`)
 
-A transfer is one state of the weights, regardless of its number of calls, and has a name only at its end. A
-failed call ends sharing until restart. So do a trainer's own methods (`--worker-extension-cls`), which could
-do anything to the model.
+A transfer results in one new state of the weights, regardless of the number of its calls, and has a version
+only at its end. A failed call ends sharing until restart. A trainer's own methods (`--worker-extension-cls`)
+also end sharing, because they could change the model in any way.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ _START: Final = "start_weight_update"
 _FINISH: Final = "finish_weight_update"
 _CALLS: Final = frozenset({_START, "update_weights", _FINISH})
 _PATCHES: Final = "sparse_nccl"
-"""vLLM's backend that changes single values of a tensor. Its result depends on previous transfers."""
+"""vLLM's weight transfer backend that changes single values of a tensor. Its result depends on previous
+transfers."""
 _VOTE_S: Final = 60.0
-# Worker methods that users call and that do not change the weights. Any other name may be a trainer's own
-# method (`--worker-extension-cls`), and a callable could do anything to the model.
+# Worker methods that users may call and that do not change the weights. Any other name may be a trainer's own
+# method (`--worker-extension-cls`), and a callable could change the model in any way.
 _HARMLESS = frozenset(
     {
         "add_lora",
@@ -70,16 +71,17 @@ _HARMLESS = frozenset(
 
 @dataclass
 class _Transfer:
-    """A transfer that has no version yet."""
+    """Weight transfer from a trainer that has no version yet."""
 
     epoch: int
     before: str
-    """vLLM's previous version of the weights."""
+    """vLLM's weight version before the transfer."""
     is_over: bool = False
 
 
 def is_transfer(method: Any, config: Any) -> bool:
-    """Return whether this worker method is part of a transfer that a version may name."""
+    """Return whether this worker method is part of a weight transfer that may be identified by a trainer's
+    version."""
     return isinstance(method, str) and method in _CALLS and _trusts(config)
 
 
@@ -94,12 +96,14 @@ def _trusts(config: Any) -> bool:
 
 @lru_cache(maxsize=8)
 def _trusting(extra: str) -> bool:
-    # A settings file that is edited later must not raise an exception in the engine core.
+    # Settings are read once, because a settings file that is edited later must not raise an exception in the
+    # engine core.
     return settings(json.loads(extra)).engine.trust_weight_version
 
 
 def transfer(original: Callable[..., Any], core: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Wrap `EngineCore.collective_rpc` when it calls a method of `_CALLS` on each rank."""
+    """Handle a call of `EngineCore.collective_rpc` that runs a method of `_CALLS` on each rank. Ends sharing
+    if the call fails."""
     if method == _START:
         epoch = begin(core, method)
         setattr(core, TRANSFER, _Transfer(epoch, core.get_weight_version()))
@@ -146,17 +150,18 @@ def _excluded(core: Any) -> str:
 
 
 def _unfinished(core: Any) -> str:
-    """Return the reason why a rank does not hold the weights, or "" if all do."""
+    """Return the reason why a rank has not received all weights of the transfer, or "" if all ranks have."""
     try:
         votes = core.model_executor.collective_rpc(rank_is_done, _VOTE_S)
     except (RuntimeError, TimeoutError) as e:
-        # A rank that died ends the engine anyway.
+        # If a rank has died, the engine ends anyway.
         return f"the ranks did not reply: {e}"
     return "" if votes and all(votes) else "some ranks did not finish the transfer"
 
 
 def rank_is_done(worker: Any) -> bool:
-    """Return whether the last transfer of this rank has finished, and concerned the model itself."""
+    """Return whether this rank's last weight transfer has finished and was for the model, not for its draft
+    model."""
     worker = getattr(worker, "worker", worker)
     return not (worker._weight_update_active or worker._weight_update_is_draft)
 
@@ -168,7 +173,7 @@ def _called(method: Any) -> None:
 
 
 def _collective_rpc(original: Callable[..., Any], core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-    # While the engine starts (without a scheduler), the calls are its own.
+    # Before the engine core has a scheduler, the engine itself makes these calls.
     if getattr(core, "scheduler", None) is not None:
         if method == reloads.RELOAD:
             return reloads.reload(original, core, method, *args, **kwargs)
@@ -185,7 +190,8 @@ def _sleep(original: Callable[..., Any], core: Any, level: int = 1, *args: Any, 
 
 
 def _rpc_of_api(original: Callable[..., Any], llm: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-    """Handle a call in the API process, which names images and accepts handles."""
+    """Handle a `collective_rpc` call in the API process. This process must also stop sharing, because it
+    names images and accepts handles."""
     if is_transfer(method, llm.vllm_config):
         weights_guard.begin_update(method, compat.logger)
     elif method != reloads.RELOAD:
@@ -194,7 +200,7 @@ def _rpc_of_api(original: Callable[..., Any], llm: Any, method: Any, *args: Any,
 
 
 def _add_lora(original: Callable[..., Any], core: Any, lora_request: Any) -> Any:
-    """Record an adapter's files before workers read them."""
+    """Record the state of a LoRA adapter's files before workers read them."""
     if lora_request.load_inplace:
         lora_digests.note_reread(lora_request.lora_int_id)
     lora_digests.note_in_time(lora_request.lora_path, lora_request.lora_int_id)

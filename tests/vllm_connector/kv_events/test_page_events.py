@@ -15,6 +15,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
 
 from cornplug.engine_common import engine_state
+from cornplug.engine_common.runtime import OffStore
 from cornplug.store.base import Tier
 from cornplug.store.memory import MemoryConnection, MemoryStore
 from cornplug.testing import FaultyStore
@@ -294,7 +295,7 @@ def test_page_events_step_without_a_look_makes_two_calls(announcing: Make, clock
 
 def test_page_events_store_that_tells_no_evictions_is_in_no_event(caplog: pytest.LogCaptureFixture) -> None:
     settings = SimpleNamespace(enable_kv_cache_events=True)
-    blind: Any = SimpleNamespace(store=object())
+    blind: Any = SimpleNamespace(store=OffStore("off"))
     found = page_events.page_events(SimpleNamespace(kv_events_config=settings), blind, SimpleNamespace())  # type: ignore[arg-type]
     assert found is None
     assert "does not report evictions" in caplog.text

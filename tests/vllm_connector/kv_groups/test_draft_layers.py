@@ -143,8 +143,8 @@ DRAFT = "model.layers.4.self_attn.attn"
         (speculating(dynamic=True), beside(DRAFT, group=1), "depends on the load"),
         (speculating(heads=4), beside(DRAFT, group=1), "number of KV heads"),
         (speculating(tp=2), beside(DRAFT, group=1), "number of KV heads"),
-        (speculating(), planned(windowed(), FULL), "in 0 of them"),
-        (speculating(3), beside(DRAFT, group=0), "in 2 of them"),
+        (speculating(), planned(windowed(), FULL), "in 0 groups"),
+        (speculating(3), beside(DRAFT, group=0), "in 2 groups"),
         (speculating(), planned(windowed(block_size=32), FULL), "block sizes"),
     ],
 )

@@ -28,7 +28,7 @@ def kind(window: int) -> Any:
 
 def offers_over(kinds: list[Any], contains: Callable[..., bytes]) -> Any:
     """Offers of a store that only answers lookups."""
-    store, unused = SimpleNamespace(contains=contains), SimpleNamespace()
+    store, unused = SimpleNamespace(contains=contains, has_disk=False, far_answers=False), SimpleNamespace()
     run = runtime(store, deadline_s=1)  # type: ignore[arg-type]
     return GroupOffers(run, kinds, [], Tally(), unused, unused)  # type: ignore[arg-type]
 

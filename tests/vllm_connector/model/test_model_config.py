@@ -391,7 +391,7 @@ def test_kv_identity_with_unknown_setting_is_refused(
         "cornplug.vllm_connector.model.setting_verdicts.MODEL",
         dataclasses.replace(model_fields.MODEL, harmless=harmless),
     )
-    with pytest.raises(CheckpointError, match=r"ModelConfig\.seed: .*does not know"):
+    with pytest.raises(CheckpointError, match=r"ModelConfig\.seed: .*unknown to this release"):
         kv_identity(changed("model_config", seed=7))
 
 

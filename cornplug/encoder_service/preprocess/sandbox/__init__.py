@@ -1,1 +1,1 @@
-"""Decoding in separate processes, so that untrusted bytes can harm only their own decoder."""
+"""Decoding in separate processes, so that untrusted bytes can harm only the process that decodes them."""

@@ -1,6 +1,6 @@
-"""One decoding process on the service's side: started on demand, killed when it is late.
+"""Handle of a decoding process, which is started on demand and killed when it is late.
 
-`SandboxedDecoder` decodes one medium in such a process, and validates all of its results.
+`SandboxedDecoder` decodes one medium in a decoding process, and validates everything that the process sends.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from cornplug.encoder_service.wire.decodings import DEFAULT, Decoding
 from cornplug.errors import EncoderRefused, MediaError
 
 START_S: Final = 60.0
-"""Maximum time to start a process."""
+"""Maximum seconds to start a process."""
 _POLL_S: Final = 0.1
-"""Interval at which a thread that waits for a result checks whether the request still waits."""
+"""Interval in seconds at which a thread that waits for a result checks whether the request was cancelled."""
 _PASSED_ON: Final = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
-"""Environment variables of the process. They contain no setting of cornplug and no key."""
+"""Environment variables that are passed to the process. They contain no settings of cornplug and no keys."""
 _KEPT_HEAP: Final = str(16 << 20)
-"""Bytes that glibc keeps for the next medium of the process. By default it returns buffers to the kernel,
-which zeroes them again: 900 page faults for a JPEG of 1.2 megapixels."""
+"""Bytes of freed memory that glibc keeps for the process's next medium. By default, glibc returns buffers to
+the kernel, and a JPEG of 1.2 megapixels then causes 900 page faults."""
 
 log = logging.getLogger(__name__)
 
 OnKilled = Callable[[str], None]
-"""Called with the reason of a kill: too_slow, too_late, gone, crashed, stopping."""
+"""Function that is called with the reason when a process is killed or ends during a job: "too_slow",
+"too_late", "gone", "crashed" or "stopping"."""
 
 
 class DecoderProcess:
-    """Handle of a decoding process. For one thread at a time; any thread may call `stop`."""
+    """Handle of a decoding process. Use it from one thread at a time. Any thread may call `stop`."""
 
     def __init__(self, *, max_bytes: int, on_killed: OnKilled) -> None:
         self._max_bytes = max_bytes
@@ -57,16 +58,17 @@ class DecoderProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the running process, None without a process."""
+        """Id of the running process, or None if no process runs."""
         return self._process.pid if self._process is not None else None
 
     @property
     def lost(self) -> bool:
-        """Whether the last started process has ended."""
+        """Whether a process was started, and none is running now."""
         return self._was_started and self._process is None
 
     def start(self) -> None:
-        """Start a process unless one runs. Raises EncoderRefused("internal") if it does not start."""
+        """Start a process unless one is running. Raises EncoderRefused("internal") if it does not start, and
+        EncoderRefused("overloaded") after `stop`."""
         if self._process is not None and self._process.poll() is None:
             return
         self._discard()
@@ -103,9 +105,11 @@ class DecoderProcess:
         limit_s: float,
         wanted: Callable[[], bool],
     ) -> AssignedJob:
-        """Send a job to the process, which is killed after `limit_s`, or at `end_s` on the monotonic clock.
+        """Send a job to the process, and return a handle of the job.
 
-        Raises the errors of `start`.
+        The process is killed if it has not finished the job after `limit_s` seconds, or at `end_s` on the
+        monotonic clock, or when `wanted` returns False. Starts a process if none is running, and raises as
+        `start` does.
         """
         for fresh in (False, True):
             self.start()
@@ -123,19 +127,19 @@ class DecoderProcess:
         raise AssertionError("unreachable")
 
     def stop(self) -> None:
-        """End the process in any state, and start no further process."""
+        """Kill the process, in any state, and do not start another process."""
         self._stopped = True
         process = self._process
         if process is not None and process.poll() is None:
             process.kill()
 
     def close(self) -> None:
-        """Stop the process. Call it when no thread uses the process any more."""
+        """Stop the process and close the socket. Call it when no thread uses this object any more."""
         self.stop()
         self._discard()
 
     def kill(self, why: str) -> None:
-        """End the process during a job."""
+        """Kill the process during a job, and report the reason."""
         self._on_killed("stopping" if self._stopped else why)
         self._discard()
 
@@ -150,7 +154,7 @@ class DecoderProcess:
 
 
 class AssignedJob:
-    """Job that a process is working on."""
+    """Handle of the job that a process is working on."""
 
     def __init__(
         self, process: DecoderProcess, end_s: float, limit_s: float, wanted: Callable[[], bool]
@@ -161,11 +165,12 @@ class AssignedJob:
         self._wanted = wanted
 
     def kill(self) -> None:
-        """Kill the process, whose results cannot be trusted. A new process takes the next job."""
+        """Kill the process, because its results cannot be trusted. The next job gets a new process."""
         self._process.kill("crashed")
 
     def tell(self, message: ipc.DecodeGo | ipc.DecodeStop) -> None:
-        """Send a decision. Raises MediaError("crashed") if the process has ended."""
+        """Send the decision whether to decode the medium. Raises MediaError("crashed") if the process has
+        ended, or EncoderRefused("overloaded") if the service is stopping."""
         assert self._process._sock is not None
         try:
             ipc.send(self._process._sock, message)
@@ -173,7 +178,7 @@ class AssignedJob:
             raise self._crashed() from None
 
     def answer(self) -> tuple[ipc.MediumOpened | ipc.MediumDecoded, int | None]:
-        """Return the next message and the descriptor of its result, which the caller closes.
+        """Wait for the next message. Return it with the descriptor of its memfd, which the caller must close.
 
         Raises the decoder's MediaError, or MediaError "too_slow", "too_much_memory" or "crashed". Raises
         EncoderRefused("too_late") if the request's own deadline passed first, or if the request was
@@ -209,7 +214,7 @@ class AssignedJob:
             self._process.kill("too_late")
             raise EncoderRefused("the medium was not decoded before the deadline", reason="too_late")
         self._process.kill("too_slow")
-        raise MediaError("the medium takes too long to decode; send a smaller one", reason="too_slow")
+        raise MediaError("the medium takes too long to decode; send a smaller medium", reason="too_slow")
 
     def _crashed(self) -> MediaError | EncoderRefused:
         stopping = self._process._stopped
@@ -221,7 +226,8 @@ class AssignedJob:
 
 @lru_cache(maxsize=1)
 def _report(bars: tuple[str, ...]) -> None:
-    """Log the restrictions of the decoding processes. Logged once, because they are the same for all."""
+    """Log the restrictions of the decoding processes. The cache limits this to one line, because the
+    restrictions of all processes are the same."""
     absent = [bar for bar in jail.BARS if bar not in bars]
     if absent:
         log.warning(
@@ -243,8 +249,8 @@ def _environment() -> dict[str, str]:
 
 
 class SandboxedDecoder:
-    """Decoder of one medium in a separate process. The process is killed after `limit_s`, at `end_s` on the
-    monotonic clock, or when `wanted` becomes false.
+    """Decoder of one medium in a separate process. The process is killed after `limit_s` seconds, at `end_s`
+    on the monotonic clock, or when `wanted` returns False.
     """
 
     def __init__(
@@ -269,7 +275,7 @@ class SandboxedDecoder:
         if not 0 < opened.width * opened.height <= max_pixels:
             raise _reject(assigned)
         _decide(assigned, lambda: on_header(MediumHeader.of_image(opened.width, opened.height)))
-        # In some formats the image's sides differ from those in the header.
+        # In some formats, the decoded image has other sides than the header says.
         shape, pixels = _read_result(
             assigned, lambda s: len(s) == 3 and s[2] == 3 and s[0] * s[1] <= max_pixels
         )
@@ -360,7 +366,7 @@ def _read_header(assigned: AssignedJob) -> ipc.MediumOpened:
 
 
 def _decide(assigned: AssignedJob, accept: Callable[[], None], indices: Sequence[int] = ()) -> None:
-    """Let the process decode, unless `accept` raises."""
+    """Let the process decode the medium, unless `accept` raises."""
     going = False
     try:
         accept()

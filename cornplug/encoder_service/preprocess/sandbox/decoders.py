@@ -1,4 +1,5 @@
-"""Decoders of untrusted bytes: the interface between preprocessors and the sandbox."""
+"""Interface between preprocessors and the sandbox that decodes untrusted bytes, and a decoder without
+sandbox."""
 
 from __future__ import annotations
 
@@ -13,24 +14,25 @@ from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, Video
 from cornplug.encoder_service.wire.decodings import DEFAULT, Decoding
 
 _RGB_BYTES: Final = 3 + 4
-"""Bytes per pixel: in the decoder's output, and in Pillow."""
+"""Bytes per pixel in the decoder's output, plus bytes per pixel in Pillow's memory."""
 _FRAME_BYTES: Final = 3
 _SAMPLE_BYTES: Final = 4 + 4
-"""Bytes per sample: at its original rate, and at the model's."""
+"""Bytes per sample at the original rate, plus bytes per sample at the model's rate."""
 _SAMPLE_WORK: Final = 1.0
-"""Work per sample. Like a pixel, it is a few bytes through a codec."""
+"""Work to decode a sample, in pixels. A sample and a pixel each take a few bytes in a codec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediumHeader:
-    """Size of a medium once decoded."""
+    """Size of a decoded medium, computed from its header."""
 
     held_bytes: int
-    """Bytes of the wanted pixels or samples."""
+    """Bytes of memory for the decoded pixels or samples that are used."""
     work: float
-    """Number of pixels (of every frame up to the last wanted frame) or samples that must be decoded."""
+    """Number of pixels or samples that must be decoded. For a video, all frames up to the last sampled frame
+    count."""
     pixels: int = 0
-    """Pixels of all wanted frames."""
+    """Number of pixels of all sampled frames."""
     seconds: float = 0.0
 
     @classmethod
@@ -52,12 +54,12 @@ class MediumHeader:
 
 
 OnHeader = Callable[[MediumHeader], None]
-"""Called with the header before anything is decoded. An error that it raises ends the decoding."""
+"""Function that is called with the header before decoding. An exception stops the decoding."""
 
 
 class MediumDecoder(Protocol):
-    """Decoder of one medium. Raises MediaError as `media.image`, `audio` and `video` do, and errors of
-    `on_header`."""
+    """Decoder of media. Methods raise MediaError as `media.image`, `media.audio` and `media.video` do, and
+    errors of `on_header`."""
 
     def image(
         self,
@@ -67,7 +69,7 @@ class MediumDecoder(Protocol):
         *,
         decoding: Decoding = DEFAULT,
     ) -> RgbPixels:
-        """Return the pixels, decoded by one of the rules of `media.image`."""
+        """Return the pixels of an image, decoded by one of the rules of `media.image`."""
 
     def audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples: ...
 
@@ -88,7 +90,7 @@ class MediumDecoder(Protocol):
         *,
         decoding: Decoding = DEFAULT,
     ) -> VideoFrames:
-        """Return a video that is given as images."""
+        """Return the frames of a video that was sent as images."""
 
 
 class InProcessDecoder:
@@ -141,7 +143,7 @@ def choose_frames(
     limits: VideoLimits,
     on_header: OnHeader,
 ) -> tuple[int, ...]:
-    """Return the wanted frames in ascending order, once `on_header` has accepted them.
+    """Return the numbers of the sampled frames, ascending, after calling `on_header` with the resulting size.
 
     Raises MediaError("unprocessable", "too_many_frames", "too_many_pixels"), and errors of both functions.
     """

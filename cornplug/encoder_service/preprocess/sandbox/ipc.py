@@ -1,11 +1,12 @@
-"""Messages between the service and a decoding process: msgpack on a SOCK_SEQPACKET pair, bytes in memfds.
+"""Messages between the service and a decoding process: msgpack on a SOCK_SEQPACKET pair, media in memfds.
 
     ImageJob, AudioJob, VideoJob, FramesJob + a memfd of the bytes ──>
                          <── MediumOpened: the header
     DecodeGo, or DecodeStop ──>
                          <── MediumDecoded + a memfd of the result,  or DecodeFailed, at any time
 
-The reader seals a memfd, so that the other side can neither change nor shorten checked bytes.
+The service seals the memfd of a result, so that the decoding process can neither change nor shorten bytes
+that the service has checked.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class VideoJob(msgspec.Struct, frozen=True, tag="video"):
 
 
 class FramesJob(msgspec.Struct, frozen=True, tag="frames"):
-    """A video given as images, concatenated."""
+    """Job to decode a video that was sent as images. The memfd contains the images one after another."""
 
     sizes: tuple[int, ...]
     fps: float
@@ -55,23 +56,23 @@ class FramesJob(msgspec.Struct, frozen=True, tag="frames"):
 
 
 class DecodeGo(msgspec.Struct, frozen=True, tag="go"):
-    """Request to decode the medium, or these frames of a video file."""
+    """Request to decode the medium. For a video file, only the frames with these numbers."""
 
     indices: tuple[int, ...] = ()
 
 
 class DecodeStop(msgspec.Struct, frozen=True, tag="stop"):
-    """Request not to decode the medium."""
+    """Request to end the job without decoding the medium."""
 
 
 class DecoderReady(msgspec.Struct, frozen=True, tag="ready"):
-    """Report that the process has started, with its restrictions (`jail`)."""
+    """Report that the process has started. `bars` are the restrictions in force (`jail.BARS`)."""
 
     bars: tuple[str, ...]
 
 
 class MediumOpened(msgspec.Struct, frozen=True, tag="opened"):
-    """Header fields, 0 if not applicable."""
+    """Report of the medium's header. Fields that do not apply to the modality are 0."""
 
     width: int = 0
     height: int = 0
@@ -83,13 +84,14 @@ class MediumOpened(msgspec.Struct, frozen=True, tag="opened"):
 
 
 class MediumDecoded(msgspec.Struct, frozen=True, tag="decoded"):
-    """Shape of the result: (height, width, 3), (frames, height, width, 3) or (samples,)."""
+    """Report that the medium was decoded. The shape is (height, width, 3), (frames, height, width, 3) or
+    (samples,)."""
 
     shape: tuple[int, ...]
 
 
 class DecodeFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """Reason and message of a MediaError."""
+    """Report that decoding failed, with the reason and message of the MediaError."""
 
     reason: str
     message: str
@@ -107,7 +109,7 @@ def send(sock: socket.socket, message: ToDecoder | FromDecoder, fd: int | None =
 
 
 def receive(sock: socket.socket, kind: Any) -> tuple[Any, int | None]:
-    """Return the next message and its descriptor, which the caller closes.
+    """Return the next message and the descriptor that came with it, or None. The caller must close it.
 
     Raises ConnectionResetError if the other side has disconnected, and TimeoutError as the socket does.
     """
@@ -124,7 +126,7 @@ def receive(sock: socket.socket, kind: Any) -> tuple[Any, int | None]:
 
 
 def memory(parts: Iterable[bytes | memoryview]) -> int:
-    """Return the descriptor of a memfd that contains `parts`. The caller closes it."""
+    """Return the descriptor of a new memfd that contains `parts`. The caller must close it."""
     fd = os.memfd_create("cornplug-decode", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         for part in parts:
@@ -138,15 +140,15 @@ def memory(parts: Iterable[bytes | memoryview]) -> int:
 
 
 def sealed(fd: int, size: int) -> mmap.mmap:
-    """Return the bytes of a memfd, made immutable. Takes ownership of the descriptor.
+    """Seal a memfd, so that no process can change it, and return its bytes. Closes the descriptor.
 
-    Raises ValueError if they are not `size` bytes, and OSError if it cannot be sealed.
+    Raises ValueError if the memfd does not have `size` bytes, and OSError if it cannot be sealed.
     """
     try:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         if os.fstat(fd).st_size != size or size == 0:
             raise ValueError(f"{os.fstat(fd).st_size} bytes, expected {size}")
-        # Private, so that writes, which torch requires to be possible, go to a copy.
+        # Torch requires writable memory, so map a private copy.
         return mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
     finally:
         os.close(fd)

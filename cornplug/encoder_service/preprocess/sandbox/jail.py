@@ -1,13 +1,13 @@
 """Kernel restrictions of a decoding process, in case a hostile file takes control of it.
 
-- `no_new_privs`: no privileges from setuid programs.
-- Landlock: no files and folders except Python's library and the decoders' packages. Newer kernels also block
-  TCP, signals to other processes and abstract sockets.
-- seccomp: no system calls except those that decoding needs. So no sockets, no other processes, no programs
-  and no changes of files. Without Landlock, no file can be opened at all.
+- `no_new_privs`: the process gets no privileges from setuid programs.
+- Landlock: the process can read only Python's library and the decoders' packages. Newer kernels also block
+  TCP, signals to other processes, and abstract sockets.
+- seccomp: the process can make only the system calls that decoding needs. It cannot open sockets, start
+  processes or programs, or change files. If Landlock is not supported, it cannot open any file.
 
-A blocked call fails with EPERM, so that a decoder can continue without a harmless call. Unsupported
-restrictions are left out and logged by the service.
+A blocked call fails with EPERM, so that a decoder can continue if it does not depend on the call.
+Restrictions that the kernel does not support are skipped, and the service logs them.
 """
 
 from __future__ import annotations
@@ -78,13 +78,14 @@ SYSCALLS: Final = {
     "write": (1, 64),
     "writev": (20, 66),
 }
-"""System calls that decoding needs. None of them names another process or changes a file by name."""
+"""System calls that decoding needs, with their numbers. None of them acts on another process, or opens or
+changes a file by name."""
 OPENAT: Final = (257, 56)
 CLONE: Final = (56, 220)
 CLONE3: Final = (435, 435)
-"""System calls that are allowed under conditions."""
+"""System calls that `call_filter` handles separately, as (x86-64, arm64), like `OPENAT` and `CLONE`."""
 ARCHITECTURES: Final = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""(Column of `SYSCALLS`, the kernel's AUDIT_ARCH) by machine."""
+"""Column of `SYSCALLS` and value of the kernel's AUDIT_ARCH, by machine."""
 
 _PACKAGES: Final = ("PIL", "av", "cornplug", "msgspec", "numpy")
 
@@ -119,12 +120,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def confine() -> tuple[str, ...]:
-    """Apply every restriction that the kernel supports, and return those in force.
+    """Apply every restriction that the kernel supports, and return the names of those in force.
 
-    For a process with a single thread that has imported the modules that it needs.
+    Call it in a process with a single thread, after importing all modules that the process needs.
     """
     found = [NO_NEW_PRIVS] if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 else []
-    # Other threads would not be restricted.
+    # Landlock and seccomp restrict only the calling thread.
     if found and len(os.listdir("/proc/self/task")) == 1:
         if _restrict_files(readable_folders()):
             found.append(LANDLOCK)
@@ -134,14 +135,14 @@ def confine() -> tuple[str, ...]:
 
 
 def readable_folders() -> list[Path]:
-    """Return the folders of public code that imports during decoding read."""
+    """Return the folders with the public code that may be imported during decoding."""
     libraries = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
     packages = {Path(path) for name in _PACKAGES for path in sys.modules[name].__path__}
     return sorted(libraries | packages)
 
 
 def call_filter(column: int, architecture: int, *, may_open: bool) -> bytes:
-    """Return the seccomp filter as the kernel's BPF."""
+    """Return the seccomp filter as a BPF program. `may_open` allows the process to open files."""
     allowed = sorted(numbers[column] for numbers in SYSCALLS.values())
     if may_open:
         allowed.append(OPENAT[column])
@@ -154,7 +155,7 @@ def call_filter(column: int, architecture: int, *, may_open: bool) -> bytes:
     for number in allowed:
         program += [(_IF_EQUAL, 0, 1, number), (_RETURN, 0, 0, _RET_ALLOW)]
     program += [
-        # A filter cannot read clone3's arguments. glibc then calls clone.
+        # A filter cannot read clone3's arguments. After ENOSYS, glibc calls clone instead.
         (_IF_EQUAL, 0, 1, CLONE3[column]),
         (_RETURN, 0, 0, _RET_ERRNO | _ENOSYS),
         (_IF_EQUAL, 0, 3, CLONE[column]),
@@ -170,7 +171,7 @@ def _restrict_files(folders: Sequence[Path]) -> bool:
     version = _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(_LANDLOCK_VERSION))
     if version < 1:
         return False
-    # Access rights that each version of Landlock added: for files, TCP ports, signals and abstract sockets.
+    # Later versions of Landlock added access rights for files, TCP ports, signals and abstract sockets.
     files = 13 + sum(version >= since for since in (2, 3, 5))
     rules = struct.pack("=QQQ", (1 << files) - 1, 0b11 if version >= 4 else 0, 0b11 if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8

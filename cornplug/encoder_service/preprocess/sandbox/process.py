@@ -1,7 +1,9 @@
-"""Main module of a decoding process, which decodes untrusted media one after another, without torch or keys.
+"""Main module of a decoding process, which decodes untrusted media one after another. It does not need torch,
+and has no keys.
 
-`DecoderProcess` starts it with a memory limit in bytes and one end of a socket pair. It ends when the other
-end closes, or when a job exceeds its limit, so that it does not outlive a killed service.
+`DecoderProcess` starts the process with a memory limit in bytes and one end of a socket pair. The process
+ends when the other end closes, or when a job exceeds its time limit, so that it does not outlive a killed
+service.
 """
 
 from __future__ import annotations
@@ -24,30 +26,31 @@ from cornplug.encoder_service.preprocess.sandbox import ipc, jail
 from cornplug.errors import MediaError
 
 _BAND_BYTES: Final = 256 << 10
-"""Bytes of pixels to write at a time. For a JPEG of 1.2 megapixels this takes 6 % less CPU than 1 MiB."""
+"""Bytes of pixels to write at a time. For a JPEG of 1.2 megapixels, this takes 6 % less CPU than 1 MiB."""
 _KEPT_BLOCKS: Final = 2
-"""Number of 16 MiB blocks that Pillow keeps."""
+"""Number of 16 MiB blocks that Pillow keeps for the next image."""
 _GRACE_S: Final = 2.0
-"""Seconds that the service has to kill a late process before it ends itself."""
+"""Seconds after a job's limit at which the process ends itself, if the service has not killed it."""
 
 
 class _JobStopped(Exception):
-    """Raised when the service has stopped the job because it needs the memory for other media."""
+    """Raised when the service has decided not to decode the medium."""
 
 
 class DecoderLoop:
-    """Loop that runs one job after another from one socket."""
+    """Loop that receives jobs from a socket and runs them one after another."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
     def run(self, bars: Sequence[str]) -> None:
-        """Run until the service disconnects, and then raise OSError."""
+        """Run jobs until the service disconnects, then raise OSError. `bars` are the restrictions to
+        report."""
         ipc.send(self._sock, ipc.DecoderReady(tuple(bars)))
         while True:
             job, fd = ipc.receive(self._sock, ipc.ToDecoder)
             if fd is None or isinstance(job, ipc.DecodeGo | ipc.DecodeStop):
-                continue  # a decision about a job that has already failed
+                continue  # ignore a decision about a job that has already failed
             signal.setitimer(signal.ITIMER_REAL, job.limit_s + _GRACE_S)
             try:
                 self._answer(job, _read_all(fd))
@@ -71,7 +74,7 @@ class DecoderLoop:
             os.close(memory)
 
     def _decoded(self, job: ipc.Job, data: bytes) -> tuple[tuple[int, ...], int]:
-        """Return the result's shape and the memfd that contains it."""
+        """Decode the medium. Return the shape of the result, and a memfd that contains it."""
         match job:
             case ipc.ImageJob():
                 rgb = self._image(job, data)
@@ -109,7 +112,8 @@ class DecoderLoop:
         return video.decode_frames(images, job.fps, limits, decoding=job.decoding, before=before)
 
     def _confirm(self, opened: ipc.MediumOpened) -> tuple[int, ...]:
-        """Send the header and return the service's decision: the wanted frames."""
+        """Send the header to the service, and wait for its decision. Return the numbers of the frames to
+        decode. Raises _JobStopped if the service decides not to decode the medium."""
         ipc.send(self._sock, opened)
         answer, fd = ipc.receive(self._sock, ipc.ToDecoder)
         if fd is not None:
@@ -120,7 +124,7 @@ class DecoderLoop:
 
 
 def _bands(rgb: Image.Image) -> Iterator[bytes]:
-    """Yield the pixels a few rows at a time, because a whole copy would be as large as the image."""
+    """Yield the pixels a few rows at a time, because a copy of all pixels would double the memory."""
     rows = max(1, _BAND_BYTES // (3 * rgb.width))
     for top in range(0, rgb.height, rows):
         yield rgb.crop((0, top, rgb.width, min(top + rows, rgb.height))).tobytes()
@@ -142,11 +146,11 @@ def _read_all(fd: int) -> bytes:
 
 
 def main() -> None:
-    """Decode until the service disconnects."""
+    """Run jobs until the service disconnects."""
     max_bytes, fd = map(int, sys.argv[1:])
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The terminal's Ctrl-C is for the service, which ends this process after draining.
+    # Ignore Ctrl-C, because the service ends this process after draining.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Keep an image's memory for the next image, because fresh pages cost a fifth of a JPEG's decoding time.
     _imaging.set_blocks_max(_KEPT_BLOCKS)
