@@ -12,9 +12,9 @@ The weights have a version only after the last call of a session. Any call of th
 version, and so may `/update_weight_version` after the session. If the calls contain different versions, the
 weights have no version.
 
-If nothing was computed since SGLang's last flush, no KV of the previous weights is left. Otherwise the epoch
-stays odd until the next flush. A failed call ends sharing until restart. This module is used only with
-`engine.trust_weight_version`.
+If nothing was computed since SGLang's last flush, no KV computed with the previous weights is left. Otherwise
+the epoch stays odd until the next flush. A failed call ends sharing until restart. This module is used only
+with `engine.trust_weight_version`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Update:
 
 @dataclass
 class _Rank:
-    """State of this rank's process."""
+    """State of weight updates in this rank's process."""
 
     update: _Update | None = None
     flushed_at: int | None = None
@@ -171,7 +171,7 @@ def _settle(manager: Any, update: _Update, *, is_empty: bool) -> None:
 
 
 def _wrapper_made(_wrapper: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace the function that SGLang's handler of `/flush_cache` will call by `_flushed`.
+    """Make SGLang's handler of `/flush_cache` call `_flushed`, which wraps SGLang's own function.
 
     This hooks the handler's constructor, because another module hooks `Scheduler.flush_cache` and SGLang
     supports only one hook per function and process.

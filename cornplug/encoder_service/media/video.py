@@ -39,7 +39,7 @@ class VideoHeader:
     """Properties of a video before decoding."""
 
     total: int
-    """Number of frames."""
+    """Number of frames in the video stream."""
     fps: float
     width: int
     height: int
@@ -143,7 +143,8 @@ def decode_frames(
 def sampled(source: VideoHeader, chosen: Sequence[int], limits: VideoLimits) -> tuple[int, ...]:
     """Return the chosen frame numbers, ascending and without duplicates.
 
-    Raises MediaError("unprocessable") if none is chosen or one is out of range, and as `check_room` does.
+    Raises MediaError("unprocessable") if no frame is chosen or a number is out of range, and the errors of
+    `check_room`.
     """
     indices = tuple(sorted({int(index) for index in chosen}))
     if not indices or indices[0] < 0 or indices[-1] >= source.total:

@@ -51,7 +51,8 @@ class StateWorker(KVWorker):
 
 
 def _require_packed(name: str, cache: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-    """Raise LayoutError unless a layer's states are stored one after the other in each block of its cache."""
+    """Raise LayoutError unless a layer's states are stored one directly after another in each block of its
+    cache."""
     at, step = cache.data_ptr(), cache.stride(0)
     for state in states:
         size = state[0].numel() * state.element_size()
@@ -181,8 +182,8 @@ def _reads(
 
 
 def _over(open_groups: dict[str, int], ended: set[str]) -> set[str]:
-    """Count down the groups that still load, and return the ids of requests whose load has now ended in all
-    groups."""
+    """Count one loading group less for each request in `ended`, and return the ids of requests whose load has
+    now ended in all groups."""
     over = set()
     for request_id in ended:
         open_groups[request_id] -= 1
