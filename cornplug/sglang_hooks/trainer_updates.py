@@ -162,12 +162,12 @@ def _settle(manager: Any, update: _Update, *, is_empty: bool) -> None:
         logger.warning("cornplug: nothing is shared until an update has a weight_version: %s", why)
     elif not empty:
         update.waits_for_flush = True
-        logger.info("cornplug: this engine will share again after /flush_cache")
+        logger.info("cornplug: sharing resumes after /flush_cache")
     else:
         _rank.update = None
         if torch.distributed.get_rank(manager.tp_cpu_group) == 0:
             engine_state.current().end_named_update(update.epoch, str(update.version()))
-            logger.info("cornplug: this engine shares again, with the trainer's weights %s", update.version())
+            logger.info("cornplug: sharing resumed with the trainer's weights %s", update.version())
 
 
 def _wrapper_made(_wrapper: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

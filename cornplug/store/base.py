@@ -31,8 +31,9 @@ Contract, which `cornplug.testing.StoreContract` checks for every implementation
 * Lookups (`contains`, `stat`) do not refresh LRU. They change only the counts `found` and `absent` of
   `StoreStat`.
 * `reserve` with `only_seen` succeeds only for keys that an earlier request reserved with `only_seen`. Other
-  keys get FIRST_SIGHT, and are remembered for a while in bounded memory. A request makes one call per key, or
-  one per part. Calls without `only_seen` do not depend on these records and do not add to them.
+  keys get FIRST_SIGHT, and the store remembers them for a while in bounded memory. A request must make only
+  one call per key (or one per part), because a second call counts as another request. Calls without
+  `only_seen` neither use nor change the remembered keys.
 * A full store evicts entries without leases. If that is not enough, `reserve` returns `FULL`.
 """
 

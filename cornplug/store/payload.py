@@ -1,9 +1,9 @@
 """Copies of whole payloads into and out of any store, with checksums.
 
 Measured on one core of an EPYC (benchmarks/store_vs_memcpy.py): slices of memoryviews copy as fast as memmove
-or numpy, and XXH3 of each piece right after its copy finds the piece in the cache. Pieces have 1 MiB, because
-the C library uses non-temporal stores only from this size on. With smaller pieces, every written cache line
-is first read from memory (8 GB/s instead of 13).
+or numpy. Each piece is hashed with XXH3 right after it is copied, while it is still in the CPU cache. Pieces
+are 1 MiB, because the C library uses non-temporal stores only from this size on. With smaller pieces, every
+written cache line is first read from memory (8 GB/s instead of 13).
 
 `reserve` retries for callers that can wait until memory is allocated. `recalled` and `sought` wait for
 entries on disk or in far stores. If the store has no disk or far stores, they return without waiting.

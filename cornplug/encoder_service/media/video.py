@@ -147,8 +147,14 @@ def sampled(source: VideoHeader, chosen: Sequence[int], limits: VideoLimits) -> 
     `check_room`.
     """
     indices = tuple(sorted({int(index) for index in chosen}))
-    if not indices or indices[0] < 0 or indices[-1] >= source.total:
-        raise MediaError(f"none of the {source.total} frames is sampled", reason="unprocessable")
+    if not indices:
+        raise MediaError("no frame of this video was selected", reason="unprocessable")
+    if indices[0] < 0 or indices[-1] >= source.total:
+        raise MediaError(
+            f"the selected frames {indices[0]} to {indices[-1]} are out of range: the video has "
+            f"{source.total} frames",
+            reason="unprocessable",
+        )
     check_room(len(indices), source.width, source.height, limits)
     return indices
 

@@ -34,8 +34,6 @@ from cornplug.vllm_connector.kv_copies.layout import BlockLayout, verified_layou
 from cornplug.vllm_connector.kv_copies.mover import Job, KVMover
 
 if TYPE_CHECKING:
-    import torch
-
     from cornplug.vllm_connector.kv.arena_moves import ArenaMoves
     from cornplug.vllm_connector.kv_groups.groups_worker import GroupsWorker
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,9 +14,6 @@ from cornplug.errors import LayoutError
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata, PageLoad, PageSave
 from cornplug.vllm_connector.kv.worker import KVWorker
 from cornplug.vllm_connector.kv_copies.layout import BlockLayout, whole_rows
-
-if TYPE_CHECKING:
-    import torch
 
 
 class StateWorker(KVWorker):

@@ -232,14 +232,14 @@ def _settle(core: Any) -> None:
     if loaded is None:
         return
     if not _no_block_is_used(core):
-        compat.logger.info("cornplug: this engine will share again after its prefix cache is reset")
+        compat.logger.info("cornplug: sharing resumes after the prefix cache is reset")
         return
     setattr(core, _LOADED, None)
     if loaded.is_version:
         engine_state.current().end_named_update(loaded.epoch, loaded.name)
     else:
         engine_state.current().end_update(loaded.epoch, loaded.name, loaded.began_ns)
-    compat.logger.info("cornplug: this engine shares again, with the weights %s", loaded.name)
+    compat.logger.info("cornplug: sharing resumed with the weights %s", loaded.name)
 
 
 def _no_block_is_used(core: Any) -> bool:
