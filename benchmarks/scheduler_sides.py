@@ -48,6 +48,7 @@ class Side:
             connector._scheduler, connector._worker, connector._tally = kv, None, Tally()
             connector._kv_cache_config = cache
             connector._connector_metadata, connector._rest = None, IdleRest()
+            connector._detached, connector._last_loads = {}, []
             self._scheduler.connector = connector
             connector.bind_kv_cache_manager(self._scheduler.kv_cache_manager)
         hasher = get_request_block_hasher(_BLOCK_TOKENS, sha256)

@@ -148,7 +148,7 @@ def encode_part(
 def join_parts(parts: Iterable[bytes], *, key: bytes) -> bytes:
     """Join the parts of the header for `key`. The result equals the header that a single writer would encode.
 
-    Raises CodecError as `decode_header`, and with reason "parts" if parts contradict each other, overlap or
+    Raises the errors of `decode_header`, and CodecError("parts") if parts contradict each other, overlap or
     do not cover all segments.
     """
     found: dict[int, int] = {}

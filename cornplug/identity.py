@@ -88,7 +88,7 @@ def spec_fingerprint(spec: Mapping[str, Any]) -> bytes:
 
 
 def model_identity(tower_fp: bytes, projector_fp: bytes, spec_fp: bytes) -> bytes:
-    """Return the digest of everything except the medium on which an embedding depends.
+    """Return the digest of everything that an embedding depends on, apart from the medium.
 
     It is the same for every fine-tune, merge or quantisation that does not change the tower and projector.
     """
@@ -163,7 +163,7 @@ def processor_video_digest(frames: bytes, metadata: Mapping[str, Any]) -> bytes:
         metadata: Rate, duration and numbers of the sampled frames. They determine positions and timestamps in
             the language model, which `frames_digest` does not cover.
 
-    Raises TypeError or ValueError as `canonical`.
+    Raises TypeError or ValueError in the same cases as `canonical`.
     """
     return digest("cornplug-processor-video-v1", frames, canonical(metadata))
 
@@ -193,7 +193,7 @@ def feature_key(
 
 
 def kv_root(secret: bytes, language_model_fp: bytes, kv_spec: Mapping[str, Any], salt: str | None) -> bytes:
-    """Return the digest of everything except the tokens on which KV depends.
+    """Return the digest of everything that KV depends on, apart from the tokens.
 
     This includes the language model (with adapters and quantisation), cache dtype, rope, page geometry and
     salt.
@@ -206,9 +206,10 @@ def medium_lineage(key: bytes, rows: int) -> bytes:
 
     Args:
         key: Embedding key of the medium.
-        rows: Number of rows of the medium's embedding in this prompt, which is the number of its placeholder
-            tokens without ordinary tokens. The number can differ between prompts, because some processors
-            take the other media of a prompt into account. In this case the first rows differ too.
+        rows: Number of rows of the medium's embedding in this prompt. It equals the number of the medium's
+            placeholder tokens, not counting ordinary tokens between them. The number can differ between
+            prompts, because some processors take the other media of a prompt into account. In this case the
+            first rows differ too.
 
     Raises ValueError if the key has another size or the number is negative.
     """

@@ -28,7 +28,7 @@ from cornplug.codec import ITEM_BYTES
 from cornplug.errors import LayoutError
 
 PLANES = 2
-"""K and V. MLA caches one latent plane instead."""
+"""Number of planes per layer: K and V. MLA caches one latent plane instead."""
 
 QUANTISED = frozenset({"fp8_e4m3", "fp8_e5m2"})
 """Formats of values that pages store in one byte each."""
@@ -88,8 +88,8 @@ class PageGeometry:
     bytes per layer instead of `page_tokens` rows: the state after the page's last token. Each of the `heads`
     is the part of the state on one rank."""
     beside: str = ""
-    """`state` of the model's recurrent layers, if this page belongs to the attention layers: its precision
-    affects their KV. "" if the model has no recurrent layers."""
+    """`state` of the model's recurrent layers, if this page belongs to the attention layers. The precision of
+    that state affects their KV. "" if the model has no recurrent layers."""
 
     def __post_init__(self) -> None:
         of_bytes = self.dtype == "uint8"
@@ -174,7 +174,7 @@ class RankSlice:
 
 
 def layer_runs(layers: int, first_layers: Iterable[int]) -> int:
-    """Return the smallest number of equal runs of layers that no pipeline stage splits."""
+    """Return the smallest number of equal runs of layers such that no pipeline stage begins inside a run."""
     return layers // math.gcd(layers, *first_layers)
 
 
@@ -197,5 +197,6 @@ def tensor_parallel_heads(total_heads: int, tp_size: int, tp_rank: int) -> tuple
 
 
 def pages_between(start_token: int, end_token: int, page_tokens: int) -> range:
-    """Return the numbers of the pages from the page of `start_token` that end at or before `end_token`."""
+    """Return the numbers of the pages from the page that contains `start_token` to the last page that ends at
+    or before `end_token`."""
     return range(start_token // page_tokens, end_token // page_tokens)

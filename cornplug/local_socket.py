@@ -38,7 +38,7 @@ _BACKLOG: Final = 128
 _RETRY_S: Final = 0.05
 _TOUCH_S: Final = 3600.0
 """Interval in seconds at which the timestamps of the socket, its lock and its folder are updated, because
-cleaners of /tmp remove files that are some days old."""
+cleaners of /tmp remove files that are a few days old."""
 
 _log = logging.getLogger("cornplug.local_socket")
 
@@ -90,7 +90,10 @@ async def read_frame(reader: StreamReader, *, limit: int) -> bytes:
 
 
 async def read_frame_length(reader: StreamReader, *, limit: int) -> int:
-    """Read the length of the next frame's body from a stream. Raises as `read_frame`."""
+    """Read the length of the next frame's body from a stream.
+
+    Raises the same errors as `read_frame`.
+    """
     (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return _checked(size, limit)
 

@@ -82,7 +82,7 @@ class ManagedProcess:
     def start(self) -> Self:
         """Spawn the process and wait until it is ready.
 
-        Raises ProcessFailed after all processes of the session were killed.
+        If the process ends or is not ready in time, stops its session and raises ProcessFailed.
         """
         self.spawn()
         try:
@@ -96,7 +96,7 @@ class ManagedProcess:
     def spawn(self) -> None:
         """Start the process without waiting until it is ready.
 
-        Raises ProcessFailed if it is already running, and OSError as `subprocess.Popen`.
+        Raises ProcessFailed if it is already running, and OSError in the same cases as `subprocess.Popen`.
         """
         if self.alive():
             raise ProcessFailed(f"{self.name} is already running as process {self.pid}")
@@ -176,7 +176,7 @@ class ManagedProcess:
         """Wait up to `grace_s` seconds until the leader ends, then kill all remaining processes of the
         session.
 
-        Returns and raises as `stop`.
+        The result and the errors are the same as for `stop`.
         """
         if self._process is None:
             return None
@@ -187,7 +187,7 @@ class ManagedProcess:
     def kill(self) -> int | None:
         """Send SIGKILL to every process of the session, and wait until they have ended.
 
-        Returns and raises as `stop`.
+        The result and the errors are the same as for `stop`.
         """
         if self._process is None:
             return None

@@ -16,7 +16,7 @@ from cornplug.errors import CornplugError
 T = TypeVar("T")
 
 _COUNTED: Final = re.compile(r"\d+ validation errors? for ")
-"""Matches the first line of pydantic's error messages, which does not contain the reason."""
+"""Pattern for the first line of pydantic's error messages, which does not contain the reason."""
 
 NO_TOWER: Final = "the engine runs no tower for it"
 """Reason for models that an engine runs without media inputs. They have no embeddings to share."""
@@ -27,9 +27,9 @@ class SharingVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
     what: Literal["KV", "embeddings"]
     shared: bool | None
-    """None if only a running engine can determine this."""
+    """Whether the engine shares `what`, or None if only a running engine can determine this."""
     why: str = ""
-    """Reason why it is not shared, or "" if it is."""
+    """Reason why `what` is not shared, or "" if it is."""
     remedy: str = ""
 
 

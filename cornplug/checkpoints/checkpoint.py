@@ -91,7 +91,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Digests of everything except the medium on which a model's embeddings depend, 32 bytes each."""
+    """Digests (32 bytes each) of everything that a model's embeddings depend on, apart from the medium."""
 
     identity: bytes
     tower_fp: bytes
@@ -165,7 +165,7 @@ class Checkpoint:
         the tensors of a tower up to the cut are included (`ModelFamily.before_cut`). If the model's family is
         generic, the language model consists of all tensors, and the tower of all tensors outside the decoder.
         `modality` None means the family's first modality. A modality with its own tower has its own
-        fingerprint. Raises CheckpointError as `locate`, and with "unreadable" and "changed".
+        fingerprint. Raises the same errors as `locate`, and CheckpointError("unreadable", "changed").
         """
         return _fingerprint(self._part(part, modality))
 
@@ -176,7 +176,7 @@ class Checkpoint:
         Names of the tower's and the projector's tensors are relative to the part: `encoder.layers.0...`,
         `linear_1.weight`, `blocks.0...`, `ln_q.weight`. Names of the language model's tensors are
         `model.layers.0...`, `lm_head.weight`. Raises CheckpointError: "unknown_family" (for tower or
-        projector), "no_weights" (the part has no tensors), and as `tensor_files`.
+        projector), "no_weights" (the part has no tensors), and the errors of `tensor_files`.
         """
         return {normal: (file, name) for normal, (file, name, _) in self._part(part, modality).items()}
 
@@ -196,17 +196,23 @@ class Checkpoint:
         return None
 
     def tensors(self, part: Part) -> list[tuple[str, Path, TensorEntry]]:
-        """Return (normalised name, file, entry) for a part's tensors up to the cut. Raises as `locate`."""
+        """Return (normalised name, file, entry) for a part's tensors up to the cut.
+
+        Raises the same errors as `locate`.
+        """
         return [(normal, file, entry) for normal, (file, _, entry) in self._part(part).items()]
 
     def shapes(self, part: Part) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a part's tensors up to the cut, by normalised name. Raises as `locate`."""
+        """Return the shapes of a part's tensors up to the cut, by normalised name.
+
+        Raises the same errors as `locate`.
+        """
         return {normal: tuple(entry.shape) for normal, (_, _, entry) in self._part(part).items()}
 
     def tensor_layout(self) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
         """Return part -> normalised name -> (dtype, shape) for all tensors that engines read.
 
-        Raises as `locate`.
+        Raises the same errors as `locate`.
         """
         return {
             part: {normal: (entry.dtype, tuple(entry.shape)) for normal, (_, _, entry) in rows.items()}

@@ -172,7 +172,8 @@ def tensor_digests(wanted: Mapping[Path, Mapping[str, TensorEntry]]) -> dict[Pat
 def folder_fingerprint(folder: Path) -> bytes:
     """Return the fingerprint of all tensors in a folder under their published names, for any model.
 
-    Raises CheckpointError: "duplicate_tensor", and as `tensor_files`, `read_header` and `tensor_digests`.
+    Raises CheckpointError("duplicate_tensor"), and the errors of `tensor_files`, `read_header` and
+    `tensor_digests`.
     """
     wanted = {path: read_header(path) for path in tensor_files(folder)}
     digests = tensor_digests(wanted)

@@ -24,7 +24,7 @@ _AGAIN: Final = (408, 429, 502, 503, 504)
 
 @dataclass(slots=True)
 class StoreCounts:
-    """Counts of what an engine has saved and loaded since it started, or in a shorter time (`since`)."""
+    """Counts of what an engine has saved and loaded since it started, or between two readings (`since`)."""
 
     pages: Counter[str] = field(default_factory=Counter)
     """Number of KV pages offered to the store, by outcome."""

@@ -25,7 +25,7 @@ AUDITED: Final = frozenset(
         "forbidden_receiver",
     }
 )  # fmt: skip
-"""Refusal reasons that are logged: the caller was not allowed, rather than the request malformed."""
+"""Refusal reasons that are logged. They concern what a caller may do, not the format of a request."""
 _BURST: Final = 100
 _PER_S: Final = 10.0
 _SHOWN: Final = 200

@@ -96,7 +96,8 @@ def parser(description: str) -> argparse.ArgumentParser:
     )
     out.add_argument(
         "--receivers",
-        help="networks (10.1.0.0/16, ...) of SGLang servers to which other hosts may direct embeddings",
+        help="comma-separated networks (10.1.0.0/16, ...) of SGLang servers that may receive embeddings "
+        "requested by another host (default: none)",
     )
     out.add_argument(
         "--require-key",

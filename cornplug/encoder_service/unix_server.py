@@ -59,7 +59,7 @@ class UnixServer:
 
     async def start(self) -> None:
         """Start accepting connections."""
-        # Duplicate the descriptor, because the socket's claim closes its own when it recreates the socket.
+        # Duplicate the descriptor, because `SocketClaim` closes the original when it recreates the socket.
         self._server = await asyncio.start_unix_server(self._accept, sock=self._listener.dup())
 
     async def listen_at(self, listener: socket.socket) -> None:

@@ -52,7 +52,7 @@ class WeightSource(NamedTuple):
     """Folder from which the weights were loaded in an update. None for the checkpoint at start and for
     weights from a trainer."""
     began_ns: int
-    """Time before the folder was read, on the same clock as `EngineState.began_ns`."""
+    """Time in nanoseconds, taken before the folder was read, on the same clock as `EngineState.began_ns`."""
     version: str | None = None
     """Name that a trainer gave these weights, or None for the weights of a checkpoint."""
 
@@ -70,8 +70,8 @@ class EngineState:
         """Sequence whose only item is the current value of `epoch()`, for fast reads in each step."""
 
     def began_ns(self) -> int:
-        """Return the time in nanoseconds before the engine was configured and any weight was read, on the
-        clock of file timestamps."""
+        """Return a time in nanoseconds, taken before the engine was configured and before any weight was
+        read, on the clock of file timestamps."""
         return int(_BEGAN.unpack_from(self._page)[1]) if self._page is not None else _HERE_SINCE_NS
 
     def replaced(self) -> bool:
@@ -93,8 +93,8 @@ class EngineState:
                 self._epoch[0] = self._page[_CORES] = 0
 
     def core_began(self) -> None:
-        """Record that another request scheduler has started: that of a replica, or of the next engine in this
-        process.
+        """Record that another request scheduler has started, either for a replica or for the next engine in
+        this process.
 
         All schedulers share one record of the weights' source. If there are several schedulers, the engine
         shares nothing after a weight update.

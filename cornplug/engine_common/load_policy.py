@@ -106,8 +106,8 @@ class LoadRule:
         self._moving.note(size_bytes, seconds)
 
     def noticed(self, seconds: float) -> None:
-        """Record the latency in seconds of a single load beyond its transfer, which the engine's steps
-        cause."""
+        """Record by how many seconds a load took longer than its transfer, because it waited for the engine's
+        steps."""
         self._noticing.note(1, max(0.0, seconds))
 
     def pays(self, *, tokens: int, size_bytes: int, queued_bytes: int, first_s: float = 0.0) -> bool:

@@ -106,8 +106,10 @@ class LaterAdapters:
         return self._adapters.digest(path, load)
 
     def digest(self, path: str, load: int | str = 0) -> bytes:
-        """Return the digest of an adapter's files, waiting at most briefly. Raises like `LoraDigests.digest`,
-        and CheckpointError("identifying") while the files are being read."""
+        """Return the digest of an adapter's files, without waiting for a slow file system.
+
+        Raises like `LoraDigests.digest`, and CheckpointError("identifying") while the files are being read.
+        """
         note_in_time(path, load)
         late = self._late.get((path, load))
         if late is not None and not late.done():

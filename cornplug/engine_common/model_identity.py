@@ -137,7 +137,7 @@ class EngineModel:
     def tower_identity(self) -> TowerIdentity:
         """Return the identity of the model's tower and projector. Reads weights (cached on disk). Raises
         CheckpointError: "unproven_family" if the family is not tested with this release and dtype of the
-        engine, and like `Checkpoint.identity`."""
+        engine, and the errors of `Checkpoint.identity`."""
         name = str(self.checkpoint.config.get("model_type"))
         described = name in FAMILIES and not self.checkpoint.family.generic
         if name not in self.validated_families or not (described or name in self.generic_inputs):
@@ -168,7 +168,7 @@ class EngineModel:
 
         `engine` contains everything else that changes an embedding, such as releases and settings. Reads all
         weights (cached on disk). Raises CheckpointError: "unknown_family" for a model with parts in another
-        checkpoint, and like `folder_fingerprint`.
+        checkpoint, and the errors of `folder_fingerprint`.
         """
         if self.checkpoint.base:
             raise CheckpointError(
@@ -188,8 +188,8 @@ class EngineModel:
         return self._named(TowerIdentity(digest("cornplug-own-tower-v1", weights, canonical(spec)), None))
 
     def _named(self, tower: TowerIdentity) -> TowerIdentity:
-        """Return `tower`, changed to the trainer's weights if the engine runs a trainer's version. The
-        encoder service does not have these weights."""
+        """Return `tower`. If the engine runs a trainer's version of the weights, replace the identity by an
+        identity for that version, and `served_identity` by None."""
         if self.weight_version is None:
             return tower
         return replace(tower, identity=self._of_trainer(tower.identity), served_identity=None)
@@ -276,8 +276,8 @@ class StartedModel:
         """Return the description of the model with its current weights. `describe` describes the model at
         start.
 
-        Raises CheckpointError: "weights_updated" if the weights are unknown, and like `with_weights_of` and
-        `describe`.
+        Raises CheckpointError("weights_updated") if the weights are unknown, and the errors of
+        `with_weights_of` and `describe`.
         """
         state = engine_state.current()
         if state.epoch() == 0:
@@ -295,7 +295,7 @@ class StartedModel:
         return self.with_weights(source.path, source.began_ns)
 
     def with_weights(self, path: str, began_ns: int) -> EngineModel:
-        """Return the description of the model with the weights from a folder. Raises like
+        """Return the description of the model with the weights from a folder. Raises the same errors as
         `with_weights_of`."""
         if self._model is None:
             raise _unknown("this process has not described the model that it started with")
@@ -314,8 +314,9 @@ class StartedModel:
 def with_weights_of(model: EngineModel, path: str, began_ns: int) -> EngineModel:
     """Return the description of `model` after the weights in the folder `path` were loaded into it.
 
-    `began_ns` is the time before the folder was read, see `EngineModel.began_ns`. Raises CheckpointError:
-    "weights_updated" if the folder does not contain exactly the model's tensors, and like `Checkpoint.open`.
+    `began_ns` is a time before the folder was read (`EngineModel.began_ns`). Raises
+    CheckpointError("weights_updated") if the folder does not contain exactly the model's tensors, and the
+    errors of `Checkpoint.open`.
     """
     old = model.checkpoint
     if len(os.fsencode(path)) > engine_state.LONGEST_PATH_BYTES:

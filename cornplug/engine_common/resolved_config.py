@@ -71,14 +71,14 @@ def changes(patched: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, An
 
 
 def of_towers(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the `changes` that can affect a tower or projector: all except changes to the text
-    config."""
+    """Return the entries of `changes` that can affect a tower or projector. These are all entries except
+    changes to the text config."""
     return {path: value for path, value in found.items() if not path.startswith(_TEXT)}
 
 
 def of_language_model(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the `changes` that can affect KV: all except changes to towers, which already affect
-    the keys of media."""
+    """Return the entries of `changes` that can affect KV. These are all entries except changes to towers,
+    which already affect the keys of media."""
     return {path: value for path, value in found.items() if not _TOWERS.match(path)}
 
 

@@ -26,7 +26,8 @@ _log = logging.getLogger("cornplug")
 
 
 class OffStore(Store):
-    """Store that is always unavailable. Every method raises StoreUnavailable with the text `why`."""
+    """Store that is always unavailable. The required methods raise StoreUnavailable with the text `why`.
+    `close` does nothing, and the store has no optional capabilities."""
 
     def __init__(self, why: str) -> None:
         self._why = why

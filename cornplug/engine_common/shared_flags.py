@@ -104,7 +104,7 @@ def dest(flag: str) -> str:
 def settings(extra: Mapping[str, Any]) -> Config:
     """Return the Config for settings given as {"section.field": value}.
 
-    Raises ConfigError for an unknown or invalid setting, and like `check_remote`.
+    Raises ConfigError for an unknown or invalid setting, and in the same cases as `check_remote`.
     """
     for key in extra:
         if "." not in key:

@@ -1,5 +1,4 @@
-"""Tracking of whether it is known which weights an engine runs. While this is unknown, the engine shares
-nothing.
+"""Tracks whether an engine's weights can be identified. While they cannot, the engine shares nothing.
 
 A checkpoint on disk identifies an engine's weights until a caller replaces them in place (sleep, reload, an
 RL update). Weights that were sent over the network cannot be fingerprinted, so sharing ends in all processes

@@ -1,4 +1,4 @@
-"""Number of hits and of saved seconds of a cache in the replay of one trace.
+"""Hits and saved seconds of a cache, measured by replaying a trace.
 
 `StoreReplay` is a cache with the store's policy. It uses the same index as a store's daemon, but no memory
 for payloads, no sockets and no clock.

@@ -26,5 +26,5 @@ def salt_of(cache_salt: str | None, extra_key: str | None) -> str | None:
 
 
 def salt_of_request(request: Any) -> str | None:
-    """Return the salt (`salt_of`) of a request of any of SGLang's request classes."""
+    """Return the salt (`salt_of`) of an SGLang request, which may be of any request class."""
     return salt_of(getattr(request, "cache_salt", None), getattr(request, "extra_key", None))

@@ -19,9 +19,10 @@ from cornplug.engine_common.version_range import VersionRange
 logger = logging.getLogger("sglang.cornplug")
 
 SUPPORTED_VERSIONS: Final = VersionRange("SGLang", "sglang", (0, 5, 23), (0, 5, 24))
-"""Excludes SGLang 0.5.22, although its hooked functions have the same parameters. HiCache in 0.5.22 copies a
-page to host memory without waiting for the forward pass that may still write the page (`write_fence_stream`
-was added in 0.5.23). Every engine that reads this page from the store would compute wrong results."""
+"""Tested range of SGLang's versions. It excludes 0.5.22, although the hooked functions have the same
+parameters. HiCache in 0.5.22 copies a page to host memory without waiting for the forward pass that may still
+write the page (`write_fence_stream` was added in 0.5.23). Every engine that reads this page from the store
+would compute wrong results."""
 
 GENERIC_INPUTS: Final[Mapping[str, tuple[str, ...]]] = {"glm4v": ("pixel_values", "image_grid_thw")}
 """Inputs of the tower, by `model_type`, for validated families whose embeddings the encoder service computes

@@ -86,7 +86,7 @@ def _update(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
 
 
 def _excluded(manager: Any, recv_req: Any) -> str:
-    """Return the reason why cornplug cannot identify the weights that the request loads, or ""."""
+    """Return the reason why cornplug cannot identify the weights that the request loads, or "" if it can."""
     if recv_req.load_format not in READS_SAFETENSORS:
         return f"load format {recv_req.load_format!r} is not supported"
     if _trained:
@@ -100,7 +100,7 @@ def note_trained() -> None:
 
 
 def excluded_server(manager: Any) -> str:
-    """Return the reason why cornplug cannot identify new weights of this server, or ""."""
+    """Return the reason why cornplug cannot identify new weights of this server, or "" if it can."""
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
     from sglang.srt.runtime_context import get_server_args
 

@@ -28,13 +28,13 @@ class ServerTally(Tally):
     """A `Tally` whose counts also appear in the server's `/metrics`."""
 
     def count(self, name: str, *labels: str, by: float = 1) -> None:
-        """See `Tally.count`."""
+        """Add to a counter like `Tally.count`, and to the same counter in the server's `/metrics`."""
         super().count(name, *labels, by=by)
         if is_shown():
             _counter(name).labels(*labels).inc(by)
 
     def observe(self, name: str, value: float, *labels: str) -> None:
-        """See `Tally.observe`. The tally itself keeps the first `_MAX_SAMPLES` since the last drain."""
+        """Add a sample like `Tally.observe`. The tally keeps at most `_MAX_SAMPLES` until the next drain."""
         self._check(name, labels, "histogram")
         with self._lock:
             samples = self._samples.setdefault((name, labels), [])

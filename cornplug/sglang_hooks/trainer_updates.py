@@ -12,9 +12,9 @@ The weights have a version only after the last call of a session. Any call of th
 version, and so may `/update_weight_version` after the session. If the calls contain different versions, the
 weights have no version.
 
-If nothing was computed since SGLang's last flush, no KV of the previous weights is left. Otherwise the epoch
-stays odd until the next flush. A failed call ends sharing until restart. This module is used only with
-`engine.trust_weight_version`.
+If nothing was computed since SGLang's last flush, no KV computed with the previous weights is left. Otherwise
+the epoch stays odd until the next flush. A failed call ends sharing until restart. This module is used only
+with `engine.trust_weight_version`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Update:
 
 @dataclass
 class _Rank:
-    """State of this rank's process."""
+    """State of weight updates in this rank's process."""
 
     update: _Update | None = None
     flushed_at: int | None = None
@@ -162,16 +162,16 @@ def _settle(manager: Any, update: _Update, *, is_empty: bool) -> None:
         logger.warning("cornplug: nothing is shared until an update has a weight_version: %s", why)
     elif not empty:
         update.waits_for_flush = True
-        logger.info("cornplug: this engine will share again after /flush_cache")
+        logger.info("cornplug: sharing resumes after /flush_cache")
     else:
         _rank.update = None
         if torch.distributed.get_rank(manager.tp_cpu_group) == 0:
             engine_state.current().end_named_update(update.epoch, str(update.version()))
-            logger.info("cornplug: this engine shares again, with the trainer's weights %s", update.version())
+            logger.info("cornplug: sharing resumed with the trainer's weights %s", update.version())
 
 
 def _wrapper_made(_wrapper: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace the function that SGLang's handler of `/flush_cache` will call by `_flushed`.
+    """Make SGLang's handler of `/flush_cache` call `_flushed`, which wraps SGLang's own function.
 
     This hooks the handler's constructor, because another module hooks `Scheduler.flush_cache` and SGLang
     supports only one hook per function and process.

@@ -37,7 +37,7 @@ NO_SLOT: Final = -1
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _PROC: Final = Path("/proc")
 STEP_BYTES: Final = 8 << 20
-"""Minimum size of an allocation. It takes about 2 ms."""
+"""Minimum size in bytes of an allocation. An allocation of this size takes about 2 ms."""
 _MFD_NOEXEC_SEAL: Final = 8
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _log = logging.getLogger("cornplug.store")
@@ -123,7 +123,7 @@ class MemoryBound(NamedTuple):
 
     total_bytes: int
     available_bytes: int
-    """Available memory. Page cache counts as available, because the kernel can reclaim it."""
+    """Available memory in bytes. Page cache counts as available, because the kernel can reclaim it."""
     of: str
     """Name of the limit, for messages."""
 
@@ -230,8 +230,8 @@ class SharedArena:
             raise ConfigError("store.size_bytes", problem, _REMEDY) from e
 
     def grow(self, want_bytes: int) -> int:
-        """Allocate at least `want_bytes` more. Return the number of allocated bytes, or 0 if there is no
-        memory now."""
+        """Allocate at least `want_bytes` more bytes. Return the number of allocated bytes, or 0 if there is
+        no memory now."""
         left = self.capacity_bytes - self.backed_bytes
         if not 0 < want_bytes <= left:
             return 0

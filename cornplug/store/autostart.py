@@ -23,8 +23,8 @@ from cornplug.private_paths import open_file, open_folder
 
 IDLE_EXIT_S: Final = 600.0
 _SPAWN_S: Final = 20.0
-"""Time limit for the process that starts the daemon. That process returns when the daemon's interpreter has
-started, which is before the daemon serves."""
+"""Time limit in seconds for the process that starts the daemon. That process returns when the daemon's
+interpreter has started, which is before the daemon accepts clients."""
 LOG_BYTES: Final = 1 << 20
 """Size beyond which the log of an auto-started daemon is emptied."""
 
@@ -44,7 +44,8 @@ _log = logging.getLogger("cornplug.store")
 def start_lock(socket_path: Path) -> Iterator[bool]:
     """Lock the start of a daemon, and yield whether this client holds the lock and may start a daemon.
 
-    Raises ConfigError if other users have access to the folder, and OSError if no file can be created.
+    Raises ConfigError if other users have access to the socket's folder, and OSError if no file can be
+    created.
     """
     folder = open_folder(socket_path.parent, setting="store.socket")
     try:
@@ -76,7 +77,8 @@ def _log_file(path: Path) -> BinaryIO:
 def spawn(config: StoreConfig, *, idle_exit_s: float) -> None:
     """Start a daemon and return. The daemon is ready a moment later, or logs why it failed.
 
-    Raises OSError if no process can be created, and ConfigError if other users have access to the folder.
+    Raises OSError if no process can be created, and ConfigError if other users have access to the socket's
+    folder.
     """
     command = [sys.executable, "-P", "-c", _START, str(Path(cornplug.__file__).parents[1])]
     command += ["--clamp", "--detach", "--idle-exit-s", str(idle_exit_s)]

@@ -33,7 +33,8 @@ def open_store(
         autostart: Whether to start a store if none is running. None: use the setting.
         connect_timeout_s: Maximum time that this call waits for a connection. None: the default of the store.
 
-    Raises ConfigError for an unknown name, and the backend's own errors for settings that it rejects.
+    Raises ConfigError for an unknown name or an object that is not a `Store`, and the backend's own errors
+    for settings that it rejects.
     """
     if is_host_store(config):
         return PoolStore(config, autostart=autostart, connect_timeout_s=connect_timeout_s)
@@ -45,5 +46,11 @@ def open_store(
             f"no installed package provides a store {name!r}",
             f"Available stores: {', '.join(sorted({_POOL, *offered}))}.",
         )
-    store: Store = offered[name].load()(config, autostart=autostart, connect_timeout_s=connect_timeout_s)
+    store = offered[name].load()(config, autostart=autostart, connect_timeout_s=connect_timeout_s)
+    if not isinstance(store, Store):
+        raise ConfigError(
+            "store.backend",
+            f"the store of package {name!r} does not inherit from cornplug.store.base.Store",
+            "Update the package.",
+        )
     return store

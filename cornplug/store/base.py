@@ -31,8 +31,9 @@ Contract, which `cornplug.testing.StoreContract` checks for every implementation
 * Lookups (`contains`, `stat`) do not refresh LRU. They change only the counts `found` and `absent` of
   `StoreStat`.
 * `reserve` with `only_seen` succeeds only for keys that an earlier request reserved with `only_seen`. Other
-  keys get FIRST_SIGHT, and are remembered for a while in bounded memory. A request makes one call per key, or
-  one per part. Calls without `only_seen` do not depend on these records and do not add to them.
+  keys get FIRST_SIGHT, and the store remembers them for a while in bounded memory. A request must make only
+  one call per key (or one per part), because a second call counts as another request. Calls without
+  `only_seen` neither use nor change the remembered keys.
 * A full store evicts entries without leases. If that is not enough, `reserve` returns `FULL`.
 """
 
@@ -77,7 +78,8 @@ class PayloadLocation(msgspec.Struct, frozen=True, array_like=True):
     """Number that increases with every reservation in this arena (apart from the bit PROMOTED), so that it
     changes whenever memory is reused."""
     fence: int = -1
-    """Slot that shows whether memory of this `generation` can still be written, as in `arena.WriteFences`."""
+    """Slot in `arena.WriteFences` that shows whether memory of this `generation` can still be written, or -1
+    for none."""
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
@@ -100,7 +102,8 @@ class Reservation(msgspec.Struct, frozen=True, array_like=True):
 class WriterPart(msgspec.Struct, frozen=True, array_like=True):
     """One writer's part of entries that a group of connections writes together.
 
-    An example is the heads of one tensor-parallel rank. The writer commits a `cornplug.codec.encode_part`.
+    An example is the heads of one tensor-parallel rank. The writer commits the result of
+    `cornplug.codec.encode_part`.
     """
 
     group: bytes
@@ -108,7 +111,7 @@ class WriterPart(msgspec.Struct, frozen=True, array_like=True):
     index: int
     """Index of this part, from 0."""
     count: int
-    """Total number of parts that are written."""
+    """Total number of parts that the group writes."""
 
 
 class ReserveTerms(msgspec.Struct, frozen=True):
@@ -138,7 +141,7 @@ class ReserveRefusal(enum.Enum):
 
 
 class PurgeRule(msgspec.Struct, frozen=True, array_like=True):
-    """Selection of entries for a purge. An entry must match all fields."""
+    """Selection of entries for a purge. An entry is selected if it matches all fields."""
 
     app: str | None = None
     """App that wrote the entry. None: any app."""
@@ -155,7 +158,7 @@ class PurgeCount(msgspec.Struct, frozen=True, array_like=True):
 
     entries: int
     size_bytes: int
-    """Size of the deleted entries in bytes."""
+    """Bytes of memory that these entries occupied, or of disk for entries that were only on disk."""
     leased: int
     """Number of deleted entries that are leased. Their memory is freed when the leases end."""
     writing: int
@@ -220,7 +223,7 @@ class Store(ABC):
     """Store of entries. The module's docstring has the contract. Implementations are thread-safe, and inherit
     from this class.
 
-    The abstract methods are required. The others are for capabilities that not every store has: reads
+    The abstract methods are required. All other methods are for capabilities that not every store has: reads
     without a lease, lookups that send no message, entries on disk and in far stores, requests that do not
     wait, purges, and copies by a device. The inherited methods are right for a store without the capability.
     """
@@ -256,7 +259,8 @@ class Store(ABC):
 
     @abstractmethod
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
-        """Publish each (reservation, meta). The result is False if the reservation had ended.
+        """Publish the entry of each (reservation, meta), and return one result per entry. A result is False
+        if the reservation had ended.
 
         For a part, True means that the part was accepted. The entry is visible after the last part. The
         result is also False if the parts do not fit together, which ends the reservation.
@@ -309,8 +313,8 @@ class Store(ABC):
         return False
 
     def peek(self, keys: Sequence[bytes]) -> bytes:
-        """Return a `Tier` per key, or MEMORY if a message would be needed to find out. It is not counted as a
-        lookup.
+        """Return a `Tier` per key, or MEMORY if a message would be needed to determine the tier. The call is
+        not counted as a lookup.
 
         Raises StoreUnavailable.
         """
@@ -377,7 +381,7 @@ class Store(ABC):
         return Answered(self.commit(written, deadline_s=deadline_s))
 
     def purge(self, rule: PurgeRule, *, deadline_s: float) -> PurgeCount:
-        """Delete the matching entries that existed when this call began.
+        """Delete the entries that match `rule` and that existed when this call began.
 
         The memory of leased entries is freed when their leases end. `deadline_s` applies to each message.
         Raises NotImplementedError if the store cannot select entries.
@@ -385,8 +389,8 @@ class Store(ABC):
         raise NotImplementedError
 
     def mapped(self, arena_id: bytes) -> memoryview | None:
-        """Return the memory of this arena, writable, for a device that copies payloads itself. None if the
-        store has another arena, or does not map it.
+        """Return the writable memory of this arena, for a device that copies payloads itself. Returns None if
+        the store has another arena, or does not map its arena.
 
         Access only locations that the store returned, because other pages may not be allocated. The rules of
         `view` apply to each location: hold a lease to read it, and call `view` right before writing.
@@ -401,7 +405,7 @@ def place(location: PayloadLocation) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Leases(Sequence[Lease | None]):
-    """Sequence with a lease, or None if the key is absent, for each key. A slice of it is again `Leases`."""
+    """Sequence with one lease per key, or None for each absent key. A slice is again a `Leases`."""
 
     arena_id: bytes
     keys: Sequence[bytes]

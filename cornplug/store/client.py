@@ -56,7 +56,7 @@ from cornplug.store.validation import (
 )
 
 SOUGHT_S: Final = 1.0
-"""Time before a key is looked up in far stores again, in seconds."""
+"""Minimum seconds between two lookups of the same key in far stores."""
 OPEN_S: Final = 0.5
 """Maximum time that callers wait for a ticket, in seconds. A far store must reply within 0.25 s, and a later
 ticket may have replaced a completed ticket in the table."""
@@ -312,7 +312,7 @@ class PoolStore(Store):
         only_seen: bool = False,
         cost_s: float = 0.0,
     ) -> PostedReserve:
-        """Send the request of a `reserve`, whose result the caller reads later."""
+        """Send a `reserve` request, whose result the caller reads later."""
         check_entries(entries)
         check_app(app)
         check_part(part)
@@ -324,7 +324,7 @@ class PoolStore(Store):
         return self.post_commit(written, deadline_s=deadline_s).wait()
 
     def post_commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> PostedCommit:
-        """Send the request of a `commit`, whose result the caller reads later."""
+        """Send a `commit` request, whose result the caller reads later."""
         for _, meta in written:
             check_meta(meta)
         return PostedCommit(self._link.reachable(), written, deadline_s)

@@ -73,7 +73,8 @@ class DaemonConnection:
         """
         self._received = bytearray()
         self._chunk = memoryview(bytearray(_CHUNK_BYTES))
-        """Reused buffer, because allocating one per reply would take longer than the reply."""
+        """Buffer for received bytes. It is reused, because allocating a buffer for each reply would take
+        longer than the reply."""
         self._outbox = bytearray()
         self._answered_s = 0.0
         self._last_number = 0
@@ -95,8 +96,8 @@ class DaemonConnection:
     def ask(self, request: messages.Request, kind: type[R], end_s: float, timeout_s: float) -> R:
         """Send a request and wait for the reply until `end_s` (time.monotonic).
 
-        Raises "store_timeout" if the reply is late, and "store_slow" if the request is not sent because the
-        store is too slow for a caller that waits at most `timeout_s`.
+        Raises StoreUnavailable("store_timeout") if the reply is late, and StoreUnavailable("store_slow") if
+        the request is not sent because the store is too slow for a caller that waits at most `timeout_s`.
         """
         return self.awaited(self.post(request, timeout_s), kind, end_s)
 
@@ -121,7 +122,7 @@ class DaemonConnection:
     def taken(self, waiter: Waiter, kind: type[R], end_s: float) -> R | None:
         """Return the reply to a posted request, or None if it has not arrived. Never waits.
 
-        Raises "store_timeout" if the reply has not arrived by `end_s` (time.monotonic).
+        Raises StoreUnavailable("store_timeout") if the reply has not arrived by `end_s` (time.monotonic).
         """
         with self._turns:
             if waiter.answer is None and not self._reading:
@@ -148,7 +149,7 @@ class DaemonConnection:
             self._flush()
 
     def _check_pace(self, timeout_s: float, now_s: float) -> None:
-        """Raise "store_slow" if a reply within `timeout_s` is unlikely."""
+        """Raise StoreUnavailable("store_slow") if a reply within `timeout_s` is unlikely."""
         if self._is_late(timeout_s, now_s) and not self._reading:
             self._take_in()
         if self._is_late(timeout_s, now_s):

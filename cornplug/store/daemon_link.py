@@ -22,7 +22,8 @@ _HELLO_S: Final = 1.0
 _START_WAIT_S: Final = 5.0
 _FIRST_PAUSE_S: Final = 1.0
 _LAST_PAUSE_S: Final = 60.0
-"""Longest pause between attempts to start a daemon that fails. Each attempt uses the engine's cores."""
+"""Longest pause in seconds between attempts to start a daemon that fails. Each attempt uses the engine's
+cores."""
 
 _log = logging.getLogger("cornplug.store")
 _open_links: weakref.WeakSet[DaemonLink] = weakref.WeakSet()
@@ -31,7 +32,7 @@ _open_links: weakref.WeakSet[DaemonLink] = weakref.WeakSet()
 class DaemonLink:
     """Connection to the daemon at `config.socket`, maintained by a background thread.
 
-    Only the constructor waits for a connection. It has the arguments and errors of `PoolStore`.
+    Only the constructor waits for a connection. Its arguments and errors are the same as in `PoolStore`.
     """
 
     def __init__(

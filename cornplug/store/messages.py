@@ -3,7 +3,7 @@
     greetings     one msgpack message, of any version: `ClientHello`, `DaemonWelcome`, `ClientRejected`
     all others    u32 number | one msgpack message. A reply has the number of its request
 
-Each request except `ReleaseRequest` and `RecallRequest` has one reply. Replies have the order of the
+Each request except `ReleaseRequest` and `RecallRequest` has one reply. Replies are in the order of the
 requests. A client detects a late reply by its number. The client splits large requests (`MAX_KEYS`) and the
 daemon truncates large replies (`LeaseReply`), so that a client does not wait long for another client's
 request. Keys are joined into one blob, because 256 keys then decode as one object instead of 256. Payload
@@ -158,7 +158,7 @@ class StatReply(msgspec.Struct, frozen=True, array_like=True, tag=17):
 
 
 class ClientRejected(msgspec.Struct, frozen=True, array_like=True, tag=18):
-    """Rejection of a client. The daemon closes the connection after it."""
+    """Rejection of a client. The daemon then closes the connection."""
 
     reason: Literal["version", "secret"]
     message: str

@@ -1,9 +1,9 @@
 """Copies of whole payloads into and out of any store, with checksums.
 
 Measured on one core of an EPYC (benchmarks/store_vs_memcpy.py): slices of memoryviews copy as fast as memmove
-or numpy, and XXH3 of each piece right after its copy finds the piece in the cache. Pieces have 1 MiB, because
-the C library uses non-temporal stores only from this size on. With smaller pieces, every written cache line
-is first read from memory (8 GB/s instead of 13).
+or numpy. Each piece is hashed with XXH3 right after it is copied, while it is still in the CPU cache. Pieces
+are 1 MiB, because the C library uses non-temporal stores only from this size on. With smaller pieces, every
+written cache line is first read from memory (8 GB/s instead of 13).
 
 `reserve` retries for callers that can wait until memory is allocated. `recalled` and `sought` wait for
 entries on disk or in far stores. If the store has no disk or far stores, they return without waiting.
@@ -34,7 +34,7 @@ from cornplug.store.base import (
 
 _FIRST_PAUSE_S: Final = 0.5e-3
 _LAST_PAUSE_S: Final = 5e-3
-"""Maximum pause between lookups in the table, which send no message."""
+"""Maximum pause in seconds between lookups in the table. These lookups send no message."""
 MOST_SOUGHT: Final = 512
 """Maximum number of absent entries that one request looks up in far stores. Computing their keys takes 1 ms.
 """
@@ -51,8 +51,8 @@ Outcome = Literal["stored", "present", "pending", "growing", "full", "too_large"
 
 
 def begin_recall(store: Store, keys: Sequence[bytes], tiers: bytes) -> bool:
-    """Start to read the keys that are on disk only, according to `tiers`, into memory. Return whether there
-    are any such keys.
+    """Start to read into memory the entries of `keys` that are on disk only, according to `tiers`. Return
+    whether there are any such entries.
 
     Raises StoreUnavailable."""
     on_disk = [key for key, tier in zip(keys, tiers, strict=True) if tier == Tier.DISK]
@@ -62,8 +62,8 @@ def begin_recall(store: Store, keys: Sequence[bytes], tiers: bytes) -> bool:
 
 
 def sought(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s: float) -> bytes:
-    """Look up absent keys in far stores and return a `Tier` per key, after at most `within_s` seconds. For
-    background threads. Raises StoreUnavailable.
+    """Look up absent keys in far stores, and return a `Tier` per key as soon as far stores have replied, or
+    after `within_s` seconds. For background threads. Raises StoreUnavailable.
 
     Args:
         deadline_s: Time limit of each request to the store.
@@ -86,8 +86,8 @@ def sought(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s: 
 
 
 def recalled(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s: float) -> bytes:
-    """Recall entries from disk into memory and return a `Tier` per key, after at most `within_s` seconds. For
-    background threads.
+    """Recall entries from disk into memory, and return a `Tier` per key when no entry is on disk only, or
+    after `within_s` seconds. For background threads.
 
     Absent keys are first looked up in far stores, for at most FAR_WAIT_S. Raises StoreUnavailable.
 

@@ -44,7 +44,7 @@ class PostedReserve(Posted[list[Reservation | ReserveRefusal]]):
             raise
 
     def wait(self) -> list[Reservation | ReserveRefusal]:
-        """Return the reply, waiting for it until the deadline."""
+        """Wait for the reply until the deadline, and return it."""
         try:
             while not self._whole(self._connection.awaited(self._waiter, messages.ReserveReply, self._end_s)):
                 pass
@@ -98,7 +98,7 @@ class PostedCommit(Posted[list[bool]]):
         return self._done
 
     def wait(self) -> list[bool]:
-        """Return the reply, waiting for it until the deadline."""
+        """Wait for the reply until the deadline, and return it."""
         for asked in self._asked:
             self._done += self._connection.awaited(asked, messages.CommitReply, self._end_s).done
         return self._done

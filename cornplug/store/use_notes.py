@@ -30,10 +30,11 @@ PAGE_BYTES: Final = mmap.ALLOCATIONGRANULARITY
 _RING_AT: Final = 8
 """Number of 32-bit words before the ring."""
 RING: Final = PAGE_BYTES // 4 - _RING_AT
-"""Number of notes in a page. If a client writes more between two reads by the daemon, the oldest are lost."""
+"""Number of notes in a page. If a client writes more notes between two reads by the daemon, the oldest notes
+are lost."""
 _HITS, _MISSES, _NOTED = range(3)
 _FOUND, _ABSENT = 6, 7
-"""Indices of 32-bit words."""
+"""Indices of the 32-bit words with the numbers of keys found and absent."""
 _WORD_MASK: Final = (1 << 64) - 1
 _HALF_MASK: Final = (1 << 32) - 1
 MOST_COUNTED: Final = 1 << 24

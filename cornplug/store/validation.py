@@ -19,7 +19,7 @@ MAX_PARTS: Final = 1024
 
 def check_keys(keys: Sequence[bytes]) -> None:
     """Raise ValueError unless every key has 32 bytes."""
-    # No loop in Python, because there may be hundreds of keys.
+    # Do not loop in Python, because there may be hundreds of keys.
     if others := set(map(len, keys)) - {KEY_BYTES}:
         raise ValueError(f"a key must have {KEY_BYTES} bytes, not {min(others)}")
 

@@ -93,8 +93,8 @@ class TtftVerdict:
     """Predicted seconds from the request's arrival to its first token, or None if no request is queued or no
     rate was measured."""
     retry_after_s: float | None = None
-    """Seconds after which a rejected request would be admitted if no other request arrived. None if it is
-    admitted."""
+    """Seconds after which a rejected request would be admitted if no other request arrived. None if the
+    request is admitted."""
 
     @property
     def admitted(self) -> bool:
@@ -183,8 +183,8 @@ class TtftForecast:
 
 
 def _likely(requests: float) -> float:
-    """Return an upper estimate of a queue's length: `requests` plus three standard deviations. It covers
-    nearly every wait.
+    """Return an upper estimate of a queue's length: `requests` plus three standard deviations. The estimate
+    covers nearly every wait.
 
     The standard deviation of the time between first tokens is close to its mean, so the standard deviation of
     a sum of n such times grows with the square root of n.
@@ -305,7 +305,7 @@ def _families(registry: CollectorRegistry | None) -> Iterable[Any]:
         together = CollectorRegistry()
         multiprocess.MultiProcessCollector(together)  # type: ignore[no-untyped-call]
         return together.collect()
-    # vLLM has about sixty metrics. Collect only those that the forecast uses.
+    # vLLM has about sixty metrics. Collect only the metrics that the forecast uses.
     return (registry or REGISTRY).restricted_registry(_NAMES).collect()
 
 

@@ -7,7 +7,7 @@ hook in vLLM 0.32. Each of them is wrapped once, by a short wrapper around the o
 * `EngineArgs.add_cli_args` and `.from_cli_args`: add the `--kv-connector` flag group.
 * `BaseMultiModalProcessor._get_mm_hashes` and `InputProcessor.process_inputs`: set identifiers of media.
 * `create_parser` of both item trackers, `BaseRenderer.render_chat` and `.render_chat_async`, and the HTTP
-server's `init_exception_handler`: process images for an engine that has not loaded its vision tower.
+  server's `init_exception_handler`: process images for an engine that has not loaded its vision tower.
 * `init_scale_out_state`: logs that media in requests rendered by another process are not shared.
 * `Worker.get_kv_cache_spec`: logs the weights that an engine without a tower has not loaded.
 * `make_empty_encoder_model_runner_output`: reports the embeddings that an encoder-only engine saves.
@@ -89,8 +89,8 @@ def decoding() -> str:
 
 
 def wrap(module: str, qualified: str, wrapper: Callable[..., Any]) -> None:
-    """Replace the function `qualified` in `module` by one that calls `wrapper(original, *args, **kwargs)`.
-    Does nothing if the function is already wrapped.
+    """Replace the function `qualified` in `module` with a function that calls `wrapper(original, *args,
+    **kwargs)`. Does nothing if the function is already wrapped.
 
     A wrapped staticmethod or classmethod stays a staticmethod or classmethod. Raises AttributeError or
     ImportError if this vLLM does not have the function. `plugin.register` logs this error as one line.

@@ -35,8 +35,8 @@ _PRODUCER: Final = "ec_producer"
 _REFUSALS: Final = (ValueError, AssertionError, NotImplementedError, RuntimeError)
 
 _left_out: Final[list[str]] = []
-"""Reason why the most recently created VllmConfig does not include cornplug's KV connector. Empty if it
-does."""
+"""List with the reason why the most recently created VllmConfig does not include cornplug's KV connector.
+Empty if the VllmConfig includes the connector."""
 
 
 def why_not() -> str:
@@ -105,8 +105,8 @@ def _encoder_alone(given: Any, make: Callable[[Any], Any]) -> Any | None:
     if _is_ec(ec):
         fewer.ec_transfer_config.ec_role = _PRODUCER
         if fewer.mm_processor_device == "auto" and fewer.mm_tensor_ipc == "torch_shm":
-            # vLLM would preprocess images on a producer's GPU, so its pixel values would differ from those of
-            # consumers.
+            # vLLM would preprocess images on a producer's GPU, so the producer's pixel values would differ
+            # from the consumers' pixel values.
             fewer.mm_processor_device = "cpu"
     try:
         config = make(fewer)
@@ -189,8 +189,8 @@ def _no_kv(line: str, why: object) -> None:
 
 
 def kv_impossible(config: Any) -> str | None:
-    """Return why an engine with this configuration cannot start with a KV connector, or None if it can.
-    Covers only cases that vLLM detects too late."""
+    """Return the reason why an engine with this configuration cannot start with a KV connector, or None if it
+    can. Covers only reasons that vLLM detects late during an engine's start."""
     if config.model_config.is_encoder_decoder:
         return "vLLM does not support KV connectors for encoder-decoder models"
     backend = config.attention_config.backend

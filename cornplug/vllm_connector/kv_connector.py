@@ -283,8 +283,8 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def _detach_load(self, request: Request) -> bool:
-        """Let the load of a finished request complete after vLLM has removed the request. Returns False if
-        the request has no such load (`kv/copies_in_flight.py`)."""
+        """Let the load of a finished request complete after vLLM has removed the request
+        (`kv/copies_in_flight.py`). Returns False if the request has no load in flight."""
         manager, half = self._kv_cache_manager, self._scheduler
         if half is None or manager is None or not half.detach_load(request):
             return False

@@ -1,8 +1,8 @@
 """Registration of cornplug with vLLM, through the entry point `vllm.general_plugins`. Every vLLM process
-calls it, and some processes call it twice.
+calls `register`, and some processes call it twice.
 
 vLLM does not catch exceptions from this call, so an exception would also stop engines that do not use
-cornplug. With an unsupported version of vLLM, `register` only logs a line, and engines run as stock vLLM
+cornplug. With an unsupported version of vLLM, `register` only logs a warning, and engines run as stock vLLM
 (`as_stock.py`).
 """
 

@@ -20,7 +20,8 @@ def runtime(extra: Mapping[str, Any]) -> EngineRuntime:
     """Return this process's runtime for these connector settings. The first call with the settings creates
     the runtime.
 
-    Raises ConfigError if cornplug is configured but cannot run with this vLLM.
+    Raises ConfigError if cornplug is configured but cannot run with this vLLM, or if a setting is unknown or
+    invalid.
     """
     if not registered():
         register()

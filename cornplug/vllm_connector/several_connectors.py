@@ -1,8 +1,8 @@
 """Configuration of engines that run cornplug alongside other KV connectors, using vLLM's MultiConnector.
 
-MultiConnector loads a request's prefix from the first connector that offers one, and saves to all connectors.
-The other connectors are listed before cornplug, so that a decode server loads KV from its prefill server, and
-native offloading loads the KV that it has offloaded.
+MultiConnector loads a request's prefix from the first connector that offers any of its tokens, and saves to
+all connectors. The other connectors are listed before cornplug, so that a decode server loads KV from its
+prefill server, and native offloading loads the KV that it has offloaded.
 """
 
 from __future__ import annotations

@@ -181,8 +181,8 @@ def _layer_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
 
 
 def _build_draft(config: VllmConfig) -> None:
-    """Build the draft model, if there is one, so that its layers are added to the config. vLLM also loads the
-    draft after its target."""
+    """Build the draft model, if there is one, so that its layers are added to the config. As in vLLM, the
+    draft is built after its target."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
 

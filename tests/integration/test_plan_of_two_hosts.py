@@ -27,7 +27,7 @@ def embeddings_hit(url: str) -> float:
         sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if sample.name == "cornplug_hits_total" and sample.labels.get("what") == "embedding"
+        if sample.name == "cornplug_hits_total" and sample.labels.get("kind") == "embedding"
     )
 
 

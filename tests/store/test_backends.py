@@ -26,7 +26,7 @@ shared = MemoryStore(
 
 
 def open(config, *, autostart=None, connect_timeout_s=None):
-    return shared.connect()
+    return object() if config.backend == "lent:no store" else shared.connect()
 """
 
 
@@ -75,6 +75,11 @@ def test_open_store_every_process_gets_the_store_of_the_setting(
     assert (found.status, found.what.startswith(f"{address}: ")) == ("ok", True)
     assert "1 entries" in found.what
     assert not config.store.socket.exists(), "the host's own store is not started beside it"
+
+
+def test_open_store_object_that_is_no_store_is_an_error(installed: None) -> None:
+    with pytest.raises(ConfigError, match=r"store\.backend.*'lent' does not inherit"):
+        open_store(StoreConfig(backend="lent:no store"))
 
 
 def test_open_store_backend_that_no_package_brings_is_an_error_naming_the_known(installed: None) -> None:

@@ -35,8 +35,8 @@ INTERVAL_S: Final = 1.0
 _TIMEOUT_S: Final = 1.0
 _MOST_BYTES: Final = 8 << 20
 _SAMPLE: Final = re.compile(rf"^({'|'.join(PRESENT)})(?:\{{.*\}})? (\S+)", re.MULTILINE)
-"""Matches a line of one of the four gauges. Parsing all lines of the response takes a hundred times as
-long."""
+"""Pattern for a line with one of the four gauges that are read. Parsing all lines of the response takes a
+hundred times as long."""
 STEP_BYTES: Final = 512
 STEP_TOKENS: Final = 128
 """Estimated number of tokens in one step, with four bytes of text per token."""

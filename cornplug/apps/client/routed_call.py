@@ -64,7 +64,7 @@ class ClassRoute:
     """Engines for the requests of one class, and fields that are added to these requests."""
 
     engines: Mapping[str, float]
-    """URL without a trailing slash -> weight."""
+    """URL of each engine, without a trailing slash -> weight."""
     priority: int | None = None
     cache_salt: str | None = None
 

@@ -35,7 +35,10 @@ class RoutedTransport(httpx.BaseTransport):
         return answer if call.is_whole else _streamed(answer, _RoutedStream(self, call, answer))
 
     def answer(self, call: RoutedCall) -> httpx.Response:
-        """Return the next response of a call that goes to the caller. If it is whole, it has been read."""
+        """Send the call's requests until a response is for the caller, and return that response.
+
+        If `RoutedCall.is_whole` is True, the response has been read completely.
+        """
         while True:
             step = call.next_step()
             if isinstance(step, RetryPause):
@@ -72,7 +75,10 @@ class AsyncRoutedTransport(httpx.AsyncBaseTransport):
         return answer if call.is_whole else _streamed(answer, _AsyncRoutedStream(self, call, answer))
 
     async def answer(self, call: RoutedCall) -> httpx.Response:
-        """Return the next response of a call that goes to the caller. If it is whole, it has been read."""
+        """Send the call's requests until a response is for the caller, and return that response.
+
+        If `RoutedCall.is_whole` is True, the response has been read completely.
+        """
         while True:
             step = call.next_step()
             if isinstance(step, RetryPause):

@@ -159,7 +159,7 @@ class ModelFamily:
 
     @property
     def first_modality(self) -> Modality:
-        """Modality whose embeddings have the same identity as before the family had several modalities."""
+        """Modality that the family supported first. Its embeddings keep the identity that they had then."""
         return next(iter(self.inputs))
 
     def preprocess_spec_of(self, modality: Modality) -> Callable[[Json], Spec]:

@@ -154,7 +154,7 @@ def one_row_a_patch(cut: LlavaCut, config: Json) -> Spec:
 
 
 def sized_pixels(preprocessor: Json, kind: str, defaults: Json) -> Spec:
-    """Return `pixel_spec` with sizes as sides, also if the JSON has a single number of pixels."""
+    """Return `pixel_spec` with `size` and `crop_size` as named sides, even if the JSON has single numbers."""
     spec = pixel_spec(preprocessor, kind, defaults)
     if isinstance(spec.get("size"), int):
         square = preprocessor.get("default_to_square", False)

@@ -157,7 +157,7 @@ def _check_size(dtype: str, shape: tuple[int, ...], size: int) -> None:
 def vllm_part(ref: EmbeddingRef, *, by_value: bool = False) -> dict[str, Any]:
     """Return a content part of a chat message for vLLM 0.32, in place of an `image_url` part.
 
-    The part contains the handle unless `by_value` is set. Then the engine must have the service's
+    The part contains the handle unless `by_value` is set. With a handle, the engine must have the service's
     `store.secret_file` and store, the request's `cache_salt` must be the salt that the image was encoded
     with, and the entry must still be in the store. Otherwise the request fails with status 400, because the
     engine has no pixels to fall back to.

@@ -53,7 +53,7 @@ def check_remote(config: Config) -> None:
 
 
 def engine_encoder(config: Config, secret: bytes) -> EngineEncoder:
-    """Return a client for the services at `encoder.engine_urls`, or else for the one at `encoder.socket`.
+    """Return a client for the services at `encoder.engine_urls`, or else for the service at `encoder.socket`.
 
     Raises ConfigError as `check_remote` does.
     """

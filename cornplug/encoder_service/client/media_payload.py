@@ -31,8 +31,8 @@ class MediaPayload:
     name: str
     data: bytes = field(repr=False)
     content: bytes
-    """Digest that ranks the services, not sent: SHA-256 of the bytes, or for a PIL image the digest of its
-    pixels, because a PNG's bytes depend on the encoder."""
+    """Digest by which services are ranked, which is not sent. It is the SHA-256 of the bytes, or the digest
+    of a PIL image's pixels, because a PNG's bytes depend on the encoder."""
 
     @classmethod
     def of(cls, item: Item) -> Self:

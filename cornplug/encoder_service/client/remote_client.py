@@ -59,7 +59,8 @@ _BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
 _PROBE_S: Final = 2.0
 _LEFT_OUT_S: Final = 0.5
 _MOST_LEFT_OUT_S: Final = 5.0
-"""Maximum pause in seconds, even if a full service requests a longer pause. Another attempt costs little."""
+"""Maximum seconds for which a full service is skipped, even if it requests a longer pause. Another attempt
+costs little."""
 _MARGIN_S: Final = 5.0
 _PART_OF_TIMEOUT: Final = 0.9
 """Deadline in a MediumRequest, as a fraction of this client's timeout for the service."""
@@ -134,7 +135,7 @@ class _Service:
     """Reason why the service is skipped, or None while it is used."""
     proved: bool = False
     since: float = -math.inf
-    """Time since which the service is used, on the monotonic clock."""
+    """Time from which the service has been used, on the monotonic clock."""
     pause_s: float = 0.0
     failed: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -14,8 +14,8 @@ from cornplug.errors import EncoderRefused, EncoderUnavailable
 from cornplug.store.base import Store
 
 _BUSY: Final = frozenset({429, 503})
-"""Statuses of a service that is overloaded or draining, or where the class is over its share. Another service
-may accept the request now, or the same service later."""
+"""Statuses of a service that is overloaded or draining, or in which the request's class exceeds its share.
+Another service may accept the request now, or the same service later."""
 _FAILED: Final = frozenset({500, 504})
 """Statuses of a request that failed or was too late. Another service may succeed."""
 
@@ -51,7 +51,7 @@ class RemoteFailure(Exception):
 def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
     """Return the embedding, or None if its bytes are neither in the response nor in the store.
 
-    Raises EncoderUnavailable("encoder_bad_response"), and as `check` does.
+    Raises EncoderUnavailable("encoder_bad_response"), and the errors of `check`.
     """
     check(answer)
     try:
@@ -81,7 +81,8 @@ def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
 
 
 def models(answer: HttpAnswer) -> list[dict[str, Any]]:
-    """Return the models in a reply to `GET /v1/models`. Raises as `embedding` does."""
+    """Return the models in a reply to `GET /v1/models`. Raises the same errors as
+    `embedding`."""
     check(answer)
     try:
         return list(msgspec.json.decode(answer.body)["models"])

@@ -118,7 +118,7 @@ class CircuitBreakers:
             return False
         circuit = self._circuits[url]
         if circuit.failures:
-            # Other requests use other services until the probe returns. The time is for a lost probe.
+            # Other requests use other services until the probe returns, or until this time if it is lost.
             circuit.down_until = now + _ceiling(circuit.failures)
         return True
 

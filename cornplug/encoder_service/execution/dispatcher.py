@@ -221,7 +221,7 @@ class BatchDispatcher:
         if error is None:
             return None
         if isinstance(error, PassAbandoned):
-            # Only a request that joined one of these jobs since then, or during shutdown, gets this refusal.
+            # Only a request that joined one of these jobs after the pass ended, or at shutdown, gets this.
             why = "the batch was abandoned, because no request waited for it"
             return self._refuse(batch, why, retry_after_s=_POLL_S, reason="overloaded")
         if len(batch) == 1 and not isinstance(error, ReplicaLost):

@@ -1,5 +1,5 @@
-"""Core of the encoder service: admits and queues requests. `BatchDispatcher` runs batches, `RequestReplies`
-replies.
+"""Core of the encoder service: admits and queues requests. `BatchDispatcher` runs batches, and
+`RequestReplies` sends replies.
 
     submit ─> admission threads ─> Batcher ─> BatchDispatcher: executors, publishing ─> replies
               check, digest, join
@@ -279,7 +279,8 @@ class EncoderCore:
     def reload(self, name: str | None = None) -> tuple[ServedModel, ...]:
         """Load the weights that are now on disk for the model `name`, or for all models, and serve them.
 
-        Blocks while the weights load. Requests continue. Returns and raises as `WeightReloader.reload` does.
+        Blocks while the weights load, but requests continue. The result and the errors are the same as for
+        `WeightReloader.reload`.
         """
         return self._reloader.reload(name)
 

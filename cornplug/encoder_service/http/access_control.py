@@ -40,9 +40,10 @@ _FORMS: Final = "/v1/encode"
 
 
 async def json_only(request: Request) -> None:
-    """Check that a POST request contains JSON, or another content type that its route accepts.
+    """Reject a POST request unless its body is JSON or has another content type that the route accepts.
 
-    A page of another site can send other content types without CORS. Raises EncoderRefused("media_type").
+    Browsers let pages of other sites send some content types, such as text/plain, without a CORS preflight.
+    Raises EncoderRefused("media_type").
     """
     if request.method in _READING:
         return

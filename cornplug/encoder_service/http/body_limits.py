@@ -39,7 +39,7 @@ _FORM_OVERHEAD_BYTES: Final = 64 << 10
 _SMALL_BYTES: Final = 64 << 10
 """Maximum bytes of a body on a route that does not accept media."""
 _MAX_MEDIA: Final = 256
-"""Maximum number of media in one request. SGLang's servers send the largest (`sglang.wire.EncodePart`)."""
+"""Maximum number of media in one request. Only SGLang's servers send several (`sglang.wire.EncodePart`)."""
 _QUOTES_A_MEDIUM: Final = 32
 """Maximum number of quotation marks for one medium. It has at most five fields, each with four quotation
 marks for the name and the value."""

@@ -88,7 +88,7 @@ class Overview(pydantic.BaseModel):
 
 
 class StatusReport:
-    """Source of the overviews of one service. Use it from one event loop."""
+    """Builds the `Overview` of a service's current state. Use it from one event loop."""
 
     def __init__(self, encoder: EncoderCore, gate: DrainState, models: ModelsRoute) -> None:
         self._encoder = encoder

@@ -74,7 +74,7 @@ class Status(pydantic.BaseModel):
 
 
 class ModelsRoute:
-    """Source of the list of served models. It tests once per model, with two blank images, whether all images
+    """Builds the list of served models. It tests once per model, with two blank images, whether all images
     have the same number of rows."""
 
     def __init__(self, registry: ModelRegistry, preparer: MediaPreparer) -> None:

@@ -56,8 +56,8 @@ BROKEN: Final = (av.FFmpegError, ValueError, LookupError, OverflowError, TypeErr
 
 Samples = npt.NDArray[np.float32]
 Before = Callable[[float, int], None]
-"""Function that is called before decoding with the duration in seconds and the sample rate. The duration is
-the maximum if the header has none. An exception stops the decoding."""
+"""Function that is called before decoding with the duration in seconds and the sample rate. If the header has
+no duration, the maximum is passed. An exception stops the decoding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -39,7 +39,7 @@ class VideoHeader:
     """Properties of a video before decoding."""
 
     total: int
-    """Number of frames."""
+    """Number of frames in the video stream."""
     fps: float
     width: int
     height: int
@@ -143,11 +143,18 @@ def decode_frames(
 def sampled(source: VideoHeader, chosen: Sequence[int], limits: VideoLimits) -> tuple[int, ...]:
     """Return the chosen frame numbers, ascending and without duplicates.
 
-    Raises MediaError("unprocessable") if none is chosen or one is out of range, and as `check_room` does.
+    Raises MediaError("unprocessable") if no frame is chosen or a number is out of range, and the errors of
+    `check_room`.
     """
     indices = tuple(sorted({int(index) for index in chosen}))
-    if not indices or indices[0] < 0 or indices[-1] >= source.total:
-        raise MediaError(f"none of the {source.total} frames is sampled", reason="unprocessable")
+    if not indices:
+        raise MediaError("no frame of this video was selected", reason="unprocessable")
+    if indices[0] < 0 or indices[-1] >= source.total:
+        raise MediaError(
+            f"the selected frames {indices[0]} to {indices[-1]} are out of range: the video has "
+            f"{source.total} frames",
+            reason="unprocessable",
+        )
     check_room(len(indices), source.width, source.height, limits)
     return indices
 

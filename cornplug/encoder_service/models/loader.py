@@ -249,7 +249,7 @@ def speed_up(tower: Tower) -> None:
 
 def _replace_parts(module: nn.Module) -> None:
     for name, part in list(module.named_children()):
-        # Do not replace subclasses, because their owner may use more than a call.
+        # Do not replace subclasses, because the module that owns them may do more than call them.
         if type(part) is nn.Linear:
             setattr(module, name, PackedLinear(part))
         elif type(part) is QuickGELUActivation:

@@ -151,8 +151,8 @@ class ModelRegistry:
     def shares_features(self, model: LoadedModel) -> bool:
         """Return whether the output of the model's tower should be cached for other models.
 
-        True if the model's family declares it, or if another served model has the same tower and another
-        projector.
+        True if `ModelFamily.shares_features` is set for its family, or if another served model has the same
+        tower and another projector.
         """
         return model.checkpoint.family.shares_features or any(
             other.tower is model.tower and other.projector is not model.projector

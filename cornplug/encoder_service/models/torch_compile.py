@@ -37,11 +37,11 @@ class CompiledTower:
             layer._compiled_call_impl = _after_pause(layer._compiled_call_impl)
 
     def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
-        """See `Tower.prepare`."""
+        """Validate one medium's inputs, like `Tower.prepare`."""
         return self.inner.prepare(inputs)
 
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        """See `Tower.encode`."""
+        """Return each item's features, like `Tower.encode`."""
         try:
             return self.inner.encode(items)
         except TorchDynamoException as e:

@@ -44,7 +44,7 @@ class ByteBudget:
     def adjust(self, qos: ServiceClass, more: int, total: int) -> None:
         """Add `more` bytes to a share, which then holds `total` bytes. Release bytes if `more` is negative.
 
-        Raises as `BudgetShare.need` does.
+        Raises the same errors as `BudgetShare.need`.
         """
         with self._lock:
             if more > 0:

@@ -90,8 +90,8 @@ class QueueTurn(Generic[ResultT]):
 
 
 class DecodeLanes:
-    """Queue and all lanes. Thread-safe. Threads start with the first medium, and `close` ends them and the
-    processes."""
+    """Queue of media, and the lanes that decode and preprocess them. Thread-safe. Threads start with the
+    first medium, and `close` ends the threads and the processes."""
 
     def __init__(
         self,

@@ -30,8 +30,8 @@ _SIDES: Final = (64, 1024)
 large images.
 """
 _MOST_A_PIXEL: Final = 24
-"""Maximum bytes of inputs per pixel. Families that do not resize need this many: float32, each frame
-twice."""
+"""Maximum bytes of inputs per pixel. Families that do not resize need this many: three float32 values, stored
+twice, as two frames."""
 _SHAPES: Final = 4096
 """Maximum number of shapes whose grid is cached."""
 _PIXELS_NOT_SIDES: Final = 100_000

@@ -71,7 +71,7 @@ class DecodedMedium:
     digest: bytes
     """Media digest, 32 bytes."""
     shape: tuple[int, ...]
-    """Shape as in `preparer.DecodedFile`."""
+    """Shape of the medium, as in `preparer.DecodedFile`."""
     preprocess: Callable[[], Inputs]
     """Function that runs the processor. Raises MediaError("unprocessable") if it does not accept the
     medium."""

@@ -30,8 +30,8 @@ class WorkerChannel:
         self.fds = (self._child_end.fileno(), self._inputs.fd, self._outputs.fd)
 
     def started(self) -> None:
-        """Close the child's end, which the process has inherited. Otherwise the socket would stay open after
-        the process ends.
+        """Close this process's copy of the child's end, after the child has inherited it. Otherwise the
+        socket would stay open after the child ends.
         """
         self._child_end.close()
 

@@ -50,7 +50,7 @@ class ReplicaExecutor:
         self.uncompiled = 0
         """Number of towers that the process could not compile."""
         self.problem = ""
-        """Reason why the replica is not ready or lacks a model, or ""."""
+        """Reason why the replica is not ready or lacks a model, or "" if it has all models and is ready."""
         self.ends: Counter[str] = Counter()
         """Number of times that the process ended unexpectedly, by reason: "died", "not_loaded",
         "not_started"."""

@@ -66,7 +66,7 @@ class BatchLatencyModel:
 
     fixed_s: float = 0.0
     token_s: float = 0.0
-    """Seconds per token."""
+    """Seconds that each token adds to the latency of a batch."""
     batches: int = 0
     _n: float = 0.0
     _x: float = 0.0

@@ -3,7 +3,7 @@
     queue ─> by class and app, the earliest deadline first ─WeightedFairQueue─> a batch for one tower
 
 The first job is taken regardless of its size. Other jobs fill the remaining tokens, so that small jobs do not
-wait for a large job. If a job is passed over, because it is too large or for another tower, it is the first
+wait for a large job. If a job is passed over, because it is too large or needs another tower, it is the first
 job of the next batch, so that no job starves.
 """
 

@@ -3,7 +3,7 @@ I/O.
 
 submit ──join_or_add──> queue of EncodeJobs ──take──> a batch for one tower ──finish──> replies
                             │ same key: one job, several requests (also while it runs)
-                            └ same features: several jobs, computed once, free in a batch
+                            └ same features: several jobs, computed once, counted once in a batch
 
 `backlog_ahead` returns the work ahead of a new request.
 """
@@ -188,7 +188,7 @@ class Batcher(Generic[PayloadT]):
                 deadline in seconds of one of its jobs.
             has_urgent_lane: Whether a thread calls `take_urgent`, so that running batches do not delay jobs
                 of better classes.
-            is_long: Returns whether a running batch delays a waiting job with this deadline (s) too long.
+            is_long: Returns whether a running batch delays a job with this deadline (s) for too long.
         """
         self._has_urgent_lane = has_urgent_lane
         self._is_long = is_long
@@ -279,8 +279,8 @@ class Batcher(Generic[PayloadT]):
             return True
 
     def raise_cost(self, job: EncodeJob[PayloadT], tokens: int) -> None:
-        """Charge a running job for more tokens, because its actual cost is known only after its header was
-        read."""
+        """Increase the cost of a running job to `tokens`, because the actual cost is known only after the
+        header of its medium was read."""
         with self._changed:
             if (begun := self._running.get(job)) is None or tokens <= job.tokens:
                 return

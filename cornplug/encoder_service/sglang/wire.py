@@ -41,7 +41,7 @@ class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Level of detail from OpenAI's API. It has no effect, because the served families have one
     resolution."""
     content_hash: str | None = None
-    """Hash of the content from the client. It is not used, because cache keys contain a digest of the
+    """Hash of the content, as sent by the client. It is not used, because cache keys contain a digest of the
     pixels."""
     cornplug_salt: str | None = None
     """The request's `cache_salt`, from a server with cornplug's plugin (`sglang_hooks/media/epd.py`)."""

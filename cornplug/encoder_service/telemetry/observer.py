@@ -109,7 +109,7 @@ class RequestObserver:
             pending.span.end()
 
     def _waited(self, pending: PendingRequest) -> None:
-        # It is None if the queue stage has ended before, in an earlier batch that failed.
+        # `queued_s` is None if the queue stage has already ended, in an earlier batch that failed.
         queued_s, pending.queued_s = pending.queued_s, None
         if queued_s is None:
             return

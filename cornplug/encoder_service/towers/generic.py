@@ -213,9 +213,9 @@ def _deepstack_levels(found: type[Any], config: Any) -> int:
 def outputs_taken(model: Any, modality: Modality) -> set[str]:
     """Return the names of the outputs of `get_*_features` that a model's decoder uses.
 
-    They are found in the source code of transformers' `forward`, which names each output that callers may
-    pass in precomputed. The result is empty if `forward` does not accept precomputed outputs, as for audio.
-    Outputs other than "pooler_output" are rows of several layers, or rows before the projector.
+    The names are read from the source code of transformers' `forward`, which names each output that callers
+    may pass in precomputed. The result is empty if `forward` does not accept precomputed outputs, as for
+    audio. Outputs other than "pooler_output" are rows of several layers, or rows before the projector.
     """
     pattern = re.compile(rf'mm_encoder_outputs(?:\["{modality}"\]|\.get\("{modality}"\))\.(\w+)')
     taken: set[str] = set()

@@ -53,7 +53,8 @@ class Ultravox:
 
 
 class UltravoxTower:
-    """`audio_features` (chunks, bins, frames) and `audio_lens` (chunks,) -> (chunks x rows, width)."""
+    """Tower for `audio_features` (chunks, bins, frames) and `audio_lens` (chunks,)
+    -> (chunks x rows, width)."""
 
     def __init__(
         self, encoder: WhisperEncoder, shape: WhisperShape, *, dtype: torch.dtype, device: torch.device
@@ -120,7 +121,8 @@ class StackingProjector:
         return list(out.split([len(stack) for stack in stacks]))
 
     def _stacked(self, features: torch.Tensor, item: TowerItem) -> torch.Tensor:
-        """Return the stacks of one medium that contain rows of its audio: (tokens, width x stack)."""
+        """Concatenate every `stack` consecutive rows of an item, and drop the results that contain only
+        padding. Returns shape (tokens, width x stack)."""
         rows, *valid = item.geometry
         chunks = functional.pad(features.unflatten(0, (-1, rows)), (0, 0, 0, -rows % self._stack))
         stacks = chunks.unflatten(1, (-1, self._stack)).flatten(2)

@@ -63,8 +63,8 @@ class VitLayers(nn.Module):
 
 
 def fill(layers: VitLayers, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-    """Load the tower's weights into layers that were created on the meta device. Raises as `fill_weights`
-    does.
+    """Load the tower's weights into layers that were created on the meta device. Raises the same
+    errors as `fill_weights`.
     """
     fill_weights(layers, checkpoint.locate("tower"), dtype=dtype, device=device)
     # `position_ids` is not a weight, so it is still on the meta device.

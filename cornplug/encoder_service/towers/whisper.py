@@ -145,7 +145,8 @@ class Qwen2Audio:
 
 
 class Qwen2AudioTower:
-    """`input_features` (bins, frames) and `feature_attention_mask` (frames,) -> (rows / 2, width)."""
+    """Tower for `input_features` (bins, frames) and `feature_attention_mask` (frames,)
+    -> (rows / 2, width)."""
 
     def __init__(
         self, encoder: WhisperEncoder, shape: WhisperShape, *, dtype: torch.dtype, device: torch.device

@@ -35,7 +35,7 @@ class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
     identity: bytes
     """`identity.model_identity` of the model, which includes its dtype and preprocessing."""
     media: bytes
-    """Media digest."""
+    """Digest of the medium that the embedding was computed from."""
     key: bytes
     """Embedding key, which includes the `cache_salt` that the app sent to the service."""
     dtype: str

@@ -176,7 +176,7 @@ def is_free(server_args: Any) -> bool:
 
 
 def deployment(settings: Any) -> str:
-    """Return the reason why the deployment excludes sharing, with the flag and its value, or ""."""
+    """Return the reason why the deployment excludes sharing, with flag and value, or "" if it does not."""
     for each in DEPLOYMENTS:
         if (value := getattr(settings, each.field)) not in (each.plain, *each.also):
             return f"{each.flag} {value} ({each.why})"
@@ -242,7 +242,7 @@ def keeps_windows_apart(server_args: Any) -> bool:
 
 
 def _windows(server_args: Any, settled: Any) -> str:
-    """Return the reason why KV of a model with a separate window pool is not shared, or ""."""
+    """Return the reason why KV of a model with a separate window pool is not shared, or "" if it is."""
     from sglang.srt.arg_groups.overrides import model_config_of
 
     if not model_config_of(server_args).is_hybrid_swa:
@@ -366,7 +366,7 @@ DRAFT_SETTINGS: Final = (
 
 
 def drafter(settings: Any) -> str:
-    """Return the reason why KV is not shared with these settings of speculative decoding, or ""."""
+    """Return the reason why KV is not shared with these settings of speculative decoding, or "" if it is."""
     algorithm = str(settings.speculative_algorithm or "").upper()
     if algorithm not in _DRAFTERS:
         return f"--speculative-algorithm {algorithm} ({DRAFTS})"

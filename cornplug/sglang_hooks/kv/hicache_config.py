@@ -102,7 +102,7 @@ def storage_settings(page_size: int, config: Config, given: Mapping[str, Any]) -
         "prefetch_threshold": page_size,
         # Time in seconds that SGLang waits for a prefetch before it computes. SGLang adds time for each page.
         "prefetch_timeout_base": config.store.background_timeout_s,
-        # Without this setting, a backup has only the hashes of its own pages, and not those of its prefix.
+        # Without this setting, a backup has the hashes of its own pages, but not of the pages before them.
         "hicache_storage_pass_prefix_keys": True,
         **given,
         **BACKEND,

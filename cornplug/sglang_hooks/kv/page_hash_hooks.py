@@ -117,7 +117,7 @@ def _know_prefix(index: PageHashIndex, cache: Any, node_id: Any, space: CacheNam
         return
     (path,) = cache.tree_core.collect_path_info([node_id])
     for node in path[:-1]:
-        # None for a node without a copy on the host. All nodes before one that is backed up have copies.
+        # None for a node without a copy on the host. If a node is backed up, all nodes before it have copies.
         spec = cache.tree_core.build_storage_backup_spec(node.node_id, True)
         if spec is None:
             return

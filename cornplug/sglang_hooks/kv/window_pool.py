@@ -132,7 +132,7 @@ class WindowPool:
     def with_full(self, full: PageGeometry) -> PageSize:
         """Return the size of a page of full attention plus a window page.
 
-        This is the maximum size of a page's tokens in the store.
+        This is the maximum size that the tokens of one page have in the store.
         """
         return WholePage(full.page_tokens, full.page_bytes + self._page.page_bytes)
 
@@ -169,7 +169,7 @@ class WindowPool:
         asked = ends[-1] if ends else 0
         most = full.present(hashes[:asked]) if asked else 0
         ends = [end for end in ends if end <= most]
-        # `present` has already counted the missing pages of full attention before `asked`.
+        # `present` has already counted the missing ones of the first `asked` pages of full attention.
         full.count_absent(len(hashes) - asked + most - (ends[-1] if ends else 0))
         return ends
 

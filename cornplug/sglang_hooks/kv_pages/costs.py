@@ -33,7 +33,9 @@ class _Queued:
 
 
 class LoadPace:
-    """Measures durations on one rank. Thread-safe, for SGLang's scheduler thread and its storage threads.
+    """Measures how long prefetches and steps take on one rank.
+
+    Thread-safe, because SGLang's scheduler thread and its storage threads use it.
 
     Args:
         bytes_a_token: number of bytes that this rank copies per token.
@@ -71,7 +73,7 @@ class LoadPace:
             self._moved_s += seconds
 
     def far_wait_s(self, tokens: int) -> float:
-        """See `LoadRule.far_wait_s`."""
+        """Return the maximum seconds that a request waits for far stores (`LoadRule.far_wait_s`)."""
         with self._lock:
             return self._rule.far_wait_s(tokens)
 

@@ -139,7 +139,7 @@ class DraftPages:
         return [int(slot) for slot in transfer.host_indices[:: self._page_size].tolist()]
 
     def close(self) -> None:
-        """See `PageReader.close` and `PageWriter.close`."""
+        """Close the scheduler thread's store connection, and stop the threads that copy draft pages."""
         self._reader.close()
         self._writer.close()
 

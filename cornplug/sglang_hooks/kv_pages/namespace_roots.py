@@ -1,4 +1,4 @@
-"""Roots of page keys: digests of everything except the tokens on which the KV of a namespace depends.
+"""Roots of page keys. A root is a digest of everything that affects the KV of a namespace, except the tokens.
 
 The roots equal vLLM's roots for the same checkpoint, dtype, page geometry and salt, because both engines call
 `engine_common.kv_root`.
@@ -177,7 +177,7 @@ class RootsOfCall:
         self._made: dict[CacheNamespace, bytes] = {}
 
     def root(self, space: CacheNamespace) -> bytes:
-        """See `NamespaceRoots.root`."""
+        """Return the root of a namespace's page keys. Raises the same errors as `NamespaceRoots.root`."""
         if space not in self._made:
             self._made[space] = self._roots.root(space)
         return self._made[space]

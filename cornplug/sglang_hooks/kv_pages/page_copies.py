@@ -35,8 +35,8 @@ Rows = NDArray[np.void]
 one head and layer."""
 
 _TILE_BYTES: Final = 1 << 20
-"""Number of bytes to copy at a time, unless a layer has more. It is the cache size of one core in a
-server."""
+"""Number of bytes to copy at a time, unless one head's part of a page, over all layers of this rank, is
+larger. It is the cache size of one core in a server."""
 _MOST_THREADS: Final = 4
 _CORES_A_THREAD: Final = 4
 """Number of cores of a rank for each copying thread. SGLang's own processes need the other cores."""
@@ -95,7 +95,7 @@ class _Scratch:
     def __init__(self, size_bytes: int) -> None:
         self.memory = np.empty(size_bytes, np.uint8)
         self.blocks: dict[int, list[_Block]] = {}
-        """Segments per head -> blocks of this rank's part of a page. Their tiles use this memory."""
+        """Number of segments per head -> blocks of this rank's part of a page. Tiles use this memory."""
 
 
 class PageCopies:

@@ -25,7 +25,7 @@ class PoolContext:
     stopping: Callable[[], bool]
     """Returns whether SGLang waits for its storage threads to end. SGLang exits after 10 s."""
     only_seen: bool = False
-    """See `PagePublisher`."""
+    """Whether to save only pages that an earlier request used (`PagePublisher`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,4 +35,4 @@ class RankPool:
     mine: RankPages
     host: HostPages
     threads: int = 1
-    """See `PageCopies`."""
+    """Number of threads that copy pages in parallel (`PageCopies`)."""

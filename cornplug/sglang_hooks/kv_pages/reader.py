@@ -33,7 +33,8 @@ _RECALL_FRESH_S: Final = 60.0
 """Age in seconds at which measurements of the disk's speed expire, so that a disk that was too slow is tried
 again."""
 _RECALL_PAUSE_S: Final = 5.0
-"""Time in seconds without waits for disks and far stores after a disk read exceeded its deadline."""
+"""Time in seconds without waits for disks and far stores after a disk read exceeded its deadline, because
+each wait delays a request."""
 
 
 class PageWaits:
@@ -313,10 +314,10 @@ class PageReader:
         slots: Sequence[int],
         leases: Mapping[bytes, Lease],
     ) -> tuple[list[tuple[Lease, list[PagePart]]], list[int]]:
-        """Return the store pages to copy, up to the plan's first page without a lease.
+        """Return the store pages to copy, each with its memory in the host pool.
 
-        Each store page has its memory in the host pool. Also returns, for each page of the plan, how many
-        leading store pages it needs.
+        The result ends at the plan's first page without a lease. Also returns, for each page of the plan, how
+        many leading store pages the page needs.
         """
         jobs: list[tuple[Lease, list[PagePart]]] = []
         ends: list[int] = []

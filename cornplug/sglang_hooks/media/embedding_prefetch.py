@@ -163,7 +163,7 @@ class EmbeddingPrefetcher:
     def _put(self, key: bytes, tensor: WireTensor) -> None:
         """Save an embedding that the service sent but could not save.
 
-        The service may be on another host, or its store failed.
+        This happens if the service is on another host, or if its store has failed.
         """
         outcome = put_payload(
             self._run.store,

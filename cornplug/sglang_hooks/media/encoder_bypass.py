@@ -218,9 +218,9 @@ def _split(made: Any, items: Sequence[Any]) -> list[torch.Tensor] | None:
 
 
 def _agreed(taken: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Return `taken` with None for each embedding that a rank of the group has not loaded.
+    """Return `taken` with None for each embedding that at least one rank of the group has not loaded.
 
-    Either all ranks of the group call this, or none.
+    Call this either on all ranks of the group or on none.
     """
     from sglang.srt.layers.dp_attention import get_dp_tp_group
 

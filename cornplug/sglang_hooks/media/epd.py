@@ -55,7 +55,7 @@ Media = Sequence[bytes] | None
 
 @dataclass(slots=True)
 class _EpdState:
-    """State of this process's engine."""
+    """State that encoder disaggregation needs in this process."""
 
     identity: bytes | None = None
     """Model identity that signed statements must contain, or None if no statement is accepted."""

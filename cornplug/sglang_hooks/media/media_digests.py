@@ -8,8 +8,8 @@ The digest covers the pixels that the processor receives, like the digests in `e
 instead of putting the image on a white background. The pixels of these images differ from vLLM's, and so do
 their digests.
 
-The digest is kept in a field of the item that is not sent to the scheduler. It is needed when the request's
-salt is available and the embedding key is computed (`mm_identifiers.py`). Media without a digest are not
+The digest is kept in a field of the item that is not sent to the scheduler. The embedding key is computed
+from it later, when the salt is available (`mm_identifiers.py`). Some media have no digest and are not
 shared: video, audio, tensors and embeddings that a client sends, and images of processors without a hook.
 """
 

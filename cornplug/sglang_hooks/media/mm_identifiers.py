@@ -44,10 +44,10 @@ _REQUEST_FIELDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Towers:
-    """Towers of one model whose embeddings are shared."""
+    """Towers of one model that compute shared embeddings."""
 
     images: TowerIdentity | None = None
-    """Tower for images that has been compared with the encoder service, or None."""
+    """Image tower that was tested against the encoder service, or None."""
     own: OwnTower | None = None
     """Tower for media that are shared only among SGLang servers, or None."""
 

@@ -106,7 +106,7 @@ def key_of(item: Any) -> bytes | None:
 
 
 def add(identity: bytes) -> None:
-    """Remember a medium with an embedding key as the newest.
+    """Add a medium with an embedding key to the set of remembered media, as the newest entry.
 
     `identity` is the medium's lineage, which is SGLang's identity of its item.
     """

@@ -1,8 +1,8 @@
 """SGLang's environment variables as part of its model's identity.
 
-Some variables change weights while they are loaded, or the arithmetic. They are treated like `ServerArgs`. A
-server shares nothing while a variable of SGLang, or of kernels that SGLang uses, is set that is in no table.
-`HARMLESS` lists `SGLANG_*` variables without that prefix, `OTHERS` lists full names.
+Some variables change the arithmetic, or the weights while they are loaded. They are treated like
+`ServerArgs`. A server shares nothing if a variable of SGLang, or of kernels that SGLang uses, is set and is
+not in any of the tables. `HARMLESS` lists `SGLANG_*` variables without that prefix, `OTHERS` full names.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ _PREFIX: Final = "SGLANG_"
 HUB_VARIABLE: Final = "SGLANG_USE_MODELSCOPE"
 """Variable that selects the model hub. It has no effect on local files."""
 
-# Variables that select kernels which quantise, approximate or were never compared, and variables that change
+# Variables that select kernels that quantise, approximate or were never compared, and variables that change
 # weights while they are loaded or pixels before they are compared.
 _VALUES: Final = """
     AITER_ASM_PREFILL_HD128 AITER_CAPTURE_COPY_IN AITER_FP8_PREFILL_ATTN AITER_FUSE_RMSNORM_PAD

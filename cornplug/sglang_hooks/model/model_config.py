@@ -28,7 +28,7 @@ READS_SAFETENSORS: Final = frozenset(
 _READING: Final = frozenset({"concurrency", "enable_multithread_load", "memory_limit", "num_threads"})
 """Keys of `--model-loader-extra-config` that only affect how fast the files are read."""
 _DRAFT_SOURCES: Final = frozenset({"speculative_draft_model_path", "speculative_draft_model_revision"})
-"""Settings for the location of a draft model's files. Its fingerprint depends only on the files' content."""
+"""Settings that only locate a draft model's files. Its fingerprint depends on the content of these files."""
 _LIBRARIES: Final = ("backend", "device", "use_fast")
 _PLUGINS: Final = ("sglang.srt.platforms", "sglang.srt.plugins")
 _started: Final = StartedModel()
@@ -65,7 +65,7 @@ def _described() -> EngineModel:
 def describe(settings: Any, model: Any) -> EngineModel:
     """Return the model that an engine runs, from SGLang's resolved settings and its ModelConfig.
 
-    Raises CheckpointError as `engine_model`.
+    Raises CheckpointError in the same cases as `engine_model`.
     """
     _check_sources(settings, model)
     checkpoint = Checkpoint.open(model.model_path, model.revision)
@@ -95,7 +95,7 @@ def draft_model(draft: Any) -> EngineModel:
     """Return the draft model of this process's engine, from its ModelConfig in SGLang.
 
     Every setting of speculative decoding is part of the key, because it may change the draft model's KV.
-    Raises CheckpointError as `engine_model`.
+    Raises CheckpointError in the same cases as `engine_model`.
     """
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_server_args
@@ -130,8 +130,8 @@ def _check_sources(settings: Any, model: Any) -> None:
         elsewhere.append(f"--model-loader-extra-config {', '.join(unknown)}")
     if elsewhere:
         raise CheckpointError(
-            f"the server runs more than the checkpoint ({', '.join(elsewhere)}), so cornplug cannot "
-            "identify it",
+            "cornplug cannot identify the model's weights, because the server may load weights from outside "
+            f"the checkpoint: {', '.join(elsewhere)}",
             reason="load_format",
         )
 

@@ -29,7 +29,7 @@ def trusts_versions() -> bool:
 def changes_model(recv_req: Any) -> bool:
     """Return whether a request changes the model itself, and not only a draft model.
 
-    Requests without a selector change all models.
+    A request that does not select a model changes all models.
     """
     return bool(getattr(recv_req, "selector", "all") != "draft")
 
@@ -41,7 +41,7 @@ def _update(_self: Any, recv_req: Any) -> None:
 
 
 def _lose(by: str) -> None:
-    """End sharing, or pause it until a trainer names the weights."""
+    """End sharing, or, if trainers' versions are trusted, pause it until the weights have a version again."""
     if trusts_versions():
         weights_guard.begin_update(by, logger)
     else:
@@ -76,7 +76,7 @@ def _rpc(_self: Any, recv_req: Any) -> None:
 
 
 def _in_tokenizer(function: Callable[[Any, Any], None]) -> Callable[..., None]:
-    """Return the hook for the tokenizer process, which receives the HTTP request, that calls `function`."""
+    """Return a hook that calls `function` in the tokenizer process, which receives the HTTP request."""
 
     def passed_on(manager: Any, obj: Any, request: Any = None) -> None:
         function(manager, obj)

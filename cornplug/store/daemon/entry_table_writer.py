@@ -60,8 +60,8 @@ class EntryTableWriter:
         return len(self._places)
 
     def add(self, key: bytes, location: PayloadLocation, meta: bytes) -> None:
-        """Show an entry that is new, or that was on disk only. If there is no free lane or record, count the
-        entry as untagged in its bucket."""
+        """Show in the table an entry that is new, or that was on disk only. If there is no free lane or
+        record, count the entry as untagged in its bucket."""
         at = self.shape.bucket_word(key)
         lane = self._lane_for(key, at)
         record = self._take_record() if lane is not None else 0
@@ -76,7 +76,7 @@ class EntryTableWriter:
         self._words[lane] = tag_of(key) | record
 
     def remove(self, key: bytes) -> None:
-        """Stop showing an entry that was added."""
+        """Stop showing in the table an entry that was passed to `add`."""
         place = self._places.pop(key, None)
         if place is None:
             self._count_untagged(self.shape.bucket_word(key), -1)
@@ -100,11 +100,11 @@ class EntryTableWriter:
             self._words[lane] = 0
 
     def show_far_answers(self, answers: bool) -> None:
-        """Show whether a far store responds."""
+        """Show in the table whether a far store responds."""
         self._words[FAR_ANSWERS] = answers
 
     def show_ticket(self, ticket: int) -> None:
-        """Show that the far-store lookup of this ticket is complete."""
+        """Show in the table that the far-store lookup with this ticket is complete."""
         self._words[TICKETS_AT + ticket % TICKETS] = ticket
 
     def _lane_with(self, word: int, at: int) -> int | None:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class EntryWatchers:
-    """Components that are notified of one index's changes: table, access log, disk and far stores. Each is
-    optional."""
+    """Components that are notified of one index's changes: table, access log, disk and far stores. Each
+    component is optional."""
 
     def __init__(self, table: EntryTableWriter | None = None, log: AccessLog | None = None) -> None:
         self._table, self._log = table, log
@@ -90,8 +90,9 @@ class EntryWatchers:
             self._far.ended(entry.key, cause)
 
     def recall(self, keys: Sequence[bytes], ticket: int = 0) -> None:
-        """Start to read entries into memory that are on disk only or were found in far stores. Look up the
-        remaining keys in far stores, and show `ticket` in the table when the far stores have replied."""
+        """Start to read into memory the entries of `keys` that are on disk only or were found in far stores.
+        Look up the remaining keys in far stores, and show `ticket` in the table when the far stores have
+        replied."""
         if self.disk is not None:
             self.disk.recall(keys)
         if self._far is not None:
@@ -103,7 +104,7 @@ class EntryWatchers:
         return (self.disk is not None and self.disk.busy) or (self._far is not None and self._far.busy)
 
     def step(self) -> None:
-        """Continue background work."""
+        """Continue the background work for the disk and far stores."""
         if self.disk is not None:
             self.disk.step()
         if self._far is not None:

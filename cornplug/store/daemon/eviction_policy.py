@@ -257,7 +257,7 @@ class VictimSearch(Generic[E]):
         self._taken: Counter[_Namespace[E]] = Counter()
 
     def __iter__(self) -> Iterator[E]:
-        """Yield entries to start a run from, best first. Each starts a new run."""
+        """Yield entries to start a run from, best first. Each of these entries starts a new run."""
         for space in self._sources:
             for entry in space.oldest_first.values():
                 self._taken.clear()

@@ -45,7 +45,7 @@ from cornplug.store.use_notes import NotedReads
 
 E = TypeVar("E", bound=EvictableEntry)
 LEASE_BYTES: Final = 128
-"""Minimum size of a lease in a reply in bytes, without the entry's meta."""
+"""Minimum size in bytes of a lease in a reply, without the entry's meta."""
 SWEEP: Final = 1024
 """Maximum number of expired leases and reservations that one call ends. This takes about 2 ms."""
 _log = logging.getLogger("cornplug.store")
@@ -61,7 +61,7 @@ class LeaseGroup(Generic[E]):
 
 
 class LeaseLimits(Generic[E]):
-    """Leased bytes of each owner, which are limited, for one index. An `owner` is one connection."""
+    """Counts the leased bytes of each owner in one index, and limits them. An `owner` is one connection."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes

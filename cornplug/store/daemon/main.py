@@ -192,7 +192,7 @@ def _serve_claimed(
 
     endpoint = None
     if settings.metrics:
-        # Imported here because a store without metrics starts in a third of the time.
+        # Imported here, so that a store without metrics starts in a third of the time.
         from cornplug.store.daemon.metrics_endpoint import open_endpoint
 
         endpoint = open_endpoint(settings.metrics)
@@ -225,7 +225,7 @@ def _disk(options: argparse.Namespace, secret: bytes, settings: config.StoreConf
     """
     if options.disk is None:
         return None
-    # Imported here because a store without a disk starts faster.
+    # Imported here, so that a store without a disk starts faster.
     from cornplug.store.disk.open_disk import open_disk
 
     path, size_bytes = options.disk.absolute(), options.disk_size
@@ -243,12 +243,13 @@ def _disk(options: argparse.Namespace, secret: bytes, settings: config.StoreConf
 def _far(options: argparse.Namespace, secret: bytes, settings: config.StoreConfig) -> OpenedFar | None:
     """Open the far stores that the settings select, or return None if they select none.
 
-    Raises ConfigError if they cannot be opened. A store started by an engine runs without far stores instead.
+    Raises ConfigError if a far store cannot be opened. A store started by an engine runs without far stores
+    instead.
     """
     urls = options.far or settings.far
     if not urls:
         return None
-    # Imported here because a store without far stores starts faster.
+    # Imported here, so that a store without far stores starts faster.
     from cornplug.store.far.open_far import open_far
 
     try:
@@ -320,7 +321,7 @@ class BoundedLog(logging.StreamHandler[TextIO]):
 
 
 class _Kind:
-    """Lines of one kind in the period that began at `began_s`."""
+    """Counts of log lines of one kind in the period that began at `began_s`."""
 
     def __init__(self, began_s: float) -> None:
         self.began_s = began_s

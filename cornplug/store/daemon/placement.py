@@ -31,8 +31,8 @@ of the payload, which takes a few percent of the time to copy the payload. With 
 0.89 to 0.96 of the byte hits of an LRU that ignores placement. With this number of runs it has 0.98
 (`tests/store/daemon/test_byte_hits.py`)."""
 _AS_GOOD_AS_OLDEST: Final = 1.25
-"""Loss of a run, relative to the loss of as many bytes of the oldest entry's age, up to which the search does
-not look for a better run."""
+"""If the loss of a run is at most this many times the loss of equally many bytes of the oldest entry's age,
+the search does not look for a better run."""
 MAX_LOOKS: Final = 8192
 """Maximum number of entries that one call of `reserve` examines in search of victims. This takes about 10 ms.
 """
@@ -94,7 +94,8 @@ class EvictionPlan(Generic[E]):
     enough: bool
     """Whether the eviction creates a hole of the required size."""
     tried: list[E]
-    """Entries from which the search started without success. The next search should start from others."""
+    """Entries from which the search started without success. The next search should start from other
+    entries."""
 
 
 def plan_eviction(
@@ -214,7 +215,7 @@ class EntryPlacement:
         self.policy: EvictionPolicy[StoredEntry] = EvictionPolicy(self.capacity_bytes, namespaces)
         self.evictions = 0
         self.shortfall_bytes = 0
-        """Bytes beyond the arena's end that are being allocated because a call needs them."""
+        """Bytes beyond the arena's end that are being allocated, because the largest call needs them."""
         self._grow = grow
         self._evict = evict
         self._allocator = ArenaAllocator()
@@ -252,7 +253,7 @@ class EntryPlacement:
         self._looks, self._gave_up_bytes = LookBudget(MAX_LOOKS, MAX_LOOKS), None
 
     def end_call(self) -> None:
-        """Record how much of the memory that is being allocated the ended call needs."""
+        """Record how many bytes the call that has ended still needs of the memory that is being allocated."""
         if self._growing_bytes:
             lacking = self._growing_bytes - self._allocator.hole_ending_at(self.end_bytes)
             self.shortfall_bytes = max(self.shortfall_bytes, lacking)

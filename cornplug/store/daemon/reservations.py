@@ -5,9 +5,10 @@
                            └─released, expired, a writer's end──> ended ──no writer left──> free
 
 The store cannot revoke a mapping from a writer. An ended entry therefore keeps its memory until none of its
-writers can still be writing. A writer is done when it has committed (too late). If it was released or
-disconnected, it is considered done after `quarantine_s`. After `reclaim_s`, the memory is freed in any case.
-The key can be reserved again immediately, and no new write to the entry's memory begins (`WriteFences`).
+writers can still be writing. A writer is done when it has committed (too late). If the writer's reservation
+was released, or its connection has ended, the writer is considered done after `quarantine_s`. After
+`reclaim_s`, the memory is freed in any case. The key can be reserved again immediately, and no new write to
+the entry's memory begins (`WriteFences`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
 
 _BUCKETS: Final = 1 << 16
 _WAYS: Final = 4
-"""Number of sightings per bucket. All buckets have 262,144 sightings, which take 2 MiB."""
+"""Number of sightings per bucket. All buckets together have 262,144 sightings, which take 2 MiB."""
 _TAG_BITS: Final = 16
 _MAX_TAG: Final = (1 << _TAG_BITS) - 1
 _MAX_FINGERPRINT: Final = (1 << 64 - _TAG_BITS) - 1
@@ -128,7 +129,7 @@ class ReservationTimes:
     """Durations that bound reservations, in seconds."""
 
     quarantine_s: float
-    """Time between the end of a reservation and the reuse of its memory."""
+    """Time from a writer's release or disconnection until the memory of its reservations can be reused."""
     reservation_s: float = RESERVATION_S
     reclaim_s: float = RECLAIM_S
 
@@ -234,8 +235,8 @@ class OpenEntries:
             self._pop(token)
 
     def lose(self, token: int, *, now_s: float) -> None:
-        """End the reservation of a writer that was released or whose connection has ended. The writer may
-        still be writing, so the memory is quarantined."""
+        """End a reservation that was released, or whose connection has ended. The writer may still be
+        writing, so the memory is quarantined."""
         writer = self._writers[token]
         open_entry = writer.open_entry
         if writer.part not in open_entry.metas:

@@ -262,8 +262,8 @@ class StoreServer:
             self._end(session, e)
 
     def _attend(self, session: ClientSession, mask: int) -> None:
-        """Handle some requests of one client. Its remaining requests are handled after those of other
-        clients."""
+        """Handle some requests of one client. Its remaining requests are handled after other clients'
+        requests."""
         if session.owner not in self._sessions:
             return
         was_stuck = session.stuck

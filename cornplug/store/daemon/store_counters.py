@@ -56,8 +56,8 @@ class CountedEntry(Protocol):
 
 
 class TimeHistogram:
-    """Histogram of times in seconds. `bounds_s` are the upper bounds of its buckets. A last bucket has no
-    upper bound."""
+    """Histogram of times in seconds. `bounds_s` are the upper bounds of all buckets except the last bucket,
+    which has no upper bound."""
 
     def __init__(self, bounds_s: Sequence[float]) -> None:
         self._bounds_s = bounds_s

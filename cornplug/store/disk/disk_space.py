@@ -185,7 +185,8 @@ class DiskSpace:
         return True
 
     def place(self, record_bytes: int) -> tuple[int, int] | None:
-        """Return the (segment, offset) for a new record, or None if it does not fit in the newest segment.
+        """Return the (segment, offset) for a new record, or None if the record does not fit in the newest
+        segment.
 
         After None, call `open_segment` if `fits` returns True.
         """

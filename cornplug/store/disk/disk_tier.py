@@ -41,9 +41,10 @@ MOST_QUEUED: Final = 1 << 16
 """Maximum number of entries that wait to be written. If there are more, new entries are not queued until they
 are read."""
 RETRY_S: Final = 5.0
-"""Pause of writes after a failed write, in seconds."""
+"""Pause in seconds between a failed write and the next write."""
 _WRITING: Final = 8
-"""Number of entries that the writer thread has at a time, so that its next write is queued."""
+"""Maximum number of entries that the writer thread has at a time, including queued entries, so that the
+thread does not wait for its next write."""
 _FLUSH_BYTES: Final = 64 << 20
 """Written bytes after which the writer flushes to the device."""
 _FOUND_AT_ONCE: Final = 256
@@ -84,7 +85,8 @@ class DiskTier:
         self._workers = DiskWorkers(write_bytes_s=disk.write_bytes_s)
         self._queue: OrderedDict[bytes, None] = OrderedDict()
         self._writing: dict[bytes, bool] = {}
-        """Entries that the writer thread has, and whether each has ended since its write began."""
+        """Keys of the entries that the writer thread has, each with whether the entry has ended since its
+        write began."""
         self._writing_bytes: Counter[str] = Counter()
         """Bytes of the records that are being written, by namespace."""
         self._problem = ""
@@ -132,7 +134,8 @@ class DiskTier:
             self._marks.show_on_disk(key)
 
     def forget(self, key: bytes, cause: str) -> bool:
-        """End an entry on disk, also for later daemons. Return whether the entry was on disk."""
+        """End an entry on disk, so that later daemons do not find it either. Return whether the entry was on
+        disk."""
         self._queue.pop(key, None)
         if key in self._writing:
             self._writing[key] = True
@@ -150,7 +153,7 @@ class DiskTier:
         return self._space.find(key) is not None
 
     def recall(self, keys: Sequence[bytes]) -> None:
-        """Start to read entries that are on disk only into memory."""
+        """Start to read into memory the entries of `keys` that are on disk only."""
         for key in keys:
             record = self._space.find(key)
             if record is not None and self._is_expired(record.app, record.written_s):

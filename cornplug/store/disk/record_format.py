@@ -89,7 +89,7 @@ class RecordHeader:
         return -(-self.used_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
     def chunk_at(self, number: int) -> tuple[int, int]:
-        """Return (offset in the record, bytes with the tag) of a chunk of the payload."""
+        """Return (offset in the record, number of bytes including the tag) of a chunk of the payload."""
         start = self.header_bytes + self.meta_bytes + TAG_BYTES + number * (CHUNK_BYTES + TAG_BYTES)
         return start, min(CHUNK_BYTES, self.payload_bytes - number * CHUNK_BYTES) + TAG_BYTES
 

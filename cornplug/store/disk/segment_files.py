@@ -264,8 +264,8 @@ class SegmentFiles:
 
 
 def _next_magic(fd: int, at: int) -> int:
-    """Return the offset of the next possible header, or `at + _SKIP_BYTES` if there is none before. Raises
-    OSError."""
+    """Return the offset of the next possible header, or `at + _SKIP_BYTES` if there is no header before that
+    offset. Raises OSError."""
     data = os.pread(fd, _SKIP_BYTES, at)
     found = data.find(MAGIC)
     while found % ALIGN_BYTES and found >= 0:

@@ -27,7 +27,7 @@ from cornplug.host import without_proxies
 from cornplug.store.far.far_store import FarFailure
 
 _CHANNELS: Final = 4
-"""Number of threads of a far peer that make calls."""
+"""Number of sockets to the process, one for each thread of a far peer that makes calls."""
 _LONGEST_S: Final = 6
 """Time limit of a call in seconds. With Mooncake, a call to a dead master takes 4.5 s, and Mooncake's client
 then finds a new master itself."""
@@ -107,7 +107,8 @@ class _Client:
     def __init__(self, module: str, settings: bytes, variables: Mapping[str, str]) -> None:
         self._name = module.rpartition(".")[2]
         self._idle: SimpleQueue[tuple[Connection, bool]] = SimpleQueue()
-        """Idle sockets. For each socket, the flag is set once the process has reported that it serves it."""
+        """Idle sockets. For each socket, the flag is set once the process has reported that it serves the
+        socket."""
         theirs = []
         for _ in range(_CHANNELS):
             mine, its = socket.socketpair()

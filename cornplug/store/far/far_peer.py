@@ -13,9 +13,9 @@ Writes and deletions have their own pauses, because a store that is full, or tha
 reads. A failed write is retried after the pause, if its entry is still in memory. A deletion is retried until
 it succeeds.
 
-A far store may lose records by a restart or by eviction. When an entry in memory is read, the far store is
-queried whether it still has the record, at most once in `CONFIRM_S` and after each failure. A lost record is
-written again.
+A far store may lose records by a restart or by eviction. When an entry in memory is read, the peer checks
+whether the far store still has the record, at most once in `CONFIRM_S` and after each failure. A lost record
+is written again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _log = logging.getLogger("cornplug.store")
 ABSENT_S: Final = 1.0
 """Seconds for which a key's absence is remembered."""
 CONFIRM_S: Final = 60.0
-"""Minimum time in seconds between two checks whether the far store still has the record of an entry in
+"""Minimum time in seconds between two checks of whether the far store still has the record of an entry in
 memory."""
 MOST_KNOWN: Final = 1 << 17
 """Maximum number of keys that are remembered as stored in the far store."""
@@ -164,9 +164,10 @@ class FarPeer:
         self._questions = FarQuestions()
         self._absent = RecentKeys(seconds=ABSENT_S, most=1 << 16)
         self._known: OrderedDict[bytes, float] = OrderedDict()
-        """Time at which the far store last had the record, by key."""
+        """Time at which the far store last had an entry's record, by the entry's key."""
         self._back_s = 0.0
-        """Time at which the far store responded again after a failure. It may have restarted empty."""
+        """Time at which the far store responded again after a failure. The far store may have restarted
+        empty."""
         self._shunned: OrderedDict[bytes, None] = OrderedDict()
         """Keys whose record in the far store is damaged or has ended. Such records are not read, and will be
         overwritten."""
@@ -212,7 +213,8 @@ class FarPeer:
         self._questions.tell(over)
 
     def fetch(self, key: bytes, done: Callable[[FarRecord | DiskFailure | None], None]) -> None:
-        """Read an entry's record and pass it to `done`, or None if the far store does not have the record."""
+        """Read an entry's record and pass it to `done`. Passes None if the far store does not have the
+        record."""
         self._mover.read(
             self._timed(self._reading, functools.partial(self._fetch, key), MOVE_S),
             functools.partial(self._fetched, done),
@@ -248,8 +250,8 @@ class FarPeer:
             self._questions.add(key)
 
     def forget(self, key: bytes, *, shun: bool, delete: bool = False) -> None:
-        """Stop reading this entry from the far store until a lookup finds it again. With `shun`, stop until
-        it is written again.
+        """Stop reading this entry from the far store until a lookup finds it again. With `shun`, stop reading
+        it until the entry is written again.
 
         Args:
             delete: Whether to delete the entry's record, if the far store is known to have it.
@@ -332,8 +334,8 @@ class FarPeer:
         self._asker.write(self._timed(self._reading, work, ASK_S), functools.partial(self._asked, keys))
 
     def _delete_some(self) -> None:
-        """Delete records on the writer's thread, which is after the queued writes of these entries and before
-        new writes."""
+        """Delete records on the writer's thread, after the queued writes of these entries and before new
+        writes."""
         keys = taken(self._ended, _DELETED_AT_ONCE)
         self._delete_open = True
         work = functools.partial(self._store.delete, [self._sealer.name(key) for key in keys])

@@ -24,7 +24,8 @@ class FarQuestions:
         """Total number of keys that were added, that were taken for a lookup, and whose lookup is complete,
         respectively."""
         self._callers: deque[tuple[int, Callable[[], None]]] = deque()
-        """Callers to notify, each with the number of keys that were added before."""
+        """Callers to notify, each with the total number of keys that had been added when the caller was
+        added."""
 
     def __len__(self) -> int:
         """Return the number of keys that wait for a lookup."""

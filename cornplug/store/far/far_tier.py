@@ -108,8 +108,8 @@ class FarTier:
         return self._hide(key)
 
     def recall(self, keys: Sequence[bytes], ticket: int = 0) -> None:
-        """Start to read the entries into memory that this tier shows, and look up the remaining keys in the
-        peers.
+        """Start to read into memory the entries that this tier shows in the table, and look up the remaining
+        keys in the peers.
 
         Args:
             ticket: Ticket to show when each peer has replied or failed. 0: no ticket.

@@ -22,7 +22,7 @@ from cornplug.store.far.client_process import Answer, Question, client_settings,
 
 MOST_BYTES: Final = 32 << 20
 _BUFFER_BYTES: Final = 4 * MOST_BYTES
-"""Size of the memory for records in transfer in bytes. It is enough for two reads and one write, and for the
+"""Size in bytes of the memory for records in transfer. It is enough for two reads and one write, and for the
 gaps between them."""
 _LONGEST_S: Final = 10
 """Time limit of setup and of shutdown in seconds, after which the process is killed."""

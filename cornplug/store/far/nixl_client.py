@@ -81,7 +81,7 @@ class OtherMember:
     def __init__(self, address: tuple[str, int], key: bytes, agent: NixlAgent, own: int) -> None:
         self._address, self._key, self._agent, self._own = address, key, agent, own
         self.lock = threading.Lock()
-        """Lock that a caller holds from a request to its reply."""
+        """Lock that a caller holds from sending a request until the reply arrives."""
         self._channel: MemberChannel | None = None
         self._tried, self._broken, self._seen = threading.Event(), threading.Event(), threading.Event()
         threading.Thread(target=self._keep, name="cornplug-member", daemon=True).start()

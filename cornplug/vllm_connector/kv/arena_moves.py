@@ -100,12 +100,13 @@ class ArenaMoves:
         return reached, others
 
     def load(self, load: PageLoad, mark: Any) -> None:
-        """Start a load for which `reaches_load` returned True, after the engine's work at `mark`."""
+        """Start a load for which `reaches_load` returned True. Copies begin after the engine's work has
+        reached `mark`."""
         self._mover.submit(self._load(load, mark, time.monotonic()))
 
     def save(self, saves: Sequence[OngoingSave], mark: Any) -> None:
-        """Start to copy pages to the store, after the engine's work at `mark`. The device must have access to
-        their locations."""
+        """Start to copy pages to the store. Copies begin after the engine's work has reached `mark`. The
+        device must have access to the pages' locations."""
         self._mover.submit(self._save(saves, mark))
 
     def poll(self) -> None:

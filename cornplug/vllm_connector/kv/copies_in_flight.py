@@ -27,7 +27,8 @@ def _add_request(
     original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
     held = scheduler.requests.get(request.request_id)
-    # If other connectors are configured too, the end of a load does not identify its request.
+    # With several connectors, the report that a load has ended does not identify the load, so it is not
+    # detached.
     detach = getattr(scheduler.connector, "_detach_load", None)
     if held is not None and held.is_finished() and detach is not None and detach(held):
         scheduler._free_blocks(held)

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _LOAD_FLOOR_S: Final = 1.0
-"""Minimum seconds after which a load is given up and its remaining tokens are computed instead. The time
-limit is three times the time to compute all tokens of the load if that is longer."""
+"""Minimum time limit of a load in seconds. When the limit expires, the load is given up and its remaining
+tokens are computed instead. The limit is three times the time to compute all tokens of the load if that is
+longer."""
 _TIMED_TOKENS, _TIMED_STEPS = 64, 16
-"""Which steps are timed: every step with at least `_TIMED_TOKENS` more tokens than requests, and one in
-`_TIMED_STEPS` of all other steps."""
+"""A step is timed if it has at least `_TIMED_TOKENS` more tokens than requests. Of all other steps, one in
+`_TIMED_STEPS` is timed."""
 _TIMED_OPEN: Final = 256
 RECALL_FRESH_S: Final = 60.0
 """Seconds after which measured disk speeds expire, so that a disk that was too slow is tried again."""
@@ -53,7 +54,7 @@ class LoadCosts:
         arrived."""
         self._loading: dict[str, _Loading] = {}
         self._moving_s = 0.0
-        """Total seconds that movers have spent on loads since the start."""
+        """Total seconds that movers have spent on loads since the engine started."""
         self._steps = 0
         self._timed: dict[int, tuple[float, int]] = {}
         """(time when the step was scheduled, its number of tokens) for each timed step, by the step's
@@ -73,14 +74,13 @@ class LoadCosts:
         return sum(one.size_bytes for one in self._loading.values())
 
     def pays(self, *, tokens: int, pages: int) -> bool:
-        """Return whether loading `tokens` tokens from `pages` stored pages is faster than computing the
-        tokens."""
+        """Return whether to load `tokens` tokens from `pages` stored pages now: because that is faster than
+        computing them, is not measured yet, or because `store.load_when` is "always"."""
         size_bytes = pages * self._page.page_bytes
         return self.rule.pays(tokens=tokens, size_bytes=size_bytes, queued_bytes=self.queued_bytes)
 
     def recall_pays(self, *, tokens: int, pages: int, on_disk: int) -> bool:
-        """Return whether loading `tokens` tokens from `pages` stored pages is faster than computing the
-        tokens, if `on_disk` of the pages must first be read from disk."""
+        """Return the same as `pays`, if `on_disk` of the pages must first be read from disk."""
         page_bytes = self._page.page_bytes
         recall_s = self._recalling.seconds(on_disk * page_bytes, fresh_s=RECALL_FRESH_S) or 0.0
         return self.rule.pays(

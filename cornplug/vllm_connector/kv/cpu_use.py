@@ -36,7 +36,8 @@ def _reserve_as_stock(
 
 
 class _Steps:
-    """Whether this worker process's last step computed tokens, and when the last such step began."""
+    """Activity of this worker process: whether its last step computed tokens, and when the last step that
+    computed tokens began."""
 
     def __init__(self) -> None:
         self.computes = True

@@ -38,7 +38,9 @@ class OpenSave(msgspec.Struct, eq=False):
     checksums: dict[int, int] = msgspec.field(default_factory=dict)
     failed_segments: int = 0
     given_up: bool = False
-    """Whether the page must not be committed, because its blocks were reused."""
+    """Whether the page's blocks were reused or its request was preempted. Worker halves then report segments
+    that they have not acknowledged as failed. A page that every rank has already written is still
+    committed."""
     announced: PageSpan | None = None
     """Span to announce in KV events once the page is stored. Used if `tracked` is None."""
 

@@ -32,7 +32,7 @@ class FreedBlocks(Generic[_Reader]):
 
     def __init__(self) -> None:
         self._readers: dict[int, list[_Reader]] = {}
-        """Pages that are still copied from a block, by block id."""
+        """Pages that are still being copied from a block, by block id."""
         self._lost: list[_Reader] = []
 
     def release(self, pool: BlockPool, reader: _Reader) -> None:

@@ -40,8 +40,8 @@ _LIMIT_S: Final = 1.0
 """Seconds without a scheduled token after which an engine stops saving until it is idle again. This also
 limits how long a caller that pauses the engine has to wait."""
 _BATCH_BYTES: Final = 32 << 20
-"""Maximum total size in bytes of pages that are copied at a time, and that may still be being copied when a
-new request starts."""
+"""Maximum total size in bytes of pages that are copied at a time. Up to this many bytes may still be in
+flight when a new request starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +147,8 @@ class IdleSaves:
             self._pages -= len(self._finished.popleft())
 
     def _add_answered(self) -> None:
-        """Add the pages of finished requests for which the store has replied to all reservations but has not
-        reserved space."""
+        """Queue the pages of finished requests for which the store has replied to all reservations but has
+        not reserved space."""
         asking, self._asking = self._asking, []
         for tracked, pages in asking:
             if tracked.asked:
@@ -202,8 +202,8 @@ class IdleSaves:
         return free
 
     def _take(self, count: int) -> list[_Page]:
-        """Remove and return at most `count` pages that are still cached. The newest requests come first, and
-        each request's pages are in order."""
+        """Remove and return at most `count` unsaved pages that vLLM still caches. The newest requests come
+        first, and each request's pages are in order."""
         pages = [page for page in self._growing[:count] if page.cached()]
         del self._growing[:count]
         while self._finished and len(pages) < count:

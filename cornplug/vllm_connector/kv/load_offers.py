@@ -37,7 +37,8 @@ class LeasedPages:
     """Leased pages that are offered to one request. The offer is valid until `expires`."""
 
     computed: int
-    """Number of tokens in the engine's own cache. The leased pages follow these tokens."""
+    """Number of the request's leading tokens that are in the engine's own cache. The leased pages follow
+    these tokens."""
     expires: float
     """Time on the monotonic clock, in seconds, when the offer expires."""
     first_page: int = 0
@@ -130,7 +131,9 @@ class LoadOffers:
     ) -> bool:
         """Query far stores for absent pages, at most once per request. Returns True if the request now waits
         for replies, so that the caller must end the lookup."""
-        if not absent or tracked.far is not None or not self._may_recall(tracked):
+        if not absent or not self._recalls.far_answers:
+            return False
+        if tracked.far is not None or not self._may_recall(tracked):
             return False
         some = range(absent.start, min(absent.stop, absent.start + MOST_SOUGHT))
         tokens = len(absent) * self._page.page_tokens

@@ -68,7 +68,7 @@ class CornplugKVMetadata(KVConnectorMetadata):
     given_up: list[str] = field(default_factory=list)
     """Names of saves to give up, because their blocks were reused and may have been overwritten."""
     timed: int = 0
-    """Number of this step if the workers should report its end, else 0."""
+    """Sequence number of this step if the workers should report its end, else 0."""
     computes: bool = True
     """Whether this step computes tokens."""
 
@@ -97,7 +97,7 @@ class CornplugKVWorkerMetadata(KVConnectorWorkerMetadata):
     staged_pages: int = 0
     """Number of pages that a GPU could not copy directly, and that were copied through staging memory."""
     steps: list[int] = field(default_factory=list)
-    """Numbers of timed steps that have ended."""
+    """Sequence numbers of timed steps that have ended."""
     unusable: str = ""
     """Reason why this worker's KV caches cannot be mapped to pages, or "" if they can."""
 

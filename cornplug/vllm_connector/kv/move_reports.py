@@ -35,8 +35,8 @@ class SavedPage:
 
 
 def pages_of(saves: Iterable[OngoingSave], rows: int, sizes: BlockSizes) -> Iterator[SavedPage]:
-    """Yield each page of these saves with a table of only the blocks that contain the save's pages, because a
-    request may have thousands of blocks."""
+    """Yield each page of these saves. The block table of a page includes only the blocks that contain pages
+    of its save, because a request may have thousands of blocks."""
     for ongoing in saves:
         save = ongoing.save
         # A page and a block both begin at each multiple of this number of rows.
@@ -111,8 +111,8 @@ class MoveReports:
         return received
 
     def bad_blocks(self) -> set[int]:
-        """Return the ids of blocks that could not be loaded, since the last call. A request's blocks are
-        included no later than `finished` returns the request."""
+        """Return the ids of the blocks whose load has failed since the last call. A request's failed blocks
+        are available no later than `finished` returns the request's id."""
         with self._lock:
             bad, self._bad_blocks = self._bad_blocks, set()
         return bad
@@ -172,5 +172,5 @@ class MoveReports:
 
 
 def take(pages: Iterator[SavedPage], count: int) -> list[SavedPage]:
-    """Return up to `count` of the next pages, without pages of saves that were given up."""
+    """Return up to `count` of the next pages, and skip pages whose save was given up."""
     return list(itertools.islice((page for page in pages if not page.ongoing.given_up), count))

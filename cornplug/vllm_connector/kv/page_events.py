@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 
 _LOOK_S: Final = 0.05
-"""Seconds between checks of announced pages, if no page is registered."""
+"""Seconds between checks of announced pages, while no registered page waits to be announced."""
 _SOON_S: Final = 0.002
-"""Seconds between checks of registered pages. These are already stored (hits), or will be stored within a few
-steps (saves)."""
+"""Seconds between checks while registered pages wait to be announced. A registered page is already stored (a
+hit), or will be stored within a few steps (a save)."""
 _NOTED_S: Final = 1.0
 """Seconds after which a registered page that the store does not have is dropped, because its save has
 failed."""
@@ -76,7 +76,7 @@ class NamedSpan(msgspec.Struct, frozen=True):
     lora_name: str | None
     lookahead: Sequence[list[int]] | None
     """For each block, the tokens after the block that are part of the block's hash (since vLLM 0.33). None if
-    there are none."""
+    block hashes include no later tokens."""
 
 
 class BlockSpans:
@@ -204,7 +204,7 @@ class PageEvents:
         span's last page."""
         self._announced: dict[bytes, PageSpan] = {}
         self._round: list[bytes] = []
-        """Keys in `_announced` that are still to be checked in this round."""
+        """Keys in `_announced` that are still to be checked in this round of checks."""
         self._next_s = 0.0
         self._lost_s = 0.0
         """Time when the store became unreachable, or 0 if it can be reached."""
@@ -216,7 +216,7 @@ class PageEvents:
     def bind(self, pool: BlockPool | None, spec: KVCacheSpec, group: int, page_tokens: int) -> None:
         """Set the engine's block pool, and the cache group whose pages are announced. Without a block pool,
         no page is announced."""
-        # With context parallelism, a hash covers other tokens than those in a block of this rank.
+        # With context parallelism, a hash does not cover exactly the tokens in a block of this rank.
         if pool is not None and spec.block_size % pool.hash_block_size == 0:
             self._spans = BlockSpans(pool, spec, group, page_tokens)
             reset = pool.reset_prefix_cache
@@ -285,7 +285,7 @@ class PageEvents:
 
     def kept(self, tracked: TrackedRequest, pages: Iterable[int]) -> dict[int, PageSpan]:
         """Return the spans that contain these pages of a finished request, by page index, for later calls of
-        `note_span`. A span keeps only its own tokens."""
+        `note_span`. A span holds only its own tokens, not all tokens of the request."""
         wanted = sorted(pages)
         if self._spans is None or not wanted:
             return {}

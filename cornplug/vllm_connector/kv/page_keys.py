@@ -1,7 +1,7 @@
 """Computation of the page keys of a request, as the request's tokens become known.
 
 Keys of long prompts are computed when the request arrives. Like vLLM's hashes of a request's blocks, these
-keys are computed in the thread that receives requests, in parallel to steps of other requests.
+keys are computed in the thread that receives requests, in parallel with steps of other requests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Placeholder:
     wide: tuple[int, int, int, int]
 
     def replace(self, tokens: list[int], first: int) -> None:
-        """Replace the medium's placeholder tokens in `tokens` by values derived from the medium's key.
+        """Replace the medium's placeholder tokens in `tokens` with values derived from the medium's key.
         `tokens` are the request's tokens from index `first` on."""
         start = max(self.offset, first)
         end = min(self.offset + self.length, first + len(tokens))
@@ -84,8 +84,8 @@ class PageKeys:
         self._keys: dict[int, bytes] = {}
 
     def under(self, root: bytes) -> PageKeys:
-        """Return page keys of the same request under another root. Both objects share the hash chain over the
-        tokens."""
+        """Return page keys of the same request that are derived from another root. Both objects share the
+        hash chain over the tokens."""
         other = copy.copy(self)
         other._root, other._keys = root, {}
         return other
@@ -162,7 +162,8 @@ def received(request: Request) -> None:
 
 
 def made_for(request: Request) -> PageKeys | None:
-    """Return the page keys that were computed when the request arrived, or None if none were."""
+    """Return the page keys that were computed when the request arrived, or None if no keys were computed
+    then."""
     return getattr(request, _ATTRIBUTE, None)
 
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 _LOOK_S: Final = 1e-3
-"""Seconds between checks whether the pages of a recall have arrived. vLLM polls once per step, and idle steps
-are short."""
+"""Minimum seconds between two checks for newly arrived pages of a recall. vLLM polls once per step, and idle
+steps are short."""
 _AGAIN_S: Final = 0.05
 """Seconds after which pages that have not arrived are requested again. The store reads only a part of a long
 prompt at a time."""
@@ -37,10 +37,10 @@ class PageRecall:
     end_s: float
     """Time after which pages that have not arrived are computed instead."""
     left: int
-    """Number of the pages that have not arrived yet."""
+    """Number of the recall's pages that have not arrived yet."""
     over: bool = False
     came_s: float = 0.0
-    """Time when a check last found that another page had arrived."""
+    """Time of the last check that found a newly arrived page."""
     asked_s: float = 0.0
     looked_s: float = 0.0
 
@@ -79,7 +79,7 @@ class PageRecalls:
 
     def seek(self, keys: Sequence[bytes], *, tokens: int) -> FarQuestion | None:
         """Query far stores for the pages with these keys, which contain the first of `tokens` absent tokens.
-        Returns None if these pages were queried recently or if no far store replies. Raises
+        Returns None if a recent lookup of these pages is complete, or if no far store responds. Raises
         StoreUnavailable."""
         ticket = self._run.store.seek(keys)
         if not ticket:

@@ -84,8 +84,8 @@ class PageSaves:
         store_ops: DeferredStoreOps,
         share: float = 1.0,
     ) -> None:
-        """Prepare saves for one cache group. `share` is the fraction of `MAX_OPEN_SAVES_BYTES` that its saves
-        may use."""
+        """Prepare saves for one cache group. `share` is the fraction of `MAX_OPEN_SAVES_BYTES` that the
+        group's saves may use."""
         self._page = page
         self._requests = requests
         self._publisher = publisher
@@ -121,8 +121,8 @@ class PageSaves:
         return self.manager.block_pool
 
     def give_up(self, tracked: TrackedRequest) -> list[str]:
-        """Handle the preemption of a request. Its pages that are not saved yet are given up, and are offered
-        again after they are computed again. Returns the names of the request's open saves."""
+        """Handle the preemption of a request. Its pages that no worker has acknowledged are not written, and
+        are offered again after they are computed again. Returns the names of the request's open saves."""
         tracked.unsaved.clear()
         names = []
         for asked in tracked.asked:
@@ -150,7 +150,7 @@ class PageSaves:
                 start, end = self._span(reader.index, reader.index)
                 reader.blocks = table[start:end]
                 if len(reader.blocks) < end - start or any(block.is_null for block in reader.blocks):
-                    # The request was preempted since the last step, or its window has moved on.
+                    # The request was preempted since the last step, or its window has moved past the page.
                     self.freed.lose(reader)
                 if reader.given_up:
                     reader.blocks = ()
@@ -160,7 +160,7 @@ class PageSaves:
             self.freed.release(self._pool, reader)
 
     def abandon(self) -> None:
-        """Release all blocks that saves still hold, because sharing has stopped."""
+        """Release all blocks that are pinned for saves, because sharing has stopped."""
 
     def lost(self) -> list[str]:
         """Return the names of saves whose blocks vLLM has reused since the last call."""
@@ -174,8 +174,8 @@ class PageSaves:
 
     def drop(self, tracked: Iterable[TrackedRequest]) -> None:
         """Drop the pending saves of these requests and of finished requests, because the weights that
-        computed them are being replaced. Pages that worker halves are already writing are complete, and keep
-        their keys."""
+        computed their KV are being replaced. Pages that worker halves are already writing are complete, and
+        keep their keys."""
         for one in tracked:
             one.keys = None
             one.refused.clear()
@@ -223,8 +223,8 @@ class PageSaves:
         return wanted
 
     def _new_pages(self, output: SchedulerOutput) -> list[AskedPage]:
-        """Return the pages that running requests have completed by the end of this step and that should be
-        reserved."""
+        """Return the pages that running requests have completed by the end of this step and for which space
+        should be reserved."""
         if not self._saves:
             return []
         found: list[AskedPage] = []
@@ -268,7 +268,7 @@ class PageSaves:
             self.freed.forget(page)
 
     def _answered(self) -> list[PageSave]:
-        """Read the store's replies, and return saves for the pages for which the store has reserved space."""
+        """Read the store's replies, and return saves for the pages for which space is now reserved."""
         given: dict[int, list[tuple[AskedPage, Reservation]]] = {}
         while self._posted:
             pages, posted = self._posted[0]
@@ -319,7 +319,7 @@ class PageSaves:
             self.freed.replace(page, save)
 
     def _offer_again(self, tracked: TrackedRequest, index: int, key: bytes) -> None:
-        """Have this page offered to the store again in the next step."""
+        """Offer this page to the store again in the next step."""
         tracked.refused.add(index)
         tracked.unsaved[index] = key
         self._requests.look_at(tracked)

@@ -64,7 +64,7 @@ class StoredBefore:
 
     @property
     def reset(self) -> bool:
-        """Whether the prefix cache has been reset. Pages read back from disk may predate the reset."""
+        """Whether a reset of the connector was requested. Pages read back from disk may predate the reset."""
         return self._due or self._last is not None
 
     def leading_since(self, leases: Leases) -> int:

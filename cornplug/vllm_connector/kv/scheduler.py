@@ -143,8 +143,8 @@ class SchedulerHalf:
             saves.acknowledged(acks)
 
     def _computes_again(self, tracked: TrackedRequest) -> None:
-        """Have a request checked for completed pages after a failed load. The request now computes pages that
-        the store may have lost, so these pages are offered to the store again."""
+        """Check a request for completed pages in its next step, after a failed load. The request now computes
+        pages that the store may have lost, so these pages are offered to the store again."""
         self._requests.look_at(tracked)
 
     def detach_load(self, request: Request) -> bool:
@@ -166,13 +166,13 @@ class SchedulerHalf:
         return tracked
 
     def _gives_way(self, tracked: TrackedRequest) -> bool:
-        """Return whether vLLM should skip the request this time. True once after a failed load."""
+        """Return whether vLLM should skip the request this time. Returns True once after each failed load."""
         gives_way, tracked.gives_way = tracked.gives_way, False
         return gives_way
 
     def _may_load(self, tracked: TrackedRequest) -> bool:
-        """Return whether pages may be loaded for the request. They may not while a finished request with the
-        same id is still loading, because vLLM could not distinguish the ends of the two loads."""
+        """Return whether pages may be loaded for the request. No pages may be loaded while a finished request
+        with the same id is still loading, because vLLM could not distinguish the ends of the two loads."""
         if tracked.request.request_id not in self._detached:
             return True
         if not tracked.load_failed:
@@ -196,8 +196,8 @@ class SchedulerHalf:
         self._requests.forget(tracked)
 
     def abandon(self) -> list[PageLoad]:
-        """Release all blocks that saves hold, because sharing has stopped. Returns the loads that the engine
-        waits for and that were not sent to the worker halves."""
+        """Release all blocks that are pinned for saves, because sharing has stopped. Returns the loads that
+        the engine waits for and that were not sent to the worker halves."""
         for saves in self._all_saves:
             saves.abandon()
         return self._offers.new_loads()

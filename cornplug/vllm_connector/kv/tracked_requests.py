@@ -33,10 +33,10 @@ _DECODED_TOKENS: Final = 16
 """Maximum number of tokens that a decoding request computes in one step, including draft tokens."""
 _GATHER_STEPS: Final = 8
 """Maximum number of steps that a completed page of a decoding request waits, so that its reservation is sent
-together with those of other requests."""
+together with other requests' reservations."""
 _GATHER_REQUESTS: Final = 32
-"""Number of gathered requests at which their pages are reserved without waiting any longer. Reserving them
-takes about 0.5 ms of one step."""
+"""Number of requests with a possibly completed page at which the store reservations for their pages are sent
+without waiting any longer. Sending these reservations takes about 0.5 ms of one step."""
 
 
 @dataclass(slots=True)
@@ -56,8 +56,8 @@ class TrackedRequest:
     """Indices of pages below `done_pages` for which the store had no memory yet. They are offered again at
     the next step."""
     unseen: set[int] = field(default_factory=set)
-    """Indices of pages that no other request had used when this request offered them. They are not offered
-    again."""
+    """Indices of pages that no other request had used when this request offered them to the store. They are
+    not offered again."""
     unsaved: dict[int, bytes] = field(default_factory=dict)
     """Keys of computed pages that the store has not reserved space for, by page index. An idle engine may
     save these pages after the request has finished."""
@@ -87,7 +87,7 @@ class TrackedRequest:
 
     def save_again_from(self, page: int) -> None:
         """Record that the page with this index and all later pages will be computed again, and should then be
-        offered again."""
+        offered to the store again."""
         self.done_pages = min(self.done_pages, page)
 
     def computed_after(self, scheduled: int) -> int:
@@ -134,7 +134,7 @@ class TrackedRequests:
         self._tally = tally
         self._tracked: dict[str, TrackedRequest] = {}
         self._looked_at: set[str] = set()
-        """Ids of requests to check for a completed page in the next step that computes tokens of them."""
+        """Ids of requests to check for a completed page in the next step that schedules tokens for them."""
         self._clock = 0
         """Logical clock, in tokens. Each step advances it by the largest number of tokens that a decoding
         request receives in that step."""
@@ -186,8 +186,8 @@ class TrackedRequests:
 
     @property
     def gathering(self) -> bool:
-        """Whether any request waits to be checked for completed pages. A step without tokens would also make
-        this check."""
+        """Whether any request waits to be checked for completed pages. A step that computes no tokens also
+        makes this check."""
         return bool(self._gathered)
 
     def unfinished(self) -> bool:
@@ -249,7 +249,7 @@ class TrackedRequests:
         return tracked
 
     def look_at(self, tracked: TrackedRequest) -> None:
-        """Have the request checked for a completed page in the next step that computes tokens of it."""
+        """Check the request for a completed page in the next step that schedules it."""
         if self._follows(tracked):
             self._looked_at.add(tracked.request.request_id)
 
@@ -302,8 +302,8 @@ class TrackedRequests:
         return many
 
     def _look(self, tracked: TrackedRequest, scheduled: int) -> int:
-        """Return the number of a request's computed tokens after this step, or 0 if it has no keys or is
-        loading. Also schedules the request's next check."""
+        """Return the number of a request's computed tokens after this step, or 0 if the request has no page
+        keys or its pages are still being loaded. Also schedules the request's next check."""
         name = tracked.request.request_id
         if tracked.identifying:
             self._make_keys(tracked)

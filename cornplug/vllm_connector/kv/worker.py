@@ -1,9 +1,10 @@
 """Worker half of the KV connector: copies between vLLM's blocks and pages in the store.
 
-Copies run on a separate thread. On an accelerator, they run on two separate streams, with loads before saves,
-so that the forward pass does not wait. All pages that a step saves are one job, regardless of their requests.
-Full blocks of a running request never change. Blocks of a preempted request are reused immediately, and
-blocks of a finished request may be. vLLM's second model runner overwrites reused blocks before the worker is
+Copies run on a separate thread, except direct copies between a GPU and the store (`ArenaMoves`). On an
+accelerator, copies use two separate streams, with loads before saves, so that the forward pass does not wait.
+All pages that a step saves through this thread are one job, regardless of their requests. Full blocks of a
+running request never change. Blocks of a preempted request are reused immediately, and blocks of a finished
+request may be reused at any time. vLLM's second model runner overwrites reused blocks before the worker is
 notified. Saves from these blocks that are not acknowledged by then are given up, because their data may be
 wrong.
 """
@@ -33,8 +34,6 @@ from cornplug.vllm_connector.kv_copies.layout import BlockLayout, verified_layou
 from cornplug.vllm_connector.kv_copies.mover import Job, KVMover
 
 if TYPE_CHECKING:
-    import torch
-
     from cornplug.vllm_connector.kv.arena_moves import ArenaMoves
     from cornplug.vllm_connector.kv_groups.groups_worker import GroupsWorker
 
@@ -205,8 +204,8 @@ class KVWorker:
         return self._reports.finished()
 
     def bad_blocks(self) -> set[int]:
-        """Return the ids of blocks that could not be loaded, since the last call. A request's blocks are
-        included no later than `finished` returns the request."""
+        """Return the ids of the blocks whose load has failed since the last call. A request's failed blocks
+        are available no later than `finished` returns the request's id."""
         return self._reports.bad_blocks()
 
     def acks(self) -> CornplugKVWorkerMetadata | None:
@@ -381,11 +380,15 @@ class DisabledKVWorker:
         return self._failed
 
     def failed(self) -> set[str]:
-        """Return the ids of the requests that `finished` returned last. All of their loads failed."""
+        """Return the ids of the requests that `finished` returned last.
+
+        With several cache groups, all of them are reported to vLLM as failed, including loads that the
+        replaced worker had finished.
+        """
         return self._failed
 
     def bad_blocks(self) -> set[int]:
-        """Return the ids of blocks that were not loaded since the last call."""
+        """Return the ids of the blocks whose load has failed since the last call."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 

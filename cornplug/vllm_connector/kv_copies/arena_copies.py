@@ -89,7 +89,7 @@ class ArenaCopies:
         *,
         share: float = 1.0,
     ) -> None:
-        """Prepare copies. `share` is the fraction of the maximum slab size that they use."""
+        """Prepare copies. `share` is the fraction of the maximum slab size that these copies use."""
         self._blocks, self.side = blocks, side
         self._checksums, self._copy_batch = checksums, copy_batch
         heads, layers, planes, tokens, dim = blocks.shape

@@ -26,7 +26,8 @@ from cornplug.vllm_connector.kv_copies.copy_sides import CopySide, CpuSide, Cuda
 from cornplug.vllm_connector.kv_copies.layout import BlockLayout
 
 _DIRECT_TOKENS = 128
-"""Number of tokens per slab on a CPU. Coalescing small blocks is faster (LMCache measured 20 -> 8 ms)."""
+"""Maximum number of tokens in a slab on a CPU, unless a page has more. Copying several small blocks together
+is faster than copying each block alone (LMCache measured 8 ms instead of 20 ms)."""
 _STAGED_BYTES = 16 << 20
 """Size in bytes of a slab on an accelerator, large enough to hide the latency of a few kernel launches. Four
 slabs (two per direction) are small compared to the memory that vLLM leaves free."""

@@ -1,4 +1,5 @@
-"""Access to one rank's KV caches in page order: strided views of all layers, addressed by block and slot.
+"""Access to one rank's KV caches in page order, by block and slot. Layers are read through strided views
+where possible, and by index otherwise.
 
 This module needs torch, but not vLLM.
 """
@@ -96,7 +97,7 @@ class CacheBlocks:
             values.copy_(one.view[:, block, :, :, slots])
 
     def write(self, table: Table, start: int, host: torch.Tensor) -> None:
-        """Copy `host` to a request's blocks, beginning with token `start`. The reverse of `read`."""
+        """Copy `host` to a request's blocks, beginning with token `start`. This is the reverse of `read`."""
         for one, block, slots, values in self._runs(table, start, host):
             one.view[:, block, :, :, slots].copy_(values)
 
@@ -149,8 +150,8 @@ def kernel_table(blocks: Sequence[int], sizes: BlockSizes) -> NDArray[np.int64]:
 
 
 def _parts(caches: Sequence[torch.Tensor], layouts: Sequence[BlockLayout]) -> list[_Part | _IndexedPart]:
-    """Return strided views that cover all caches, as few as possible, because each view needs a separate
-    gather.
+    """Return as few parts as possible that cover all caches, because each part needs a separate gather. A
+    part is a strided view, or a single plane that is addressed by an index.
 
     All planes are gathered together if they have the same layout, and all layers are gathered together if
     they are evenly spaced in one allocation, as in vLLM.

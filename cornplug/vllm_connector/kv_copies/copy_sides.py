@@ -66,7 +66,7 @@ class CopySide(Protocol):
         """Set the device of the calling thread. Call it before anything else in that thread."""
 
     def mark(self) -> Any:
-        """Return a mark for the current point in the engine's work, for `after`."""
+        """Return a mark for the current point in the engine's work, to be passed to `after`."""
 
     def after(self, mark: Any) -> AbstractContextManager[None]:
         """Return a context. Copies that are started within it begin after the engine's work has reached
@@ -137,7 +137,7 @@ class CudaSide:
             yield
 
     def begun(self) -> torch.cuda.Event:
-        # With a blocking event the waiting thread sleeps, and does not take a core from the engine.
+        # With a blocking event, the waiting thread sleeps, and does not take a core from the engine.
         event = torch.cuda.Event(blocking=True)
         event.record(self._stream)
         return event
@@ -169,7 +169,8 @@ class TokenIndex:
         self, blocks: NDArray[np.int64], slots: NDArray[np.int64], to: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy the block and slot numbers of n tokens to the device, and return both as tensors of shape
-        (n,). Call it within `CopySide.after`, and not again until that slab has completed."""
+        (n,). Call it within `CopySide.after`, and do not call it again until the slab's copies have
+        completed."""
         if self._there is None:
             self._there = torch.empty_like(self._here, device=to)
         n, there = len(blocks), self._there

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from triton import language as tl
 
 BLOCK_BYTES: Final = 1024
-"""Size in bytes of an XXH3 block. The size of a segment must be a multiple of it, which is true for all but
-the smallest layers."""
+"""Size in bytes of an XXH3 block. The size of a segment must be a multiple of this size, which is the case
+for all but the smallest layers."""
 STATE: Final = 8
 """Number of 64-bit words that the kernels compute for each segment."""
 _SECRET: Final = bytes.fromhex(

@@ -234,10 +234,12 @@ def derive(
     planes: int = PLANES,
     values: CacheValues = PLAIN,
 ) -> BlockLayout:
-    """Determine the layout of `cache`, shape (blocks, heads, block_size, planes * dim) with any strides.
+    """Determine the layout of `cache`, which has shape (blocks, heads, block_size, planes * dim) and any
+    strides. `planes` is 1 or 2.
 
-    Uses a scratch tensor with the same strides, and does not modify `cache`. Raises LayoutError("layout") if
-    the shape is unexpected or the mapping is not a permutation of the planes (at most two).
+    Writes test patterns into a scratch tensor with the same strides, so `cache` is not modified. Raises
+    LayoutError("layout") if the shape or the strides are not supported, or if `write` does not permute the
+    values of a block.
     """
     if tuple(cache.shape[1:]) != (heads, block_size, planes * dim):
         raise LayoutError(

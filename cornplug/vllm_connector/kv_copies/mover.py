@@ -29,7 +29,7 @@ STEP_SHARE: Final = 0.05
 """Fraction of the previous step's duration that non-urgent copies may use if this is more than `STEP_S`, so
 that saves keep up with long prefill steps."""
 _PAUSE_S: Final = 0.05
-"""Seconds without a step after which the engine counts as newly busy."""
+"""Length in seconds of a pause between steps after which the engine counts as newly busy."""
 _MOST_FAILURES: Final = 8
 """Number of consecutive failed jobs after which no more jobs are started."""
 
@@ -92,7 +92,8 @@ class KVMover:
         self._budget = StepBudget(clock)
         """Time budget for non-urgent jobs during steps."""
         self._waiting = 0
-        """Number of threads that are currently in `wait`. While there are any, steps do not pause jobs."""
+        """Number of threads that are currently in `wait`. While any thread is in `wait`, steps do not pause
+        jobs."""
 
     def submit(self, job: Job, *, urgent: bool) -> None:
         """Queue a copy job. After `close`, the job is dropped without running."""

@@ -1,5 +1,5 @@
 """Host memory (the store's pages or embeddings) that is registered with the device, so that the device can
-access it directly. It is registered step by step.
+access it directly. The memory is registered one range at a time.
 
 A store's memory is one mapping. The daemon allocates the mapping's memory pages as needed, and keeps enough
 memory free for the host. Registration makes the kernel allocate memory for every address, so it must not
@@ -107,7 +107,7 @@ class RegisteredMemory:
         """Split the `size` bytes at `offset` into (address, number of bytes) at the boundaries of registered
         ranges, which a single copy must not cross.
 
-        Raises StoreUnavailable if `reaches` is not true for these bytes, or is no longer true.
+        Raises StoreUnavailable if the device cannot, or can no longer, access these bytes directly.
         """
         region = self._region
         if region is None or region.arena_id != arena_id or offset + size > region.ends[-1]:

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 
 _MOST_BEHIND: Final = 64
-"""Maximum number of additional pages before the end of a hit that one query covers, so that shorter hits need
-no further query."""
+"""A query for the tails of a hit also covers hits that are up to this many pages shorter, so that these hits
+need no further query."""
 
 
 class StateSaves(WindowSaves):
@@ -127,7 +127,7 @@ class GroupOffers(LoadOffers):
         self, tracked: TrackedRequest, computed: int, end: int, keys: Sequence[PageKeys]
     ) -> bool:
         """Read from disk the pages that a hit of `end` pages needs in all cache groups, if necessary. Returns
-        True if the request waits for them."""
+        True if the caller must end the lookup (see `_recall`)."""
         tokens = end * self._page.page_tokens - computed
         if tokens <= 0 or not self._may_recall(tracked):
             return False
@@ -171,8 +171,8 @@ class GroupOffers(LoadOffers):
         return 0
 
     def _tails(self, computed: int, end: int, behind: int = 0) -> list[tuple[int, int]]:
-        """Return the (group, page) pairs that are needed from groups that need only a tail, for a hit of
-        `end` pages and for hits that are up to `behind` pages shorter."""
+        """Return (group, page) for each page that windowed and state groups need for a hit of `end` pages,
+        and for hits that are up to `behind` pages shorter."""
         return [
             (group, page)
             for group, kind in enumerate(self._kinds)
@@ -237,8 +237,7 @@ class GroupOffers(LoadOffers):
             return
         tracked.offer, tracked.loading = None, offer
         offer.end = offer.computed + external
-        # If the engine loads only a part of the offer, it needs other window and state pages than those
-        # offered.
+        # If the engine loads only a part of the offer, it needs window and state pages that were not offered.
         whole = offer.end == (offer.first_page + len(offer.pages)) * self._page.page_tokens
         request_id = tracked.request.request_id
         loads = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,9 +14,6 @@ from cornplug.errors import LayoutError
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata, PageLoad, PageSave
 from cornplug.vllm_connector.kv.worker import KVWorker
 from cornplug.vllm_connector.kv_copies.layout import BlockLayout, whole_rows
-
-if TYPE_CHECKING:
-    import torch
 
 
 class StateWorker(KVWorker):
@@ -51,7 +48,8 @@ class StateWorker(KVWorker):
 
 
 def _require_packed(name: str, cache: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-    """Raise LayoutError unless a layer's states are stored one after the other in each block of its cache."""
+    """Raise LayoutError unless a layer's states are stored one directly after another in each block of its
+    cache."""
     at, step = cache.data_ptr(), cache.stride(0)
     for state in states:
         size = state[0].numel() * state.element_size()
@@ -181,8 +179,8 @@ def _reads(
 
 
 def _over(open_groups: dict[str, int], ended: set[str]) -> set[str]:
-    """Count down the groups that still load, and return the ids of requests whose load has now ended in all
-    groups."""
+    """Count one loading group less for each request in `ended`, and return the ids of requests whose load has
+    now ended in all groups."""
     over = set()
     for request_id in ended:
         open_groups[request_id] -= 1

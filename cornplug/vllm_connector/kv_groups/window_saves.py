@@ -1,5 +1,5 @@
-"""Saves of KV pages of sliding-window layers, whose blocks vLLM releases while the request still runs, once
-its window has moved past them."""
+"""Saving of KV pages of sliding-window layers. vLLM releases the blocks of such a page while the request
+still runs, once the request's window has moved past the page."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class GroupRequests:
         return found
 
     def completed(self, ends: Sequence[tuple[TrackedRequest, int]]) -> None:
-        """Set the requests that `TrackedRequests.completing` returned for this step, which `completing` then
-        returns for this group."""
+        """Set the requests that `completing` returns for this group in this step. `ends` is the result of
+        `TrackedRequests.completing` for the step."""
         self._ends = ends
 
     def completing(self, scheduled_tokens: Mapping[str, int], total: int) -> list[tuple[TrackedRequest, int]]:
@@ -71,7 +71,7 @@ class GroupRequests:
         return [(self.of(tracked), end) for tracked, end in self._ends]
 
     def look_at(self, tracked: TrackedRequest) -> None:
-        """Have the request checked for a completed page in the next step that computes tokens of it."""
+        """Check the request for a completed page in the next step that schedules it."""
         self._requests.look_at(tracked)
 
     def forget(self, request: Request) -> None:

@@ -27,7 +27,8 @@ _MAX_KV_PART: Final = 0.1
 """Maximum fraction of the KV cache for requests whose media are in flight. A larger fraction would cause
 preemptions."""
 _MAX_SEQS_PART: Final = 0.25
-"""Maximum fraction of vLLM's running requests that may be prefilled up to a medium in flight."""
+"""Maximum number of requests that may be prefilled up to a medium in flight, as a fraction of
+`--max-num-seqs`."""
 
 
 class EarlyPrefill:

@@ -148,7 +148,7 @@ class ReceivedHandles:
     def key(self, mm_hash: str, salt: str | None) -> bytes:
         """Return the embedding key that a `mm_hash` from `name` contains. `salt` is the request's cache salt.
 
-        Raises VLLMValidationError if the salt differs from the handle's salt, and if an adapter on the tower
+        Raises VLLMValidationError if the salt differs from the handle's salt, or if an adapter on the tower
         changed the `mm_hash`, because the embedding was computed without that adapter.
         """
         if weights_guard.replaced():

@@ -49,7 +49,7 @@ class LostEmbeddings:
         self._looked.pop(request_id, None)
 
     def drain(self) -> list[str]:
-        """Return the identifiers of embeddings that the store was found to lack since the last call."""
+        """Return the identifiers of embeddings that checks since the last call did not find in the store."""
         lost, self._lost = list(self._lost), {}
         return lost
 

@@ -43,7 +43,7 @@ def report(worker: Any, specs: Mapping[str, Any]) -> None:
 
 
 def left_out(model: Any) -> dict[str, int]:
-    """Return the number of bytes of weights that this rank did not load, by name of the model's module."""
+    """Return the number of bytes of weights that this rank did not load, by module name."""
     from vllm.model_executor.models.utils import StageMissingLayer
 
     found = {}

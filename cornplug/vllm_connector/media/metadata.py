@@ -39,8 +39,8 @@ class RowPlace(NamedTuple):
 
 
 class RowMemory:
-    """Scheduler's side of the memory through which it passes embedding rows to the workers. Used by the
-    engine's thread.
+    """Scheduler's side of the memory through which the scheduler passes embedding rows to the workers. Used
+    by the engine's thread.
 
     `room` allocates space only after each of the `ranks` workers has mapped the memory. Workers on other
     hosts cannot map it.
@@ -159,7 +159,7 @@ class CornplugECMetadata(ECConnectorMetadata):
     epoch: int = 0
     """Epoch of the weights that compute this step (`engine_common.weights_guard`)."""
     row_memory: str = ""
-    """Address of the row memory, until every rank has mapped it, then ""."""
+    """Address of the row memory, or "" once every rank has mapped it."""
 
 
 @dataclass(slots=True)

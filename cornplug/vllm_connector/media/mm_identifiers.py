@@ -1,8 +1,8 @@
-"""Replaces vLLM's media identifiers by content keys.
+"""Replacement of vLLM's media identifiers with content keys.
 
 vLLM names an image by a hash of the model's *name* and the image file's bytes, by a client's uuid, or by an
 EXIF ImageID that any client can set. vLLM uses that name as a key in its encoder cache, its prefix blocks and
-every connector. The API process replaces that name by
+every connector. The API process replaces that name with
 
     mm_hash    = "cp1-" + hex(media digest)      keys vLLM's processor cache
     identifier = "cp1-" + hex(embedding key)     keys encoder cache, blocks, and cornplug's store
@@ -215,8 +215,8 @@ class MmIdentifiers:
 
 
 def on_start(watcher: Callable[[VllmConfig, MmIdentifiers | None], None]) -> None:
-    """Have `watcher` called whenever this process starts an engine, with the VllmConfig and its
-    `MmIdentifiers`, or None if there are none."""
+    """Call `watcher` whenever this process starts an engine, with the engine's VllmConfig and its
+    `MmIdentifiers`, or None if the engine has none."""
     if watcher not in _watchers:
         _watchers.append(watcher)
 
@@ -239,7 +239,7 @@ def _media_digest(item: object) -> bytes | None:
 _active: MmIdentifiers | None = None
 _watchers: list[Callable[[VllmConfig, MmIdentifiers | None], None]] = []
 _asked_for = False
-"""Whether this engine has cornplug's connectors. They must not use a client's uuid as a key."""
+"""Whether this engine has cornplug's connectors. These connectors must not use a client's uuid as a key."""
 
 
 def _input_processor_init(

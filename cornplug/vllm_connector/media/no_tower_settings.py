@@ -1,4 +1,4 @@
-"""Settings of vLLM for `--cornplug-tower service`, and the model families that support it.
+"""vLLM settings for `--cornplug-tower service`, and the model families that support it.
 
 vLLM does not load the weights of a tower if media of its modalities are not allowed
 (`--limit-mm-per-prompt`), and accepts embeddings of these modalities instead (`--enable-mm-embeds`). vLLM's
@@ -57,7 +57,7 @@ def ours(said: list[dict[str, Any]]) -> Config:
 
 def leave_out(args: Any) -> bool:
     """If the encoder service runs the tower, set vLLM's flags so that the engine does not load its tower.
-    Returns whether it does.
+    Returns whether the service runs the tower.
 
     Raises ConfigError if no service is configured, or if another flag needs something that the service does
     not support.

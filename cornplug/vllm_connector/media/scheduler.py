@@ -54,11 +54,11 @@ if TYPE_CHECKING:
 
 
 _MAX_WAITING_BYTES = 1 << 30
-"""Maximum total size in bytes of embeddings that were requested or have arrived. Above it, further requests
-wait."""
+"""Maximum total size in bytes of embeddings that were requested or have arrived. Above this limit, requests
+for further embeddings wait."""
 _IDLE_WAIT_S = 0.005
-"""Seconds of one wait in an idle engine. This is also the maximum delay before the engine notices a new
-request."""
+"""Length in seconds of one wait in an idle engine. This is also the maximum delay before the engine notices a
+new request."""
 _IDLE_STEP_S = 0.020
 """Maximum seconds between two steps of an engine whose requests all wait for the encoder service."""
 
@@ -178,8 +178,8 @@ class ECScheduler:
     # -- the engine's calls ------------------------------------------------------------------
 
     def available(self, request: Request, computed: int) -> bool:
-        """Return whether vLLM may schedule `request` now. False while it has no tokens worth computing before
-        an embedding in flight.
+        """Return whether vLLM may schedule `request` now. Returns False while the request waits for
+        embeddings, unless enough of its tokens before the first embedding in flight can be prefilled early.
 
         Called hundreds of times per second, and never waits.
         """
@@ -222,7 +222,7 @@ class ECScheduler:
         """Return whether the bytes of this embedding are in this process and usable. vLLM calls this only if
         the engine's own cache lacks the embedding."""
         if identifier in self._held:
-            # The engine's encoder cache was reset, of which vLLM does not notify connectors.
+            # The engine's encoder cache was reset. vLLM does not notify connectors of such a reset.
             self._held.clear()
         item = self._items.get(identifier)
         return item is not None and item.usable
@@ -379,8 +379,7 @@ class ECScheduler:
         return item
 
     def _unshared(self, identifier: str, rows: int, now: float) -> PendingEmbedding:
-        """Create an item that is already failed, for a medium without an embedding key, and count the
-        miss."""
+        """Create an item in the failed state, for a medium without an embedding key, and count the miss."""
         stale = is_stale(identifier, weights_guard.epoch())
         reason = "weights_updated" if stale else unshared_reason(identifier) or "foreign_name"
         item = PendingEmbedding(identifier, ExpectedEmbedding(b"", rows), 0, now, now)

@@ -125,7 +125,7 @@ class ServedImages:
         """Raise ConfigError if a service that replies does not have this checkpoint's tower, or if the
         engine's settings make it impossible for any service to have it.
 
-        If a service is not available, this only logs a line.
+        If a service is not available, this only logs a warning.
         """
         if tower.served_identity is None:
             raise ConfigError(
@@ -207,8 +207,8 @@ class ServedImages:
         )
 
     def _served(self) -> bytes:
-        """Return the model identity to send in requests to the service. Raises ServiceUnavailable while it is
-        unknown."""
+        """Return the model identity to send in requests to the service. Raises ServiceUnavailable while the
+        identity is unknown."""
         if weights_guard.replaced():
             raise ServiceUnavailable("this server's weights were replaced", _DOWN_S)
         tower = self._tower()
@@ -249,8 +249,8 @@ class ServedImages:
 def started(config: Any, names: MmIdentifiers | None) -> None:
     """Use the encoder service for images in this process's requests, if the engine that starts has no tower.
 
-    Reads the checkpoint's weights once. Raises ConfigError if the checkpoint cannot be identified, and like
-    `ServedImages.check`.
+    Reads the checkpoint's weights once. Raises ConfigError if the checkpoint cannot be identified, or if
+    `ServedImages.check` raises it.
     """
     global _active
     deactivate()

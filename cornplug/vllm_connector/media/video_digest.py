@@ -34,8 +34,8 @@ _REASONS: Final = (
     "video_pruning",
     _OTHER,
 )
-"""Reasons that a name may contain. They are label values of counters, and a client must not be able to add
-further values through a uuid."""
+"""Reasons that a name may contain. The reasons are label values of counters, and a client must not be able to
+add further values through a uuid."""
 _UNSHARED: Final = re.compile(f"{_PREFIX}({'|'.join(_REASONS)})-")
 
 _METADATA: Final = frozenset(
@@ -50,7 +50,7 @@ _METADATA: Final = frozenset(
         "width",
     }
 )
-"""Metadata fields of a video that can be shared: the fields that vLLM's loaders write, and those of
+"""Metadata fields that a shared video may have: the fields that vLLM's loaders write, and the fields of
 transformers' VideoMetadata."""
 _OPTIONS: Final = frozenset(
     {
@@ -98,8 +98,8 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Raise VideoUnshared("video_options") if a processor argument is not in the allow list for videos.
 
     `options` are the deployment's or the request's arguments. Lists are not allowed, because a list could
-    give each video of a request another value. Null values are not allowed either, because they switch off a
-    processor's default, while the model's spec treats them as the default.
+    give each video of a request a different value. Null values are not allowed either, because they switch
+    off a processor's default, while the model's spec treats them as the default.
     """
     scoped = options.get(_SCOPE, {})
     if not isinstance(scoped, Mapping):
@@ -115,8 +115,8 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def unshared_name(name: str, reason: str) -> str:
-    """Return vLLM's name for a medium that is not shared, extended by the reason, which `unshared_reason`
-    extracts again."""
+    """Return vLLM's name for a medium that is not shared, with the reason added. `unshared_reason` extracts
+    the reason again."""
     return f"{_PREFIX}{reason if reason in _REASONS else _OTHER}-{name}"
 
 

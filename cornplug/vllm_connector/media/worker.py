@@ -1,7 +1,8 @@
 """Worker half of the encoder-cache connector. It loads embeddings into the engine's encoder cache, and saves
 embeddings to the store.
 
-`MappedRows` copies embedding rows from the row memory to the rank's device, in parallel to the engine's work.
+`MappedRows` copies embedding rows from the row memory to the rank's device, in parallel with the engine's
+work.
 """
 
 from __future__ import annotations
@@ -127,15 +128,15 @@ class MappedRows:
         return self._memory
 
     def rows(self, place: RowPlace) -> torch.Tensor:
-        """Start to copy a place in the row memory to the device, and return its bytes as a tensor of shape
-        (bytes,). `copied` returns the place's offset after the copy."""
+        """Start to copy the bytes at a place in the row memory to the device, and return them as a tensor of
+        shape (bytes,). `copied` returns the place's offset after the copy."""
         assert self._bytes is not None, "the scheduler was notified that this rank has mapped its memory"
         there, end = self._copies.copy(self._runs(self._bytes, place), place.size_bytes)
         self._ongoing.append((place.offset, end))
         return there
 
     def copied(self) -> list[int]:
-        """Return the offsets of places in the row memory that have been copied, each once."""
+        """Return the offsets of places in the row memory whose copies have completed since the last call."""
         found = []
         while self._ongoing and self._copies.done(self._ongoing[0][1]):
             found.append(self._ongoing.popleft()[0])
@@ -152,8 +153,8 @@ class MappedRows:
         return not self._ongoing
 
     def _runs(self, memory: torch.Tensor, place: RowPlace) -> list[torch.Tensor]:
-        """Split a place in the row memory into tensors that can be copied, because a copy must not cross two
-        registered ranges or the end of the last range."""
+        """Split a place in the row memory into tensors that can be copied, because a copy must not cross the
+        boundary of a registered range."""
         at, end = place.offset, place.offset + place.size_bytes
         if self._registered is None:
             return [memory[at:end]]
@@ -200,15 +201,15 @@ class ECWorker:
         self._rows: MappedRows | None = None
         """Row memory that this worker has mapped. None until the scheduler has sent the memory's address."""
         self._mapped: list[int] = []
-        """Number of this rank, if it has mapped the row memory since the last acknowledgements. Otherwise
-        empty."""
+        """List with this rank's number, if the rank has mapped the row memory since the last
+        acknowledgements. Otherwise empty."""
         self._publisher = EmbeddingPublisher(runtime, self._note)
         self._lock = threading.Lock()
         self._saves: list[tuple[str, int]] = []
         self._copied: list[tuple[int, float]] = []
         self._tower = TowerClock(self._device)
         self._encoding = FadedRate()
-        """Measured seconds that the tower takes per row in earlier steps. The time of the current step is
+        """Measured seconds that the tower took per row in earlier steps. The time of the current step is
         measured too late for the step's own embeddings."""
 
     def load(self, cache: dict[str, torch.Tensor], moves: CornplugECMetadata) -> None:

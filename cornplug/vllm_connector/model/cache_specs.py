@@ -1,5 +1,5 @@
-"""Checks whether pages can represent the blocks that vLLM's KV cache specs describe, and reading of KV scales
-from checkpoints.
+"""Checks of whether pages can represent the blocks that vLLM's KV cache specs describe, and reading of KV
+scales from checkpoints.
 
 The same tables are used for models with one cache group (`cornplug/vllm_connector/kv/cache_geometry.py`) and
 for each of several groups (`cornplug/vllm_connector/kv_groups/page_kinds.py`).
@@ -70,7 +70,7 @@ _FP8: Final[Mapping[str, str]] = {
     # format with test writes.
     "auto": "fp8_e4m3",
 }
-"""Names for `PageGeometry.quantised`, by vLLM's names of cache formats."""
+"""Values of `PageGeometry.quantised`, by vLLM's name of the cache format."""
 Scales = Mapping[int, tuple[float, float]]
 """Scales of keys and values, (k, v), by layer number. A layer that is not listed has scales of 1."""
 _KNOWN: Final = re.compile(

@@ -68,8 +68,8 @@ def why_no_videos(config: VllmConfig) -> str:
 
 def _video_settings(config: VllmConfig) -> dict[str, Any]:
     """Return the settings that, in addition to a video's metadata, determine Qwen-VL's positions for the
-    video: the config's rate, and the release of transformers, whose processors compute `second_per_grid_ts`
-    and sample frames."""
+    video: `tokens_per_second` from the model's config, and the release of transformers, whose processors
+    compute `second_per_grid_ts` and sample frames."""
     vision = getattr(config.model_config.hf_config, "vision_config", None)
     return {
         "tokens_per_second": getattr(vision, "tokens_per_second", None),

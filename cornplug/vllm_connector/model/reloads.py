@@ -29,16 +29,16 @@ from cornplug.vllm_connector.model.model_config import drafts_with_kv, require_f
 from cornplug.vllm_connector.several_connectors import has_ours
 
 _LEFT_OUT: Final = "_cornplug_left_out"
-"""Name of a worker attribute: the names of parameters that the worker's last reload did not load, or None if
-unknown."""
+"""Name of the worker attribute that holds the names of the parameters that the worker's last reload did not
+load, or None if these names are unknown."""
 RELOAD: Final = "reload_weights"
 """Name of the worker method that reloads weights."""
 TRANSFER: Final = "_cornplug_transfer"
-"""Name of an engine core attribute: the trainer's weight update that has no version yet (`weight_updates`),
-or None."""
+"""Name of the engine core attribute that holds the trainer's weight update that has no version yet
+(`weight_updates`), or None if there is no such update."""
 _LOADED: Final = "_cornplug_loaded"
-"""Name of an engine core attribute: the `Loaded` weights, while blocks may still contain KV of other weights.
-None otherwise."""
+"""Name of the engine core attribute that holds the `Loaded` weights while blocks may still contain KV of
+other weights, and None otherwise."""
 _VOTE_S: Final = 600.0
 _ARGUMENTS: Final = ("weights_iterator", "weights_path", "is_checkpoint_format")
 
@@ -166,8 +166,8 @@ def begin(core: Any, by: str) -> int:
 
 
 def hold(core: Any, loaded: Loaded) -> None:
-    """Let the engine share KV and embeddings of these weights, immediately or after the next reset of its
-    prefix cache."""
+    """Let the engine share KV and embeddings computed with these weights, immediately or after the next reset
+    of its prefix cache."""
     setattr(core, _LOADED, loaded)
     _settle(core)
 
@@ -199,7 +199,8 @@ def excluded_engine(core: Any) -> str:
 
 
 def _from_files(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether these arguments of `GPUModelRunner.reload_weights` make it read a checkpoint."""
+    """Return whether `GPUModelRunner.reload_weights` reads a checkpoint if it is called with these
+    arguments."""
     given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
     tensors, plain = given.get("weights_iterator"), given.get("is_checkpoint_format", True)
     return tensors is None and plain is True and given.keys() <= set(_ARGUMENTS)
@@ -231,14 +232,14 @@ def _settle(core: Any) -> None:
     if loaded is None:
         return
     if not _no_block_is_used(core):
-        compat.logger.info("cornplug: this engine will share again after its prefix cache is reset")
+        compat.logger.info("cornplug: sharing resumes after the prefix cache is reset")
         return
     setattr(core, _LOADED, None)
     if loaded.is_version:
         engine_state.current().end_named_update(loaded.epoch, loaded.name)
     else:
         engine_state.current().end_update(loaded.epoch, loaded.name, loaded.began_ns)
-    compat.logger.info("cornplug: this engine shares again, with the weights %s", loaded.name)
+    compat.logger.info("cornplug: sharing resumed with the weights %s", loaded.name)
 
 
 def _no_block_is_used(core: Any) -> bool:

@@ -192,8 +192,8 @@ def _parallel(config_class: Any, parallel: Any) -> SettingsVerdict:
 
 
 def _runtime(config: Any) -> SettingsVerdict:
-    """Return the verdict on kernels, attention, the small config classes, and the fields of VllmConfig
-    itself."""
+    """Return the verdict on kernels, attention, scheduling and the smaller config classes, and on the fields
+    of VllmConfig itself."""
     from vllm import config as classes
     from vllm.config import VllmConfig
     from vllm.config.diffusion import DiffusionConfig

@@ -71,7 +71,7 @@ _HARMLESS = frozenset(
 
 @dataclass
 class _Transfer:
-    """Weight transfer from a trainer that has no version yet."""
+    """Weight transfer from a trainer. The transfer has no version yet."""
 
     epoch: int
     before: str

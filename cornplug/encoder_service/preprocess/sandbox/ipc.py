@@ -77,7 +77,7 @@ class MediumOpened(msgspec.Struct, frozen=True, tag="opened"):
     width: int = 0
     height: int = 0
     total: int = 0
-    """Number of frames."""
+    """Number of frames in the video file."""
     fps: float = 0.0
     seconds: float = 0.0
     rate: int = 0
