@@ -17,6 +17,7 @@ from cornplug.store.client import PoolStore
 
 GROUP: Final = "cornplug.stores"
 _POOL: Final = "pool"
+_UPDATE: Final = "Update the package that provides it."
 
 
 def is_host_store(config: StoreConfig) -> bool:
@@ -46,11 +47,13 @@ def open_store(
             f"no installed package provides a store {name!r}",
             f"Available stores: {', '.join(sorted({_POOL, *offered}))}.",
         )
-    store = offered[name].load()(config, autostart=autostart, connect_timeout_s=connect_timeout_s)
+    create = offered[name].load()
+    try:
+        store = create(config, autostart=autostart, connect_timeout_s=connect_timeout_s)
+    except TypeError as e:  # a required method is missing
+        raise ConfigError("store.backend", f"cannot create store {name!r}: {e}", _UPDATE) from e
     if not isinstance(store, Store):
         raise ConfigError(
-            "store.backend",
-            f"the store of package {name!r} does not inherit from cornplug.store.base.Store",
-            "Update the package.",
+            "store.backend", f"store {name!r} does not inherit from cornplug.store.base.Store", _UPDATE
         )
     return store

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,11 +58,12 @@ class MediaPayload:
             return cls._packed(modality, medium)
         if isinstance(medium, bytes):
             name, data = str(modality), medium
-        elif isinstance(medium, str | Path):
+        elif isinstance(medium, str | os.PathLike):
             try:
                 name, data = Path(medium).name, Path(medium).read_bytes()
             except (OSError, ValueError) as e:  # ValueError for a null byte in the path
-                raise MediaError(f"cannot read {medium!r}: {e}", reason="not_found") from e
+                problem = (isinstance(e, OSError) and e.strerror) or e
+                raise MediaError(f"cannot read {medium!r}: {problem}", reason="not_found") from e
         else:
             raise MediaError(
                 f"a medium is a path, bytes or a PIL image, not {type(medium).__name__}", reason="bad_input"
@@ -76,6 +78,8 @@ class MediaPayload:
         try:
             image.save(out, "PNG", compress_level=1)
             content = pixels_digest(image.mode, image.width, image.height, image.tobytes())
+        except MemoryError:
+            raise
         except Exception as e:
             raise MediaError(
                 f"cannot encode the image as PNG; convert it to RGB first: {e}", reason="unprocessable"

@@ -294,15 +294,15 @@ class BatchDispatcher:
         """Run a batch. Return its result, and the seconds for which it used the device.
 
         If another batch was running when this batch was submitted, the time counts from the end of that
-        batch.
+        batch. The pauses of a batch that was paused include that time already.
         """
         handed_s = time.monotonic()
         result = executor.run(batch)
         with self._lock:
             ended_s = time.monotonic()
-            began_s = max(handed_s, self._ended_s.get(executor, handed_s))
+            began_s = handed_s if result.paused_s else max(handed_s, self._ended_s.get(executor, handed_s))
             self._ended_s[executor] = ended_s
-        return result, ended_s - began_s - result.paused_s
+        return result, max(0.0, ended_s - began_s - result.paused_s)
 
     def _cached_features(self, job: EncodeJob[JobPayload]) -> torch.Tensor | None:
         model = job.payload.model
