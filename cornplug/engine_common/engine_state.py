@@ -38,6 +38,9 @@ name in bytes, and whether the name is a trainer's version."""
 _SOURCE_AT: Final = 56
 _NAME_AT: Final = _SOURCE_AT + _SOURCE.size
 _PAGE: Final = mmap.PAGESIZE
+_FILE_CLOCK: Final = 5
+"""CLOCK_REALTIME_COARSE (linux/time.h), which gives files their timestamps. It advances in ticks of 1 to 10 ms,
+so it is behind `time.time_ns()`."""
 LONGEST_PATH_BYTES: Final = _PAGE - _NAME_AT
 """Maximum length in bytes of a path that `EngineState.end_update` accepts."""
 LONGEST_VERSION_BYTES: Final = 1024
@@ -186,9 +189,21 @@ class EngineState:
             struct.pack_into("<Q", self._page, _TOKEN_BYTES, began_ns)
 
 
-_HERE_SINCE_NS: Final = time.time_ns()
+_HERE_SINCE_NS: Final = time.clock_gettime_ns(_FILE_CLOCK)
 _lock: Final = threading.Lock()
 _state: EngineState | None = None
+
+
+def file_clock_ns() -> int:
+    """Return a moment in nanoseconds on the clock of file timestamps.
+
+    Waits for the clock's next tick (at most 10 ms). Files that were changed before the call have earlier
+    timestamps, and files that are changed after it have the same or later ones.
+    """
+    before = time.clock_gettime_ns(_FILE_CLOCK)
+    while (now := time.clock_gettime_ns(_FILE_CLOCK)) == before:
+        time.sleep(0.001)
+    return now
 
 
 def begin(*, anew: bool = False) -> None:
@@ -198,7 +213,7 @@ def begin(*, anew: bool = False) -> None:
     With `anew`, the engine gets a new state. Engines that were begun in this process before keep their state.
     """
     global _state
-    now = time.time_ns()
+    now = file_clock_ns()
     if anew and multiprocessing.parent_process() is None:
         with _lock:
             _state = EngineState(_create())

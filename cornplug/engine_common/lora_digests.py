@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
+from cornplug.engine_common import engine_state
 from cornplug.errors import CheckpointError
 from cornplug.identity import digest
 
@@ -48,6 +49,7 @@ def note(path: str, load: int | str = 0) -> None:
     CheckpointError like `LoraDigests.digest`.
     """
     if (path, load) not in _noted:
+        engine_state.file_clock_ns()  # A change in the same tick could leave the timestamps as they are.
         signature = _signature(path)
         if _first.setdefault(path, signature) != signature:
             _rewritten.add(path)
