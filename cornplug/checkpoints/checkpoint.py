@@ -184,7 +184,8 @@ class Checkpoint:
         """Return a file with weights or settings that was changed at or after `moment_ns`, or None.
 
         `moment_ns` is on the clock of file timestamps (`engine_state.file_clock_ns`). Files in the hub's
-        cache are not checked, because they are named by their content and never modified. Raises CheckpointError("unreadable").
+        cache are not checked, because they are named by their content and never modified. Raises
+        CheckpointError("unreadable").
         """
         files = {file for rows in self._parts.values() for file, _, _ in rows.values()}
         for file in sorted(files | set(self.path.glob("*.json"))):

@@ -39,8 +39,8 @@ _SOURCE_AT: Final = 56
 _NAME_AT: Final = _SOURCE_AT + _SOURCE.size
 _PAGE: Final = mmap.PAGESIZE
 _FILE_CLOCK: Final = 5
-"""CLOCK_REALTIME_COARSE (linux/time.h), which gives files their timestamps. It advances in ticks of 1 to 10 ms,
-so it is behind `time.time_ns()`."""
+"""CLOCK_REALTIME_COARSE (linux/time.h), which gives files their timestamps. It advances in ticks of 1 to
+10 ms, so it is behind `time.time_ns()`."""
 LONGEST_PATH_BYTES: Final = _PAGE - _NAME_AT
 """Maximum length in bytes of a path that `EngineState.end_update` accepts."""
 LONGEST_VERSION_BYTES: Final = 1024
