@@ -197,13 +197,14 @@ _state: EngineState | None = None
 def file_clock_ns() -> int:
     """Return a moment in nanoseconds on the clock of file timestamps.
 
-    Waits for the clock's next tick (at most 10 ms). Files that were changed before the call have earlier
-    timestamps, and files that are changed after it have the same or later ones.
+    Files that were changed before the call have earlier timestamps, and files that are changed after it have
+    the same or later ones. For this, the call waits until that clock has passed the current time, which takes
+    at most two ticks.
     """
-    before = time.clock_gettime_ns(_FILE_CLOCK)
-    while (now := time.clock_gettime_ns(_FILE_CLOCK)) == before:
+    asked_ns = time.time_ns()
+    while (now_ns := time.clock_gettime_ns(_FILE_CLOCK)) <= asked_ns:
         time.sleep(0.001)
-    return now
+    return now_ns
 
 
 def begin(*, anew: bool = False) -> None:
