@@ -38,7 +38,7 @@ name in bytes, and whether the name is a trainer's version."""
 _SOURCE_AT: Final = 56
 _NAME_AT: Final = _SOURCE_AT + _SOURCE.size
 _PAGE: Final = mmap.PAGESIZE
-_FILE_CLOCK: Final = 5
+FILE_CLOCK: Final = 5
 """CLOCK_REALTIME_COARSE (linux/time.h), which gives files their timestamps. It advances in ticks of 1 to
 10 ms, so it is behind `time.time_ns()`."""
 LONGEST_PATH_BYTES: Final = _PAGE - _NAME_AT
@@ -189,7 +189,7 @@ class EngineState:
             struct.pack_into("<Q", self._page, _TOKEN_BYTES, began_ns)
 
 
-_HERE_SINCE_NS: Final = time.clock_gettime_ns(_FILE_CLOCK)
+_HERE_SINCE_NS: Final = time.clock_gettime_ns(FILE_CLOCK)
 _lock: Final = threading.Lock()
 _state: EngineState | None = None
 
@@ -202,8 +202,9 @@ def file_clock_ns() -> int:
     at most two ticks.
     """
     asked_ns = time.time_ns()
-    while (now_ns := time.clock_gettime_ns(_FILE_CLOCK)) <= asked_ns:
+    while (now_ns := time.clock_gettime_ns(FILE_CLOCK)) <= asked_ns:
         time.sleep(0.001)
+        asked_ns = min(asked_ns, time.time_ns())  # Somebody may set the clock back.
     return now_ns
 
 

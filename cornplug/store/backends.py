@@ -7,6 +7,7 @@ result of `open_store`. The callable reads the address from `config.backend`.
 
 from __future__ import annotations
 
+import inspect
 from importlib.metadata import entry_points
 from typing import Final
 
@@ -48,10 +49,10 @@ def open_store(
             f"Available stores: {', '.join(sorted({_POOL, *offered}))}.",
         )
     create = offered[name].load()
-    try:
-        store = create(config, autostart=autostart, connect_timeout_s=connect_timeout_s)
-    except TypeError as e:  # a required method is missing
-        raise ConfigError("store.backend", f"cannot create store {name!r}: {e}", _UPDATE) from e
+    if inspect.isabstract(create):
+        lacks = ", ".join(sorted(create.__abstractmethods__))
+        raise ConfigError("store.backend", f"store {name!r} lacks the methods {lacks}", _UPDATE)
+    store = create(config, autostart=autostart, connect_timeout_s=connect_timeout_s)
     if not isinstance(store, Store):
         raise ConfigError(
             "store.backend", f"store {name!r} does not inherit from cornplug.store.base.Store", _UPDATE

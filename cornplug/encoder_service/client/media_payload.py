@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from PIL import Image
 
@@ -17,7 +17,7 @@ from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.errors import CornplugError, MediaError
 from cornplug.identity import pixels_digest
 
-Medium = str | Path | bytes | Image.Image
+Medium = str | os.PathLike[Any] | bytes | Image.Image
 """A path, the bytes of a file, or a PIL image."""
 Item = Medium | Mapping[Modality, Medium]
 """An image, or {"image" | "video" | "audio": medium}."""
@@ -60,7 +60,8 @@ class MediaPayload:
             name, data = str(modality), medium
         elif isinstance(medium, str | os.PathLike):
             try:
-                name, data = Path(medium).name, Path(medium).read_bytes()
+                path = Path(os.fsdecode(medium))
+                name, data = path.name, path.read_bytes()
             except (OSError, ValueError) as e:  # ValueError for a null byte in the path
                 problem = (isinstance(e, OSError) and e.strerror) or e
                 raise MediaError(f"cannot read {medium!r}: {problem}", reason="not_found") from e

@@ -194,8 +194,8 @@ class EncodeAdmission:
         self._latency_models: WeakKeyDictionary[object, BatchLatencyModel] = WeakKeyDictionary()
         self._arrivals = ArrivalRate()
         self._last: dict[ServiceClass, tuple[float, Callable[[], object | None], int, str]] = {}
-        """Time, tower, tokens and app of each class's last job. Refused jobs count too, because otherwise one
-        huge medium would keep the small media of its class out."""
+        """Time, tower, tokens and app of each class's last job. A refused job counts only if it is smaller
+        than the last job, because otherwise one huge medium would keep the small media of its class out."""
         self._hit_rate = 0.0
         """Fraction of recent requests that were cached or joined another request's job."""
         self._headroom: dict[ServiceClass, float] = {}
@@ -250,7 +250,9 @@ class EncodeAdmission:
         now = self._clock()
         refusal, expected_s = self._evaluate(job, job.shortest_deadline_s, batcher, now)
         with self._lock:
-            self._last[job.qos] = now, ref(job.tower), job.tokens, job.app
+            last = self._last.get(job.qos)
+            if refusal is None or last is None or last[0] < now - _REMEMBER_S or job.tokens < last[2]:
+                self._last[job.qos] = now, ref(job.tower), job.tokens, job.app
             if refusal is None:
                 for pending in job.requests:
                     pending.predicted_answer_s = now - pending.received_s + expected_s

@@ -280,6 +280,9 @@ def test_predicted_s_huge_medium_does_not_keep_its_class_out() -> None:
     service.batcher.take()
     # A small medium is refused behind the huge one, and is the class's last from then on.
     assert service.come(service.job(TIN, deadline_s=1)) == "overloaded"
+    # A huge medium that is refused does not become the last one.
+    assert service.come(service.job(TIN, tokens=90_000, deadline_s=60)) == "overloaded"
+    assert service.gate.predicted_s([TIN], service.batcher)["tin"] < 40
     service.now += 60
     assert service.gate.predicted_s([TIN], service.batcher)["tin"] == 0.0
     service.come(service.job(TIN, tokens=30_000, deadline_s=120))
