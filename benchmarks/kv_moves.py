@@ -33,7 +33,7 @@ from cornplug.codec import PayloadHeader, PayloadKind, checksum, encode_header
 from cornplug.config import StoreConfig
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.kv_page import PageGeometry, RankSlice
-from cornplug.store.base import Reservation
+from cornplug.store.base import Reservation, ReserveTerms
 from cornplug.store.client import PoolStore
 from cornplug.vllm_connector.kv.metadata import PageLoad, PageSave, PageWrite
 from cornplug.vllm_connector.kv.worker import KVWorker
@@ -127,7 +127,7 @@ class Moves:
         self.store.delete(self.keys, deadline_s=_DEADLINE_S)
         began = time.perf_counter()
         rooms = self.store.reserve(
-            [(key, self.page.page_bytes) for key in self.keys], app="bench", deadline_s=_DEADLINE_S
+            [(key, self.page.page_bytes) for key in self.keys], ReserveTerms("bench"), deadline_s=_DEADLINE_S
         )
         given = [room for room in rooms if isinstance(room, Reservation)]
         _expect(len(given) == len(self.keys), f"rooms {rooms}")

@@ -34,7 +34,7 @@ from rich.table import Table
 
 from cornplug.codec import PayloadKind
 from cornplug.config import StoreConfig
-from cornplug.store.base import Leases, Reservation
+from cornplug.store.base import Leases, Reservation, ReserveTerms
 from cornplug.store.client import PoolStore
 from cornplug.store.payload import NewPayload, get_payload_into, put_payload
 
@@ -105,7 +105,7 @@ def fill(config: StoreConfig) -> None:
     keys = stored()
     for at in range(0, len(keys), _BATCH):
         rooms = store.reserve(
-            [(key, 64) for key in keys[at : at + _BATCH]], app="bench", deadline_s=_DEADLINE_S
+            [(key, 64) for key in keys[at : at + _BATCH]], ReserveTerms("bench"), deadline_s=_DEADLINE_S
         )
         written = [(room, b"") for room in rooms if isinstance(room, Reservation)]
         if len(written) < len(rooms) or not all(store.commit(written, deadline_s=_DEADLINE_S)):

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from cornplug.codec import PayloadHeader, PayloadKind, decode_header, encode_header
 from cornplug.config import StoreConfig
-from cornplug.store.base import Reservation
+from cornplug.store.base import Reservation, ReserveTerms
 from cornplug.store.client import PoolStore
 from cornplug.store.payload import NewPayload, copy_checksummed, get_payload, get_payload_into, put_payload
 
@@ -152,7 +152,7 @@ class Rounds:
     def put_batch(self) -> None:
         for first in range(0, self.count, self.batch):
             wanted = [(key, self.size) for key in self.keys[first : first + self.batch]]
-            rooms = self.store.reserve(wanted, app="bench", deadline_s=DEADLINE_S)
+            rooms = self.store.reserve(wanted, ReserveTerms("bench"), deadline_s=DEADLINE_S)
             written = []
             for i, room in enumerate(rooms, first):
                 check(isinstance(room, Reservation))

@@ -79,9 +79,11 @@ class EncoderConfig(Section):
     `host` and `port`."""
     deadline_s: float = Field(default=10.0, gt=0, le=MAX_DEADLINE_S)
     """Maximum time that an engine waits for an embedding before it runs its own tower. Once an engine has
-    measured its own tower, it waits three times that duration, at least 0.5 s and at most this limit."""
+    measured its own tower, it waits three times that duration, at least 0.5 s and at most this limit. The
+    limit is at most 120."""
     language_only_timeout_s: float = Field(default=60.0, gt=0, le=MAX_DEADLINE_S)
-    """Maximum time that an engine without a tower waits for an embedding before the request fails."""
+    """Maximum time that an engine without a tower waits for an embedding before the request fails. At most
+    120."""
     max_batch_tokens: int | None = Field(default=None, gt=0)
     """Maximum number of tokens in one batch of a tower, which bounds the tower's memory. The tokens of the
     first medium do not count. None: 2048 on a CPU, 32,768 on a GPU."""
@@ -272,8 +274,9 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
             raise ConfigError(
                 field,
                 "unknown setting",
-                "Remove it from the file named by CORNPLUG_CONFIG, the environment, or the flags. "
-                "docs/configuration.md lists the settings.",
+                "Remove it from the file named by CORNPLUG_CONFIG, the environment variable "
+                f"CORNPLUG_{field.upper().replace('.', '_')}, or the flags. docs/configuration.md lists the "
+                "settings.",
             ) from None
         # Error messages must not contain a key, nor a value that may contain one.
         said = "key" not in field and not isinstance(first.get("input"), (dict, QosConfig))

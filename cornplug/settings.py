@@ -215,7 +215,7 @@ class ClassConfig(Section):
     priority: int = 0
     """Order in which classes get the tower's time beyond their shares, highest first."""
     deadline_s: float | None = Field(default=None, gt=0, le=MAX_DEADLINE_S)
-    """Deadline of requests that do not set one. None: `encoder.deadline_s`."""
+    """Deadline of requests that do not set one, at most 120. None: `encoder.deadline_s`."""
     api_keys: tuple[str, ...] = ()
     """API keys of this class, in plain text or as "sha256:" followed by 64 hex digits. Only the digest is
     kept."""

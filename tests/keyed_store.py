@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms
 from cornplug.store.daemon.placement import StoredEntry
 from cornplug.store.memory import MemoryConnection, MemoryStore
 
@@ -20,9 +21,11 @@ class KeyedStore(MemoryStore):
         connection = super().connect()
         reserve = connection.reserve
 
-        def noted(entries: Sequence[tuple[bytes, int]], **how: Any) -> Any:
+        def noted(
+            entries: Sequence[tuple[bytes, int]], terms: ReserveTerms, *, deadline_s: float
+        ) -> list[Reservation | ReserveRefusal]:
             self._reserved.update(dict.fromkeys(key for key, _ in entries))
-            return reserve(entries, **how)
+            return reserve(entries, terms, deadline_s=deadline_s)
 
         connection.reserve = noted  # type: ignore[method-assign]
         return connection

@@ -145,6 +145,7 @@ def test_load_unknown_setting_is_to_be_removed() -> None:
     with pytest.raises(ConfigError, match="unknown setting") as caught:
         load(environ={"CORNPLUG_STORE_NO_SUCH_FIELD": "1"})
     assert caught.value.field == "store.no_such_field"
+    assert "CORNPLUG_STORE_NO_SUCH_FIELD" in str(caught.value)
 
 
 def test_load_unknown_section_is_named(tmp_path: Path) -> None:

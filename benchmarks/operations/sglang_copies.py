@@ -18,7 +18,7 @@ from cornplug.engine_common.rank_pages import RankPages, page_headers
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.sglang_hooks.kv_pages.layout import HostPages
 from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PagePart
-from cornplug.store.base import Reservation
+from cornplug.store.base import Reservation, ReserveTerms
 from cornplug.store.memory import MemoryStore
 from devkit.page_by_page import PageByPage
 
@@ -102,7 +102,7 @@ def _moved(
     copies = kind(RankPages(PAGE, held, store), host)
     parts = [[PagePart(slice(0, 64), copies.at(64 * i))] for i in range(pages)]
     entries = [(bytes([i]) * 32, PAGE.page_bytes) for i in range(pages)]
-    rooms = store.reserve(entries, app="test", deadline_s=1)
+    rooms = store.reserve(entries, ReserveTerms("test"), deadline_s=1)
     given = [room for room in rooms if isinstance(room, Reservation)]
     places = [(some, room.location) for some, room in zip(parts, given, strict=True)]
     written: list[dict[int, int] | None] = []

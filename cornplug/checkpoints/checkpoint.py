@@ -181,15 +181,16 @@ class Checkpoint:
         return {normal: (file, name) for normal, (file, name, _) in self._part(part, modality).items()}
 
     def changed_since(self, moment_ns: int) -> Path | None:
-        """Return a file with weights or settings whose timestamp is later than `moment_ns`, or None.
+        """Return a file with weights or settings that was changed at or after `moment_ns`, or None.
 
-        Files in the hub's cache are not checked, because they are named by their content and never modified.
-        Raises CheckpointError("unreadable").
+        `moment_ns` is on the clock of file timestamps (`engine_state.file_clock_ns`). Files in the hub's
+        cache are not checked, because they are named by their content and never modified. Raises
+        CheckpointError("unreadable").
         """
         files = {file for rows in self._parts.values() for file, _, _ in rows.values()}
         for file in sorted(files | set(self.path.glob("*.json"))):
             try:
-                if file.stat().st_ctime_ns > moment_ns and file.resolve().parent.name != "blobs":
+                if file.stat().st_ctime_ns >= moment_ns and file.resolve().parent.name != "blobs":
                     return file
             except OSError as e:
                 raise CheckpointError(f"cannot read {file}: {e.strerror}.", reason="unreadable") from e

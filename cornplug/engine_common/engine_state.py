@@ -38,6 +38,9 @@ name in bytes, and whether the name is a trainer's version."""
 _SOURCE_AT: Final = 56
 _NAME_AT: Final = _SOURCE_AT + _SOURCE.size
 _PAGE: Final = mmap.PAGESIZE
+FILE_CLOCK: Final = 5
+"""CLOCK_REALTIME_COARSE (linux/time.h), which gives files their timestamps. It advances in ticks of 1 to
+10 ms, so it is behind `time.time_ns()`."""
 LONGEST_PATH_BYTES: Final = _PAGE - _NAME_AT
 """Maximum length in bytes of a path that `EngineState.end_update` accepts."""
 LONGEST_VERSION_BYTES: Final = 1024
@@ -186,9 +189,23 @@ class EngineState:
             struct.pack_into("<Q", self._page, _TOKEN_BYTES, began_ns)
 
 
-_HERE_SINCE_NS: Final = time.time_ns()
+_HERE_SINCE_NS: Final = time.clock_gettime_ns(FILE_CLOCK)
 _lock: Final = threading.Lock()
 _state: EngineState | None = None
+
+
+def file_clock_ns() -> int:
+    """Return a moment in nanoseconds on the clock of file timestamps.
+
+    Files that were changed before the call have earlier timestamps, and files that are changed after it have
+    the same or later ones. For this, the call waits until that clock has passed the current time, which takes
+    at most two ticks.
+    """
+    asked_ns = time.time_ns()
+    while (now_ns := time.clock_gettime_ns(FILE_CLOCK)) <= asked_ns:
+        time.sleep(0.001)
+        asked_ns = min(asked_ns, time.time_ns())  # Somebody may set the clock back.
+    return now_ns
 
 
 def begin(*, anew: bool = False) -> None:
@@ -198,7 +215,7 @@ def begin(*, anew: bool = False) -> None:
     With `anew`, the engine gets a new state. Engines that were begun in this process before keep their state.
     """
     global _state
-    now = time.time_ns()
+    now = file_clock_ns()
     if anew and multiprocessing.parent_process() is None:
         with _lock:
             _state = EngineState(_create())

@@ -7,10 +7,12 @@ version the engine runs.
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
+from cornplug.engine_common import engine_state
 from cornplug.errors import CheckpointError
 from cornplug.identity import digest
 
@@ -48,7 +50,7 @@ def note(path: str, load: int | str = 0) -> None:
     CheckpointError like `LoraDigests.digest`.
     """
     if (path, load) not in _noted:
-        signature = _signature(path)
+        signature = _settled_signature(path)
         if _first.setdefault(path, signature) != signature:
             _rewritten.add(path)
         _noted[path, load] = signature
@@ -177,6 +179,18 @@ def _signature(path: str) -> _Signature:
     except OSError as e:
         raise _unreadable(path, e) from e
     return tuple((s.st_mtime_ns, s.st_ctime_ns, s.st_size, s.st_ino) for s in stats)
+
+
+def _settled_signature(path: str) -> _Signature:
+    """Return `_signature`, but wait up to 30 ms while the files are so new that another change in the same
+    tick of the clock would leave their timestamps as they are."""
+    for _ in range(30):
+        now_ns = time.clock_gettime_ns(engine_state.FILE_CLOCK)
+        signature = _signature(path)
+        if all(changed_ns < now_ns for _, changed_ns, _, _ in signature):
+            break
+        time.sleep(0.001)
+    return signature
 
 
 def _unreadable(path: str, e: OSError) -> CheckpointError:

@@ -12,7 +12,7 @@ from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry, PageSize
 from cornplug.metrics import Tally
-from cornplug.store.base import Answered, Posted, Reservation, ReserveRefusal, WriterPart
+from cornplug.store.base import Answered, Posted, Reservation, ReserveRefusal, ReserveTerms, WriterPart
 from cornplug.store.daemon.allocator import align_up
 from cornplug.store.validation import MAX_COST_S
 
@@ -98,11 +98,8 @@ class PagePublisher:
         try:
             answers = self._run.store.reserve(
                 self._entries(keys),
-                app=self._run.app,
+                self._terms(),
                 deadline_s=deadline_s or self._deadline_s,
-                part=self._part,
-                only_seen=self._only_seen,
-                cost_s=self._cost.capped_s(),
             )
         except CornplugError as e:
             return self._no_room(e, len(keys))
@@ -114,11 +111,8 @@ class PagePublisher:
         try:
             posted = self._run.store.post_reserve(
                 self._entries(keys),
-                app=self._run.app,
+                self._terms(),
                 deadline_s=self._deadline_s,
-                part=self._part,
-                only_seen=self._only_seen,
-                cost_s=self._cost.capped_s(),
             )
         except CornplugError as e:
             return Answered(self._no_room(e, len(keys)))
@@ -148,6 +142,9 @@ class PagePublisher:
         if isinstance(posted, Answered):
             return Answered(self._done_counted(posted.take()))
         return _Counted(posted, self._done_counted, lambda e: self._not_done(e, len(written)))
+
+    def _terms(self) -> ReserveTerms:
+        return ReserveTerms(self._run.app, self._part, self._only_seen, self._cost.capped_s())
 
     def _entries(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
         size = self._page.page_bytes

@@ -15,7 +15,7 @@ from cornplug.kv_page import PageSize
 from cornplug.metrics import Tally
 from cornplug.private_paths import read_secret
 from cornplug.store.backends import open_store
-from cornplug.store.base import Leases, PayloadLocation, Reservation, ReserveRefusal, Store, WriterPart
+from cornplug.store.base import Leases, PayloadLocation, Reservation, ReserveRefusal, ReserveTerms, Store
 from cornplug.store.store_stats import StoreStat
 
 KV_PAGE: Final = "kv_page"
@@ -39,14 +39,7 @@ class OffStore(Store):
         self._raise()
 
     def reserve(
-        self,
-        entries: Sequence[tuple[bytes, int]],
-        *,
-        app: str,
-        deadline_s: float,
-        part: WriterPart | None = None,
-        only_seen: bool = False,
-        cost_s: float = 0.0,
+        self, entries: Sequence[tuple[bytes, int]], terms: ReserveTerms, *, deadline_s: float
     ) -> list[Reservation | ReserveRefusal]:
         self._raise()
 

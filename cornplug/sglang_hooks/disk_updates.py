@@ -15,7 +15,6 @@ a rank votes no, sharing ends until restart, because no folder may contain the r
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -71,7 +70,7 @@ def _update(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     """Wrap SGLang's update of a rank's weights. Sharing resumes if all ranks vote yes."""
     if not activation.is_on():
         return original(manager, recv_req)
-    began_ns = time.time_ns()
+    began_ns = engine_state.file_clock_ns()
     epoch = weights_guard.begin_update(_CALL, logger)
     path = str(Path(recv_req.model_path).resolve())
     excluded, why = _excluded(manager, recv_req), "SGLang failed"

@@ -7,6 +7,7 @@ result of `open_store`. The callable reads the address from `config.backend`.
 
 from __future__ import annotations
 
+import inspect
 from importlib.metadata import entry_points
 from typing import Final
 
@@ -17,6 +18,7 @@ from cornplug.store.client import PoolStore
 
 GROUP: Final = "cornplug.stores"
 _POOL: Final = "pool"
+_UPDATE: Final = "Update the package that provides it."
 
 
 def is_host_store(config: StoreConfig) -> bool:
@@ -46,11 +48,13 @@ def open_store(
             f"no installed package provides a store {name!r}",
             f"Available stores: {', '.join(sorted({_POOL, *offered}))}.",
         )
-    store = offered[name].load()(config, autostart=autostart, connect_timeout_s=connect_timeout_s)
+    create = offered[name].load()
+    if inspect.isabstract(create):
+        lacks = ", ".join(sorted(create.__abstractmethods__))
+        raise ConfigError("store.backend", f"store {name!r} lacks the methods {lacks}", _UPDATE)
+    store = create(config, autostart=autostart, connect_timeout_s=connect_timeout_s)
     if not isinstance(store, Store):
         raise ConfigError(
-            "store.backend",
-            f"the store of package {name!r} does not inherit from cornplug.store.base.Store",
-            "Update the package.",
+            "store.backend", f"store {name!r} does not inherit from cornplug.store.base.Store", _UPDATE
         )
     return store

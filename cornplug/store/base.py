@@ -118,10 +118,14 @@ class ReserveTerms(msgspec.Struct, frozen=True):
     """Arguments of `Store.reserve` that apply to all entries of the call."""
 
     app: str
+    """App to which the memory is charged."""
     part: WriterPart | None = None
+    """Part that this writer writes. Writers of the same group share the memory: they get the same location
+    and their own tokens."""
     only_seen: bool = False
+    """Whether to reserve memory only for keys that another request has asked for before."""
     cost_s: float = 0.0
-    """Seconds to recompute each entry, or 0 if unknown."""
+    """Seconds to recompute each entry, or 0 if unknown. A full store uses it to choose between namespaces."""
 
 
 class ReserveRefusal(enum.Enum):
@@ -239,22 +243,12 @@ class Store(ABC):
 
     @abstractmethod
     def reserve(
-        self,
-        entries: Sequence[tuple[bytes, int]],
-        *,
-        app: str,
-        deadline_s: float,
-        part: WriterPart | None = None,
-        only_seen: bool = False,
-        cost_s: float = 0.0,
+        self, entries: Sequence[tuple[bytes, int]], terms: ReserveTerms, *, deadline_s: float
     ) -> list[Reservation | ReserveRefusal]:
-        """Reserve memory for each (key, size in bytes of the whole entry), charged to `app`.
+        """Reserve memory for each (key, size in bytes of the whole entry).
 
-        `cost_s` is the time in seconds that it takes to recompute one of these entries, or 0 if unknown. A
-        full store uses it to choose between namespaces.
-
-        With `part`, writers of the same group share the memory: they get the same location and their own
-        tokens. PENDING then means that this part is already reserved, or that another group has the key.
+        If `terms` has a part, PENDING means that this part is already reserved, or that another group has the
+        key.
         """
 
     @abstractmethod
@@ -358,21 +352,10 @@ class Store(ABC):
         return True
 
     def post_reserve(
-        self,
-        entries: Sequence[tuple[bytes, int]],
-        *,
-        app: str,
-        deadline_s: float,
-        part: WriterPart | None = None,
-        only_seen: bool = False,
-        cost_s: float = 0.0,
+        self, entries: Sequence[tuple[bytes, int]], terms: ReserveTerms, *, deadline_s: float
     ) -> Posted[list[Reservation | ReserveRefusal]]:
         """Send a `reserve` without waiting for its reply."""
-        return Answered(
-            self.reserve(
-                entries, app=app, deadline_s=deadline_s, part=part, only_seen=only_seen, cost_s=cost_s
-            )
-        )
+        return Answered(self.reserve(entries, terms, deadline_s=deadline_s))
 
     def post_commit(
         self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float

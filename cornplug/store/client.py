@@ -36,7 +36,6 @@ from cornplug.store.base import (
     Store,
     Tier,
     Unfound,
-    WriterPart,
 )
 from cornplug.store.connection import DaemonConnection
 from cornplug.store.daemon_link import DaemonLink
@@ -45,13 +44,11 @@ from cornplug.store.posted import PostedCommit, PostedReserve
 from cornplug.store.store_stats import StoreStat
 from cornplug.store.use_notes import ClientNotes
 from cornplug.store.validation import (
-    check_app,
-    check_cost,
     check_entries,
     check_keys,
     check_meta,
-    check_part,
     check_purge,
+    check_terms,
     check_ttl,
 )
 
@@ -289,35 +286,16 @@ class PoolStore(Store):
         return Leases.joined(connection.arena.id, found)
 
     def reserve(
-        self,
-        entries: Sequence[tuple[bytes, int]],
-        *,
-        app: str,
-        deadline_s: float,
-        part: WriterPart | None = None,
-        only_seen: bool = False,
-        cost_s: float = 0.0,
+        self, entries: Sequence[tuple[bytes, int]], terms: ReserveTerms, *, deadline_s: float
     ) -> list[Reservation | ReserveRefusal]:
-        return self.post_reserve(
-            entries, app=app, deadline_s=deadline_s, part=part, only_seen=only_seen, cost_s=cost_s
-        ).wait()
+        return self.post_reserve(entries, terms, deadline_s=deadline_s).wait()
 
     def post_reserve(
-        self,
-        entries: Sequence[tuple[bytes, int]],
-        *,
-        app: str,
-        deadline_s: float,
-        part: WriterPart | None = None,
-        only_seen: bool = False,
-        cost_s: float = 0.0,
+        self, entries: Sequence[tuple[bytes, int]], terms: ReserveTerms, *, deadline_s: float
     ) -> PostedReserve:
         """Send a `reserve` request, whose result the caller reads later."""
         check_entries(entries)
-        check_app(app)
-        check_part(part)
-        check_cost(cost_s)
-        terms = ReserveTerms(app, part, only_seen, cost_s)
+        check_terms(terms)
         return PostedReserve(self._link.reachable(), entries, terms, deadline_s)
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:

@@ -23,18 +23,15 @@ from cornplug.store.base import (
     ReserveRefusal,
     ReserveTerms,
     Store,
-    WriterPart,
 )
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, ReservationTimes
 from cornplug.store.store_stats import StoreStat
 from cornplug.store.validation import (
-    check_app,
-    check_cost,
     check_entries,
     check_keys,
     check_meta,
-    check_part,
+    check_terms,
     check_ttl,
 )
 
@@ -92,22 +89,12 @@ class MemoryConnection(Store):
             return self._index().lease(self._owner, keys, ttl_s=ttl_s, now_s=self._store.clock())
 
     def reserve(
-        self,
-        entries: Sequence[tuple[bytes, int]],
-        *,
-        app: str,
-        deadline_s: float,
-        part: WriterPart | None = None,
-        only_seen: bool = False,
-        cost_s: float = 0.0,
+        self, entries: Sequence[tuple[bytes, int]], terms: ReserveTerms, *, deadline_s: float
     ) -> list[Reservation | ReserveRefusal]:
         check_entries(entries)
-        check_app(app)
-        check_part(part)
-        check_cost(cost_s)
+        check_terms(terms)
         with self._store.lock:
             index, now_s = self._index(), self._store.clock()
-            terms = ReserveTerms(app, part, only_seen, cost_s)
             return index.reserve(self._owner, entries, terms, now_s=now_s)
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:

@@ -25,11 +25,11 @@ from cornplug.store.base import (
     Lease,
     Reservation,
     ReserveRefusal,
+    ReserveTerms,
     Store,
     Tier,
     Unfound,
     UnleasedEntry,
-    WriterPart,
 )
 
 _FIRST_PAUSE_S: Final = 0.5e-3
@@ -108,16 +108,14 @@ def recalled(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s
 def reserve(
     store: Store,
     entries: Sequence[tuple[bytes, int]],
+    terms: ReserveTerms,
     *,
-    app: str,
     deadline_s: float,
-    part: WriterPart | None = None,
-    cost_s: float = 0.0,
 ) -> list[Reservation | ReserveRefusal]:
     """Reserve memory like `Store.reserve`, but retry entries that got GROWING until the deadline. Raises
     StoreUnavailable."""
     end_s = time.monotonic() + deadline_s
-    answers = store.reserve(entries, app=app, deadline_s=deadline_s, part=part, cost_s=cost_s)
+    answers = store.reserve(entries, terms, deadline_s=deadline_s)
     while growing := [i for i, answer in enumerate(answers) if answer is ReserveRefusal.GROWING]:
         left_s = end_s - time.monotonic() - _PAUSE_S
         if left_s <= 0:
@@ -125,9 +123,7 @@ def reserve(
         time.sleep(_PAUSE_S)
         # Reservations so far are valid even if a retry fails.
         with contextlib.suppress(StoreUnavailable):
-            again = store.reserve(
-                [entries[i] for i in growing], app=app, deadline_s=left_s, part=part, cost_s=cost_s
-            )
+            again = store.reserve([entries[i] for i in growing], terms, deadline_s=left_s)
             for i, answer in zip(growing, again, strict=True):
                 answers[i] = answer
     return answers
@@ -267,7 +263,9 @@ def put_payload(
     source, segments = memoryview(payload.data).cast("B"), payload.segments
     if segments < 1 or source.nbytes % segments:
         raise ValueError(f"{source.nbytes} bytes are not {segments} equal segments")
-    answer = reserve(store, [(payload.key, source.nbytes)], app=app, deadline_s=deadline_s, cost_s=cost_s)[0]
+    answer = reserve(
+        store, [(payload.key, source.nbytes)], ReserveTerms(app, cost_s=cost_s), deadline_s=deadline_s
+    )[0]
     if isinstance(answer, ReserveRefusal):
         return cast(Outcome, answer.value)  # FIRST_SIGHT is returned only for calls with `only_seen`
     with contextlib.ExitStack() as on_error:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from cornplug.store.base import KEY_BYTES, PurgeRule, WriterPart
+from cornplug.store.base import KEY_BYTES, PurgeRule, ReserveTerms
 
 MAX_META_BYTES: Final = 1 << 20
 """Maximum size of a header in bytes. A header with checksums of 65535 segments has half of this size."""
@@ -32,16 +32,6 @@ def check_entries(entries: Sequence[tuple[bytes, int]]) -> None:
             raise ValueError(f"a payload cannot have {size} bytes")
 
 
-def check_part(part: WriterPart | None) -> None:
-    """Raise ValueError if the group's size, the index or the count is out of bounds."""
-    if part is None:
-        return
-    if not 16 <= len(part.group) <= 32:
-        raise ValueError(f"a group must have 16 to 32 bytes, not {len(part.group)}")
-    if not 0 <= part.index < part.count <= MAX_PARTS:
-        raise ValueError(f"part {part.index} of {part.count}; at most {MAX_PARTS}")
-
-
 def check_ttl(ttl_s: float) -> None:
     """Raise ValueError if `ttl_s` is not above 0 and at most MAX_TTL_S."""
     if not 0 < ttl_s <= MAX_TTL_S:
@@ -56,10 +46,19 @@ def check_app(app: str) -> None:
         )
 
 
-def check_cost(cost_s: float) -> None:
-    """Raise ValueError if the recomputation time is not between 0 and MAX_COST_S."""
-    if not 0 <= cost_s <= MAX_COST_S:
-        raise ValueError(f"cost_s is {cost_s}; it must be between 0 and {MAX_COST_S:g}")
+def check_terms(terms: ReserveTerms) -> None:
+    """Raise ValueError if the app's name is too long, or if the part or the recomputation time is out of
+    bounds."""
+    check_app(terms.app)
+    if not 0 <= terms.cost_s <= MAX_COST_S:
+        raise ValueError(f"cost_s is {terms.cost_s}; it must be between 0 and {MAX_COST_S:g}")
+    part = terms.part
+    if part is None:
+        return
+    if not 16 <= len(part.group) <= 32:
+        raise ValueError(f"a group must have 16 to 32 bytes, not {len(part.group)}")
+    if not 0 <= part.index < part.count <= MAX_PARTS:
+        raise ValueError(f"part {part.index} of {part.count}; at most {MAX_PARTS}")
 
 
 def check_purge(rule: PurgeRule) -> None:

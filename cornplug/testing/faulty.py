@@ -11,8 +11,8 @@ from cornplug.store.base import (
     PayloadLocation,
     Reservation,
     ReserveRefusal,
+    ReserveTerms,
     Store,
-    WriterPart,
 )
 from cornplug.store.store_stats import StoreStat
 
@@ -49,22 +49,13 @@ class FaultyStore(Store):
         return self.inner.lease(keys, ttl_s=ttl_s, deadline_s=deadline_s)
 
     def reserve(
-        self,
-        entries: Sequence[tuple[bytes, int]],
-        *,
-        app: str,
-        deadline_s: float,
-        part: WriterPart | None = None,
-        only_seen: bool = False,
-        cost_s: float = 0.0,
+        self, entries: Sequence[tuple[bytes, int]], terms: ReserveTerms, *, deadline_s: float
     ) -> list[Reservation | ReserveRefusal]:
         self._fault("reserve", deadline_s)
         if self.full:
             return [ReserveRefusal.FULL for _ in entries]
         there = entries[: self.growing]
-        answers = self.inner.reserve(
-            there, app=app, deadline_s=deadline_s, part=part, only_seen=only_seen, cost_s=cost_s
-        )
+        answers = self.inner.reserve(there, terms, deadline_s=deadline_s)
         return answers + [ReserveRefusal.GROWING for _ in entries[len(there) :]]
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:

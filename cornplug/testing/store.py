@@ -16,7 +16,7 @@ import pytest
 
 from cornplug.codec import PayloadKind
 from cornplug.errors import CodecError, StoreUnavailable
-from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, Store, WriterPart
+from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, ReserveTerms, Store, WriterPart
 from cornplug.store.payload import NewPayload, get_payload, get_payload_into, put_payload
 from cornplug.testing.store_writing import (
     DEADLINE_S,
@@ -40,7 +40,7 @@ def reserve_seen(
     """Reserve an entry with `only_seen`, so that the store reserves it only if another request named the key
     before."""
     entries = [(key(name), size_bytes)]
-    return store.reserve(entries, app="test", part=part, deadline_s=DEADLINE_S, only_seen=True)[0]
+    return store.reserve(entries, ReserveTerms("test", part=part, only_seen=True), deadline_s=DEADLINE_S)[0]
 
 
 class SightingContract:
@@ -59,7 +59,7 @@ class SightingContract:
 
     def test_a_key_twice_in_a_batch_is_of_two_requests(self, store: Store) -> None:
         entries = [(key("a"), 64), (key("a"), 64)]
-        answers = store.reserve(entries, app="test", deadline_s=DEADLINE_S, only_seen=True)
+        answers = store.reserve(entries, ReserveTerms("test", only_seen=True), deadline_s=DEADLINE_S)
         assert answers[0] is ReserveRefusal.FIRST_SIGHT
         assert isinstance(answers[1], Reservation)
 
@@ -166,7 +166,7 @@ class StoreContract(WritingContract, SightingContract):
         assert reserve(other, "a", 10) is ReserveRefusal.PRESENT
 
     def test_store_reserve_one_key_twice_is_pending(self, store: Store) -> None:
-        answers = store.reserve([(key("a"), 8), (key("a"), 8)], app="test", deadline_s=DEADLINE_S)
+        answers = store.reserve([(key("a"), 8), (key("a"), 8)], ReserveTerms("test"), deadline_s=DEADLINE_S)
         assert isinstance(answers[0], Reservation)
         assert answers[1] is ReserveRefusal.PENDING
 

@@ -12,7 +12,15 @@ import pytest
 from cornplug import codec
 from cornplug.codec import PayloadKind
 from cornplug.errors import StoreUnavailable
-from cornplug.store.base import Lease, PayloadLocation, Reservation, ReserveRefusal, Store, WriterPart
+from cornplug.store.base import (
+    Lease,
+    PayloadLocation,
+    Reservation,
+    ReserveRefusal,
+    ReserveTerms,
+    Store,
+    WriterPart,
+)
 from cornplug.store.payload import NewPayload, get_payload, put_payload
 
 DEADLINE_S = 5.0
@@ -45,14 +53,14 @@ def key(name: object) -> bytes:
 
 
 def reserve(store: Store, name: object, size_bytes: int, app: str = "test") -> Reservation | ReserveRefusal:
-    return store.reserve([(key(name), size_bytes)], app=app, deadline_s=DEADLINE_S)[0]
+    return store.reserve([(key(name), size_bytes)], ReserveTerms(app), deadline_s=DEADLINE_S)[0]
 
 
 def reserve_part(
     store: Store, name: object, size_bytes: int, index: int, count: int = 2, group: bytes = b"g" * 16
 ) -> Reservation | ReserveRefusal:
     part = WriterPart(group, index, count)
-    return store.reserve([(key(name), size_bytes)], app="test", part=part, deadline_s=DEADLINE_S)[0]
+    return store.reserve([(key(name), size_bytes)], ReserveTerms("test", part=part), deadline_s=DEADLINE_S)[0]
 
 
 def write_part(store: Store, room: Reservation, payload: bytes, segments: int, mine: range) -> bool:

@@ -22,7 +22,7 @@ import msgspec
 from cornplug import codec
 from cornplug.config import StoreConfig
 from cornplug.errors import CodecError, StoreUnavailable
-from cornplug.store.base import Lease, Reservation
+from cornplug.store.base import Lease, Reservation, ReserveTerms
 from cornplug.store.client import PoolStore
 from cornplug.store.payload import NewPayload, get_payload, get_payload_into, put_payload
 from devkit.store_soak.soak_payload import KEYS, SIZES, key_of, payload_of, size_of
@@ -154,7 +154,9 @@ class SoakClient:
     def _abandon(self) -> None:
         """Half a write that its writer gives up."""
         key = self._key()
-        answer = self._store.reserve([(key, size_of(key))], app="soak-half", deadline_s=DEADLINE_S)[0]
+        answer = self._store.reserve([(key, size_of(key))], ReserveTerms("soak-half"), deadline_s=DEADLINE_S)[
+            0
+        ]
         if isinstance(answer, Reservation):
             view = self._store.view(answer.location, writable=True)
             view[: len(view) // 2] = bytes(len(view) // 2)

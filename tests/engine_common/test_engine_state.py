@@ -82,6 +82,16 @@ def test_engine_state_out_of_reach_reads_as_replaced() -> None:
 # -- files that change under the engine ---------------------------------------------------------
 
 
+def test_file_clock_separates_changes_right_before_and_right_after(tmp_path: Path) -> None:
+    """Timestamps lag behind the system clock by up to a tick."""
+    for n in range(50):
+        before, after = tmp_path / f"{n}-before", tmp_path / f"{n}-after"
+        before.write_bytes(b"x")
+        moment_ns = engine_state.file_clock_ns()
+        after.write_bytes(b"x")
+        assert before.stat().st_ctime_ns < moment_ns <= after.stat().st_ctime_ns
+
+
 def model(folder: Path, began_ns: int) -> EngineModel:
     return EngineModel(
         checkpoint=Checkpoint.open(str(folder)),
@@ -97,12 +107,10 @@ def model(folder: Path, began_ns: int) -> EngineModel:
 def test_engine_model_files_changed_after_start_are_refused(tmp_path: Path, file: str) -> None:
     """A trainer that writes into the folder: what is loaded may be what was there before."""
     folder = checkpoints.llava(tmp_path / "m")
-    began_ns = time.time_ns() + 50_000_000  # beyond the tick of the files' clock
+    began_ns = engine_state.file_clock_ns()
     before = model(folder, began_ns)
     before.kv_identity()
     before.tower_identity()
-    while time.time_ns() < began_ns + 50_000_000:
-        time.sleep(0.01)
     content = (folder / file).read_bytes()
     (folder / file).write_bytes(content)
     times = (folder / file).stat()

@@ -13,7 +13,7 @@ from cornplug.codec import checksum
 from cornplug.engine_common.rank_pages import RankPages, page_header
 from cornplug.errors import CodecError
 from cornplug.kv_page import PageGeometry, RankSlice
-from cornplug.store.base import Lease, Reservation
+from cornplug.store.base import Lease, Reservation, ReserveTerms
 from cornplug.store.memory import MemoryStore
 
 PAGE = PageGeometry(page_tokens=16, heads=4, layers=6, dim=8, dtype="bfloat16")
@@ -55,7 +55,7 @@ def store() -> MemoryStore:
 def save(store: MemoryStore, kv: torch.Tensor, split: tuple[int, int] = (1, 1)) -> dict[int, int]:
     """Write a page with all ranks of a split; segment -> checksum."""
     client = store.connect()
-    [reserved] = client.reserve([(KEY, PAGE.page_bytes)], app="test", deadline_s=1)
+    [reserved] = client.reserve([(KEY, PAGE.page_bytes)], ReserveTerms("test"), deadline_s=1)
     assert isinstance(reserved, Reservation)
     sums: dict[int, int] = {}
     page = staged(split[1])

@@ -19,7 +19,7 @@ from cornplug.engine_common.rank_pages import RankPages, page_header
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.sglang_hooks.kv_pages.layout import host_pages, verify
 from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PagePart, copy_threads
-from cornplug.store.base import Reservation
+from cornplug.store.base import Reservation, ReserveTerms
 from cornplug.store.memory import MemoryStore
 
 pytestmark = pytest.mark.gpu
@@ -123,7 +123,7 @@ def test_hicache_pages_on_gpu_come_and_go_through_store(layout: str, io_backend:
     cache.back_up(slots, tokens_of(sources))
     parts = [[PagePart(slice(0, PAGE), copies.at(int(slot)))] for slot in slots[::PAGE]]
     entries = [(bytes([i]) * 32, GEOMETRY.page_bytes) for i in sources]
-    rooms = [r for r in store.reserve(entries, app="t", deadline_s=1) if isinstance(r, Reservation)]
+    rooms = [r for r in store.reserve(entries, ReserveTerms("t"), deadline_s=1) if isinstance(r, Reservation)]
     sums = copies.write([(p, r.location) for p, r in zip(parts, rooms, strict=True)], lambda: False)
     for room, page in zip(rooms, expected, strict=True):
         assert bytes(store.view(room.location)) == page.view(torch.uint8).numpy().tobytes()

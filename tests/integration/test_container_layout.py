@@ -216,10 +216,10 @@ def test_container_layout_of_the_chart_shares_and_drains(cluster: Cluster) -> No
         requests.send("/v1/encode", ({"data": data, "files": {"image": image}} for image in images))
         began_s = time.monotonic()
         encoder.terminate()
+        assert requests.answered() < ITEMS, "all was done before: the test saw no draining"
         wait_until(
             lambda: not encoder.passes("readinessProbe"), deadline_s=10, what="an encoder that is not ready"
         )
-        assert requests.answered() < ITEMS, "all was done before: the test saw no draining"
         assert requests.statuses() == [200] * ITEMS
         assert encoder.wait_end(encoder.grace_s()) == 0, encoder.log_end()
         assert time.monotonic() - began_s < encoder.grace_s()

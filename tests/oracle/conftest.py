@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from unittest import mock
 
 import pytest
@@ -12,5 +11,5 @@ from cornplug.engine_common import engine_state
 
 @pytest.fixture(scope="module", autouse=True)  # before the checkpoints that a module shares are made
 def began_later() -> None:
-    with mock.patch.object(time, "time_ns", return_value=2**63):
+    with mock.patch.object(engine_state, "file_clock_ns", return_value=2**63):
         engine_state.begin()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -35,7 +34,7 @@ os.environ.setdefault(
 def original_weights() -> Iterator[None]:
     engine_state.current().note_replaced(False)
     # Tests write their checkpoints while the "server" runs.
-    with mock.patch.object(time, "time_ns", return_value=2**63):
+    with mock.patch.object(engine_state, "file_clock_ns", return_value=2**63):
         engine_state.begin()
     engine_state.current().note_costs(encode_row_s=0, fetch_pays=True)
     yield

@@ -20,7 +20,7 @@ from time_limits import TimeLimits
 from cornplug.config import StoreConfig
 from cornplug.errors import StoreUnavailable
 from cornplug.store import autostart
-from cornplug.store.base import Reservation, ReserveRefusal, Tier
+from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms, Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
 from cornplug.testing import StoreContract
@@ -164,7 +164,7 @@ def test_pool_store_lookup_beyond_a_full_table_asks_the_daemon(
     serve_in_thread()
     store = connect()
     names = range(2048)
-    rooms = store.reserve([(key(name), 64) for name in names], app="test", deadline_s=20)
+    rooms = store.reserve([(key(name), 64) for name in names], ReserveTerms("test"), deadline_s=20)
     written = [(room, b"") for room in rooms if isinstance(room, Reservation)]
     assert all(store.commit(written, deadline_s=20))
     assert len(written) == len(names), "twice as many as the table has records"

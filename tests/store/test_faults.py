@@ -45,7 +45,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 def _commit_many(
     store: PoolStore, keys: list[bytes], size: int, app: str = "test", meta: bytes = b"m"
 ) -> None:
-    rooms = store.reserve([(each, size) for each in keys], app=app, deadline_s=60)
+    rooms = store.reserve([(each, size) for each in keys], ReserveTerms(app), deadline_s=60)
     held = [room for room in rooms if isinstance(room, Reservation)]
     assert len(held) == len(keys)
     assert all(store.commit([(room, meta) for room in held], deadline_s=60))
@@ -271,7 +271,7 @@ def test_client_late_answer_gives_its_grants_back(connect: Connect, start_daemon
     with pytest.raises(StoreUnavailable):
         store.lease([key("a")], ttl_s=60, deadline_s=0.05)
     with pytest.raises(StoreUnavailable):
-        store.reserve([(key("b"), 64)], app="test", deadline_s=0.3)
+        store.reserve([(key("b"), 64)], ReserveTerms("test"), deadline_s=0.3)
     os.kill(daemon.pid, signal.SIGCONT)
     eventually(lambda: other.stat(deadline_s=5).leases + other.stat(deadline_s=5).reservations == 2)
     eventually(lambda: _works(store))

@@ -13,7 +13,7 @@ import pytest
 
 from cornplug.errors import StoreUnavailable
 from cornplug.store import messages
-from cornplug.store.base import Answered, Posted, Reservation, ReserveRefusal
+from cornplug.store.base import Answered, Posted, Reservation, ReserveRefusal, ReserveTerms
 from cornplug.store.client import PoolStore
 from cornplug.store.memory import MemoryStore
 from cornplug.testing.store import fill, present
@@ -36,7 +36,7 @@ def taken(posted: Posted[T], within_s: float = 30.0) -> T:
 
 def reserve(store: PoolStore, *names: object, deadline_s: float = 5.0) -> Posted[list[object]]:
     entries = [(key(name), 100) for name in names]
-    return store.post_reserve(entries, app="test", deadline_s=deadline_s)  # type: ignore[return-value]
+    return store.post_reserve(entries, ReserveTerms("test"), deadline_s=deadline_s)  # type: ignore[return-value]
 
 
 def test_pool_store_posts_and_memory_store_answers_at_once(connect: Connect, start_daemon: Start) -> None:

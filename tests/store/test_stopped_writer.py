@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cornplug.store.base import Reservation, ReserveRefusal
+from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
 from cornplug.testing.store import DEADLINE_S, key
@@ -19,11 +19,13 @@ def test_stopped_writers_room_is_free_again_within_two_minutes(
     serve_in_thread(size_bytes=1 << 20)
     stopped, other = connect(), connect()
     eventually(lambda: stopped.connected and other.connected)
-    (room,) = stopped.reserve([(key("a"), 1 << 20)], app="", deadline_s=DEADLINE_S)
+    (room,) = stopped.reserve([(key("a"), 1 << 20)], ReserveTerms(""), deadline_s=DEADLINE_S)
     assert isinstance(room, Reservation)
     server_clock.ahead_s += 31
-    assert other.reserve([(key("b"), 1 << 20)], app="", deadline_s=DEADLINE_S) == [ReserveRefusal.FULL]
+    assert other.reserve([(key("b"), 1 << 20)], ReserveTerms(""), deadline_s=DEADLINE_S) == [
+        ReserveRefusal.FULL
+    ]
     server_clock.ahead_s += 61
-    (free,) = other.reserve([(key("b"), 1 << 20)], app="", deadline_s=DEADLINE_S)
+    (free,) = other.reserve([(key("b"), 1 << 20)], ReserveTerms(""), deadline_s=DEADLINE_S)
     assert isinstance(free, Reservation)
     assert stopped.commit([(room, b"")], deadline_s=DEADLINE_S) == [False]

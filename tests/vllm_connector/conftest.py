@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -54,7 +53,7 @@ def faulty(store: MemoryStore) -> FaultyStore:
 def original_weights() -> Iterator[None]:
     engine_state.current().note_replaced(False)
     # Tests write their checkpoints while the "engine" runs.
-    with mock.patch.object(time, "time_ns", return_value=2**63):
+    with mock.patch.object(engine_state, "file_clock_ns", return_value=2**63):
         engine_state.begin()
     yield
     engine_state.current().note_replaced(False)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
 from types import SimpleNamespace
 
 os.environ.update(VLLM_PLUGINS="", VLLM_LOGGING_LEVEL="ERROR")
@@ -23,6 +22,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.v1.worker.gpu_worker import Worker
 
+from cornplug.engine_common import engine_state
 from cornplug.vllm_connector.model.reloads import _reload_weights, rank_vote
 
 
@@ -44,7 +44,7 @@ def main(old: str, new: str) -> None:
             reload_weights=lambda weights_path: reload_weights(config, model, None, weights_path, True),
         )
         worker = SimpleNamespace(vllm_config=config, model_runner=runner)
-        began_ns = time.time_ns()
+        began_ns = engine_state.file_clock_ns()
         _reload_weights(Worker.reload_weights, worker, weights_path=new)
         print("\t".join(rank_vote(worker, began_ns)))
 

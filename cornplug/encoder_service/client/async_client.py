@@ -24,7 +24,13 @@ from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.encoder_service.client.endpoints import configured, is_here, local_store
 from cornplug.encoder_service.client.media_payload import Item, MediaPayload, Medium, Result
 from cornplug.encoder_service.client.responses import RemoteFailure, RetryLater
-from cornplug.encoder_service.client.retry import CircuitBreakers, RetryPause, RetrySequence, SendAttempt
+from cornplug.encoder_service.client.retry import (
+    LEAST_S,
+    CircuitBreakers,
+    RetryPause,
+    RetrySequence,
+    SendAttempt,
+)
 from cornplug.encoder_service.wire import decodings, embedding_file
 from cornplug.encoder_service.wire.decodings import Decoding
 from cornplug.errors import CornplugError, EncoderError, EncoderUnavailable
@@ -99,7 +105,7 @@ class AsyncEncoderClient:
             verify=tls_context(),
             follow_redirects=False,
             trust_env=False,
-            limits=httpx.Limits(max_connections=100, max_keepalive_connections=CONCURRENCY),
+            limits=httpx.Limits(max_keepalive_connections=CONCURRENCY),
         )
 
     async def encode(
@@ -214,15 +220,15 @@ class AsyncEncoderClient:
 
         The deadline counts from `began`.
         """
-        deadline_s = deadline_s or self._deadline_s
+        deadline_s, now = deadline_s or self._deadline_s, time.monotonic()
+        left_s = began + deadline_s - now
+        if left_s < LEAST_S:
+            raise EncoderUnavailable(
+                f"reading the medium took longer than the deadline of {deadline_s:g} s",
+                reason="encoder_timeout",
+            )
         order = endpoints.ranking(content, self._services)
-        attempts = RetrySequence(
-            order,
-            self.circuits,
-            now=began,
-            deadline_s=deadline_s,
-            random=random.random,
-        )
+        attempts = RetrySequence(order, self.circuits, now=now, deadline_s=left_s, random=random.random)
         last: EncoderError | None = None
         while (step := attempts.next(time.monotonic())) is not None:
             if isinstance(step, RetryPause):
@@ -238,11 +244,6 @@ class AsyncEncoderClient:
                 # An earlier error is more informative than the timeout of a short last attempt.
                 if last is None or e.reason != "encoder_timeout":
                     last = e
-        if last is None and time.monotonic() > began + deadline_s:
-            last = EncoderUnavailable(
-                f"reading the medium took longer than the deadline of {deadline_s:g} s",
-                reason="encoder_timeout",
-            )
         raise last or EncoderUnavailable(
             f"{', '.join(order)} failed recently or requested a pause", reason="encoder_backoff"
         )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from PIL import Image
 
@@ -16,7 +17,7 @@ from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.errors import CornplugError, MediaError
 from cornplug.identity import pixels_digest
 
-Medium = str | Path | bytes | Image.Image
+Medium = str | os.PathLike[Any] | bytes | Image.Image
 """A path, the bytes of a file, or a PIL image."""
 Item = Medium | Mapping[Modality, Medium]
 """An image, or {"image" | "video" | "audio": medium}."""
@@ -57,11 +58,13 @@ class MediaPayload:
             return cls._packed(modality, medium)
         if isinstance(medium, bytes):
             name, data = str(modality), medium
-        elif isinstance(medium, str | Path):
+        elif isinstance(medium, str | os.PathLike):
             try:
-                name, data = Path(medium).name, Path(medium).read_bytes()
+                path = Path(os.fsdecode(medium))
+                name, data = path.name, path.read_bytes()
             except (OSError, ValueError) as e:  # ValueError for a null byte in the path
-                raise MediaError(f"cannot read {medium!r}: {e}", reason="not_found") from e
+                problem = (isinstance(e, OSError) and e.strerror) or e
+                raise MediaError(f"cannot read {medium!r}: {problem}", reason="not_found") from e
         else:
             raise MediaError(
                 f"a medium is a path, bytes or a PIL image, not {type(medium).__name__}", reason="bad_input"
@@ -76,6 +79,8 @@ class MediaPayload:
         try:
             image.save(out, "PNG", compress_level=1)
             content = pixels_digest(image.mode, image.width, image.height, image.tobytes())
+        except MemoryError:
+            raise
         except Exception as e:
             raise MediaError(
                 f"cannot encode the image as PNG; convert it to RGB first: {e}", reason="unprocessable"

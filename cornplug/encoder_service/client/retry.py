@@ -27,7 +27,7 @@ min(CAP_S, BASE_S * 2^n) ("full jitter")."""
 BUSY_S: Final = 0.5
 """Mean pause in seconds after a refusal without a Retry-After."""
 RETRY_AFTER_CAP_S: Final = 60.0
-_LEAST_S: Final = 0.005
+LEAST_S: Final = 0.005
 """Minimum remaining time in seconds for an attempt."""
 Random = Callable[[], float]
 """Function that returns a uniform value in [0, 1)."""
@@ -177,7 +177,7 @@ class RetrySequence:
     def next(self, now: float) -> SendAttempt | RetryPause | None:
         """Return the next step, or None to give up."""
         left = self._end - now
-        if left < _LEAST_S:
+        if left < LEAST_S:
             return None
         while self._position < len(self._order):
             url = self._order[self._position]
@@ -192,7 +192,7 @@ class RetrySequence:
             return None
         reopening = max(0.0, min(map(self._circuits.opens_at, self._order)) - now)
         pause = reopening + self._random() * _ceiling(self._round - 1)
-        return RetryPause(pause) if pause + _LEAST_S < left else None
+        return RetryPause(pause) if pause + LEAST_S < left else None
 
 
 def _ceiling(failures: int) -> float:

@@ -256,7 +256,7 @@ class BatchDispatcher:
         self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor, *, urgent: bool
     ) -> float:
         """Compute a batch, pass its embeddings to the publishing threads, and return the seconds for which
-        the batch was paused.
+        other batches delayed it.
         """
         index: dict[bytes, int] = {}
         distinct: list[EncodeJob[JobPayload]] = []
@@ -288,21 +288,23 @@ class BatchDispatcher:
             if origins[i] == "computed":
                 origins[i] = "coalesced"
         self._cache_features(distinct, result, token_s)
-        return result.paused_s
+        # A usual batch that waits behind another one on the same device occupies its lane.
+        return result.paused_s + (result.waited_s if urgent else 0.0)
 
     def _timed(self, executor: BatchExecutor, batch: EncodeBatch) -> tuple[BatchResult, float]:
         """Run a batch. Return its result, and the seconds for which it used the device.
 
-        If another batch was running when this batch was submitted, the time counts from the end of that
-        batch.
+        On CUDA a batch may get the device while kernels of the previous batch are still running. Unless an
+        urgent batch paused it, the time therefore counts from the end of the previous batch.
         """
         handed_s = time.monotonic()
         result = executor.run(batch)
         with self._lock:
-            ended_s = time.monotonic()
-            began_s = max(handed_s, self._ended_s.get(executor, handed_s))
+            ended_s, began_s = time.monotonic(), handed_s + result.waited_s
+            if not result.paused_s:
+                began_s = max(began_s, self._ended_s.get(executor, began_s))
             self._ended_s[executor] = ended_s
-        return result, ended_s - began_s - result.paused_s
+        return result, max(0.0, ended_s - began_s - result.paused_s)
 
     def _cached_features(self, job: EncodeJob[JobPayload]) -> torch.Tensor | None:
         model = job.payload.model

@@ -51,6 +51,8 @@ class BatchResult:
     """Features of the items that the tower ran for, by index. Empty unless `EncodeBatch.keep` is set."""
     embeddings: tuple[torch.Tensor, ...]
     """Embeddings in the order of `EncodeBatch.wanted`."""
+    waited_s: float = 0.0
+    """Seconds for which the batch waited for the device before its first layer."""
     paused_s: float = 0.0
     """Seconds for which the batch was paused while urgent batches ran."""
 
@@ -128,7 +130,8 @@ class InProcessExecutor:
     def run(self, batch: EncodeBatch) -> BatchResult:
         if self._streams is None:
             with self._taken(batch) as turn:
-                return replace(_to_host(compute(batch)), paused_s=turn.paused_s)
+                on_host = _to_host(compute(batch))
+            return replace(on_host, waited_s=turn.waited_s, paused_s=turn.paused_s)
         inputs, results = self._streams
         with torch.cuda.stream(inputs):
             on_device = replace(batch, items=tuple(_to_device(item, self._device) for item in batch.items))
@@ -151,7 +154,7 @@ class InProcessExecutor:
             copied_back.record(results)
         # `made` must exist until here, because its memory could be reused by the computing stream.
         copied_back.synchronize()
-        return replace(on_host, paused_s=turn.paused_s)
+        return replace(on_host, waited_s=turn.waited_s, paused_s=turn.paused_s)
 
     @contextmanager
     def _taken(self, batch: EncodeBatch) -> Iterator[TowerPass]:

@@ -79,7 +79,8 @@ class Overview(pydantic.BaseModel):
     models: list[ModelRow]
     waiting: int = pydantic.Field(description="Requests admitted and not yet answered.")
     predicted_s: dict[str, float] = pydantic.Field(
-        description="Predicted seconds until a new medium is answered, by class."
+        description="Predicted seconds until a medium like the last one of its class is answered, by class. "
+        "0 if the class had no medium in the last 10 s."
     )
     answers: dict[str, int] = pydantic.Field(description="Results since the start, by origin.")
     tokens: int = pydantic.Field(description="Tokens computed by a tower since the start.")

@@ -193,8 +193,9 @@ class EncodeAdmission:
         self._lock = threading.Lock()
         self._latency_models: WeakKeyDictionary[object, BatchLatencyModel] = WeakKeyDictionary()
         self._arrivals = ArrivalRate()
-        self._last: dict[ServiceClass | None, tuple[Callable[[], object | None], int, str]] = {}
-        """Tower, tokens and app of the last admitted request by class, and of all classes (None)."""
+        self._last: dict[ServiceClass, tuple[float, Callable[[], object | None], int, str]] = {}
+        """Time, tower, tokens and app of each class's last job. A refused job counts only if it is smaller
+        than the last job, because otherwise one huge medium would keep the small media of its class out."""
         self._hit_rate = 0.0
         """Fraction of recent requests that were cached or joined another request's job."""
         self._headroom: dict[ServiceClass, float] = {}
@@ -248,12 +249,14 @@ class EncodeAdmission:
         """Return why `job` cannot be done in time, or None if it is admitted. An admitted job is counted."""
         now = self._clock()
         refusal, expected_s = self._evaluate(job, job.shortest_deadline_s, batcher, now)
-        if refusal is None:
-            with self._lock:
+        with self._lock:
+            last = self._last.get(job.qos)
+            if refusal is None or last is None or last[0] < now - _REMEMBER_S or job.tokens < last[2]:
+                self._last[job.qos] = now, ref(job.tower), job.tokens, job.app
+            if refusal is None:
                 for pending in job.requests:
                     pending.predicted_answer_s = now - pending.received_s + expected_s
                 self._note_deadline(job, now)
-                self._last[job.qos] = self._last[None] = ref(job.tower), job.tokens, job.app
                 self._arrivals.count(job.qos, job.tokens, now)
         return refusal
 
@@ -262,7 +265,7 @@ class EncodeAdmission:
     ) -> AdmissionRefusal | None:
         """Return why a new medium of this class must be refused before any work is done on it, or None.
 
-        Assumes that the medium resembles the last admitted medium of its class. Always returns None while
+        Assumes that the medium resembles the last medium of its class. Always returns None while
         many requests are cached or join other requests' jobs, because this depends on the medium's content.
         """
         now = self._clock()
@@ -308,7 +311,7 @@ class EncodeAdmission:
 
     def predicted_s(self, classes: Sequence[ServiceClass], batcher: Batcher[Any]) -> dict[str, float]:
         """Return the predicted seconds, by class, until a new medium would be done that is like the last
-        admitted medium of the class. 0 before the first medium."""
+        medium of the class. 0 if there was no medium recently."""
         probes = {qos.name: self._like_the_last(qos) for qos in classes}
         return {name: 0.0 if probe is None else self.done_s(probe, batcher) for name, probe in probes.items()}
 
@@ -317,13 +320,17 @@ class EncodeAdmission:
         return self.predicted_s([qos], batcher)[qos.name]
 
     def _like_the_last(self, qos: ServiceClass, due_s: float = math.inf) -> _Probe | None:
-        """Return a job like the last one of this class, or of any class before the first one. None before the
-        first medium, and after its tower was unloaded."""
+        """Return a job like the last one of this class.
+
+        Returns None if the class had no job in the last `_REMEMBER_S` seconds, or if the job's tower is no
+        longer loaded. Media that are rejected before they are decoded do not become the last job, so this
+        limit lets them in again.
+        """
         with self._lock:
-            last = self._last.get(qos) or self._last.get(None)
-        if last is None or (tower := last[0]()) is None:
+            last = self._last.get(qos)
+        if last is None or last[0] < self._clock() - _REMEMBER_S or (tower := last[1]()) is None:
             return None
-        return _Probe(qos=qos, tower=tower, tokens=last[1], app=last[2], due_s=due_s)
+        return _Probe(qos=qos, tower=tower, tokens=last[2], app=last[3], due_s=due_s)
 
     def half_drained_s(self, batcher: Batcher[Any]) -> float:
         """Return the predicted seconds until half of the queue is done, or 1 s before the first

@@ -203,6 +203,8 @@ class Batcher(Generic[PayloadT]):
         self._passed_over: EncodeJob[PayloadT] | None = None
         self._in_flight: dict[tuple[bytes, bytes], EncodeJob[PayloadT]] = {}
         self._running: dict[EncodeJob[PayloadT], RunningBatch] = {}
+        self._urgent: set[EncodeJob[PayloadT]] = set()
+        """Running jobs that `take_urgent` returned."""
         self._closed = False
 
     def has(self, key: tuple[bytes, bytes]) -> bool:
@@ -263,6 +265,7 @@ class Batcher(Generic[PayloadT]):
                     self._fair_queue.set_backlogged(self._apps())
                     begun = RunningBatch(tower=found.tower, tokens=found.tokens, begun_s=self._clock())
                     self._running[found] = begun
+                    self._urgent.add(found)
             for pending in late:
                 self._on_late(pending)
             if found is not None:
@@ -293,6 +296,7 @@ class Batcher(Generic[PayloadT]):
         with self._changed:
             self._in_flight.pop(job.key, None)
             self._running.pop(job, None)
+            self._urgent.discard(job)
             return tuple(job.requests)
 
     def close(self) -> None:
@@ -321,9 +325,11 @@ class Batcher(Generic[PayloadT]):
         with self._changed:
             queue, running = self._queue, list(self._running.values())
             if self._has_urgent_lane:
-                running = [b for job, b in self._running.items() if not self._overtakes(new, job, b)]
-                if len(running) < len(self._running):
-                    # The urgent lane takes it before the queued jobs of worse classes.
+                ahead = {j: b for j, b in self._running.items() if not self._overtakes(new, j, b)}
+                running = list(ahead.values())
+                if len(ahead) < len(self._running) and ahead.keys() <= self._urgent:
+                    # All usual lanes run batches that it overtakes, so the urgent lane takes it before the
+                    # queued jobs of worse classes.
                     queue = [job for job in queue if not _better(new.qos, job.qos)]
             return backlog_ahead(queue, running, self._fair_queue, new, demand)
 

@@ -203,7 +203,8 @@ class _Live:
         )
         predicted = GaugeMetricFamily(
             "cornplug_encoder_predicted_seconds",
-            "Predicted seconds until the reply to a medium that arrives now, by class of service.",
+            "Predicted seconds until the reply to a medium like the last one of its class, by class of "
+            "service. 0 if the class had no medium in the last 10 s.",
             labels=("qos",),
         )
         for qos, seconds in meters.gauges.predicted().items():

@@ -42,9 +42,10 @@ class TowerPass:
         self._abandoned = abandoned
         self._began_s = turn.clock()
         self.urgent: Final = urgent
+        self.waited_s = 0.0
+        """Seconds for which the pass waited for the device before it began."""
         self.paused_s = 0.0
-        """Seconds for which the pass was paused while urgent passes ran. For an urgent pass, the seconds for
-        which it waited until the current pass ended its layer."""
+        """Seconds for which the pass was paused while urgent passes ran."""
 
     def between_layers(self) -> None:
         """Pause while urgent passes run. Raises PassAbandoned if no caller waits for this pass any more."""
@@ -92,8 +93,7 @@ class TowerTurn:
             self._granted = False
             self._busy = True
         _thread.current = current = TowerPass(self, urgent=urgent, share=share, abandoned=abandoned)
-        if urgent:
-            current.paused_s = self.clock() - asked_s
+        current.waited_s = self.clock() - asked_s
         try:
             yield current
         finally:

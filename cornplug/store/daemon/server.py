@@ -39,7 +39,7 @@ from cornplug.store.daemon.reservations import ReservationTimes
 from cornplug.store.daemon.store_counters import StoreTelemetry
 from cornplug.store.entry_table import TableShape
 from cornplug.store.use_notes import NO_PAGE, UseNotes
-from cornplug.store.validation import check_app, check_cost, check_entries, check_meta, check_part, check_ttl
+from cornplug.store.validation import check_entries, check_meta, check_terms, check_ttl
 
 if TYPE_CHECKING:
     from cornplug.store.disk.open_disk import OpenedDisk
@@ -342,11 +342,9 @@ class StoreServer:
             case messages.ReserveRequest(keys, sizes, app, part, only_seen, cost_s):
                 wanted = list(zip(messages.split_keys(keys), sizes, strict=True))
                 check_entries(wanted)
-                check_app(app)
-                check_part(part)
-                check_cost(cost_s)
-                self._collect_reads()
                 terms = ReserveTerms(app, part, only_seen, cost_s)
+                check_terms(terms)
+                self._collect_reads()
                 answers = index.reserve(owner, wanted, terms, now_s=now_s, cut_looks=messages.CUT_LOOKS)
                 return messages.ReserveReply(
                     [a.value if isinstance(a, ReserveRefusal) else a for a in answers]

@@ -131,7 +131,7 @@ class LoadOffers:
     ) -> bool:
         """Query far stores for absent pages, at most once per request. Returns True if the request now waits
         for replies, so that the caller must end the lookup."""
-        if not absent or not self._recalls.far_answers:
+        if not absent or not self._run.store.far_answers:
             return False
         if tracked.far is not None or not self._may_recall(tracked):
             return False
@@ -156,14 +156,13 @@ class LoadOffers:
 
     def _may_recall(self, tracked: TrackedRequest) -> bool:
         # For a page on disk, it is unknown whether it was stored before or after a reset.
-        return tracked.recall is None and self._recalls.has_disk and not self._before.reset
+        return tracked.recall is None and self._run.store.has_disk and not self._before.reset
 
-    def _there(self, tracked: TrackedRequest, keys: Sequence[bytes], deadline_s: float) -> bytes:
-        """Return one byte per key, nonzero if the store has the page in memory, or on disk if this request
-        may wait for reads from disk."""
-        if self._may_recall(tracked):
-            return self._run.store.tiers(keys, deadline_s=deadline_s)
-        return self._run.store.contains(keys, deadline_s=deadline_s)
+    def _presence(self, tracked: TrackedRequest) -> Callable[..., bytes]:
+        """Return the query that gives one byte per key, nonzero if the store has the page in memory, or on
+        disk if this request may wait for reads from disk."""
+        store = self._run.store
+        return store.tiers if self._may_recall(tracked) else store.contains
 
     def _look_up(self, tracked: TrackedRequest, offer: LeasedPages) -> None:
         request, page = tracked.request, self._page
@@ -173,7 +172,7 @@ class LoadOffers:
         nameable = range(wanted.start, tracked.keys.pages(request.num_tokens - 1))
         keys = self._stored(tracked, tracked.keys, nameable)
         end_page = wanted.start + len(keys)
-        if self._recalls.far_answers:
+        if self._run.store.far_answers:
             keys_of = functools.partial(tracked.keys.of, request.all_token_ids)
             if self._seek(tracked, range(end_page, nameable.stop), keys_of):
                 return
@@ -209,13 +208,12 @@ class LoadOffers:
             return []
         deadline_s = self._run.config.store.deadline_s
         end_s = time.monotonic() + deadline_s
-        # Every call takes time (`benchmarks/hot_path.py`), so a store without tiers is called directly.
-        ask = self._run.store.tiers if self._may_recall(tracked) else self._run.store.contains
+        present_of = self._presence(tracked)
         found: list[bytes] = []
         at, count = pages.start, _FIRST_PAGES
         while at < pages.stop:
             asked = keys.of(tracked.request.all_token_ids, range(at, min(at + count, pages.stop)))
-            present = ask(asked, deadline_s=deadline_s).find(0)
+            present = present_of(asked, deadline_s=deadline_s).find(0)
             if present >= 0:
                 return found + asked[:present]
             found += asked

@@ -63,19 +63,9 @@ class PageRecalls:
         """Time when a request last had to wait for pages. Negative before the first wait."""
 
     @property
-    def has_disk(self) -> bool:
-        """Whether the store may have pages that are only on disk."""
-        return self._run.store.has_disk
-
-    @property
     def waited_for(self) -> bool:
         """Whether any request waits for pages from disk or far stores. vLLM polls this in every step."""
         return time.monotonic() - self._waited_s < _WAITED_S
-
-    @property
-    def far_answers(self) -> bool:
-        """Whether a far store can be queried for absent pages."""
-        return self._run.store.far_answers
 
     def seek(self, keys: Sequence[bytes], *, tokens: int) -> FarQuestion | None:
         """Query far stores for the pages with these keys, which contain the first of `tokens` absent tokens.

@@ -17,7 +17,7 @@ import numpy as np
 
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CornplugError
-from cornplug.store.base import KEY_BYTES, PROMOTED, Leases, PayloadLocation, Reservation
+from cornplug.store.base import KEY_BYTES, PROMOTED, Leases, PayloadLocation, Reservation, ReserveTerms
 
 _here: Final = threading.local()
 
@@ -80,7 +80,7 @@ class StoredBefore:
     def _reserve_now(self) -> PayloadLocation | None:
         store, deadline_s = self._run.store, self._run.deadline_s
         wanted = [(secrets.token_bytes(KEY_BYTES), 1)]
-        (given,) = store.reserve(wanted, app=self._run.app, deadline_s=deadline_s)
+        (given,) = store.reserve(wanted, ReserveTerms(self._run.app), deadline_s=deadline_s)
         if not isinstance(given, Reservation):
             return None
         store.release([given.token], deadline_s=deadline_s)

@@ -153,6 +153,7 @@ class GroupOffers(LoadOffers):
         pages apart.
         """
         end_s = time.monotonic() + self._run.config.store.deadline_s
+        present_of = self._presence(tracked)
         present: dict[tuple[int, int], int] = {}
         behind = 0
         while end * self._page.page_tokens > computed:
@@ -160,7 +161,7 @@ class GroupOffers(LoadOffers):
             if any(place not in present for place in needed):
                 asked = [place for place in self._tails(computed, end, behind) if place not in present]
                 wanted = [keys[group].of(tracked.request.all_token_ids, [page])[0] for group, page in asked]
-                there = self._there(tracked, wanted, max(0.0, end_s - time.monotonic()))
+                there = present_of(wanted, deadline_s=max(0.0, end_s - time.monotonic()))
                 present |= zip(asked, there, strict=True)
                 behind = min(2 * behind + 1, _MOST_BEHIND)
             # Every hit that ends after the first absent page and up to `end` would also need that page.

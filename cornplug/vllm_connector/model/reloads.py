@@ -15,7 +15,6 @@ A worker compares its weights with the files (`engine_common.weight_comparison`)
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -143,7 +142,7 @@ def reload(
     the new weights cannot be identified."""
     if not has_cornplug(core.vllm_config):
         return original(core, method, timeout, args, kwargs)
-    began_ns = time.time_ns()
+    began_ns = engine_state.file_clock_ns()
     epoch = begin(core, RELOAD)
     path, why = "", "vLLM failed"
     excluded = _excluded(core, args, kwargs or {})

@@ -17,6 +17,7 @@ from cornplug.encoder_service.models.torch_compile import layers_of
 from cornplug.encoder_service.towers.tower_turn import TowerTurn
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply
 from cornplug.qos import QosClasses
+from cornplug.store.memory import MemoryStore
 
 from ..conftest import MakeEncoder, Requests, eventually, joined
 
@@ -95,11 +96,11 @@ def test_encoder_better_class_overtakes_a_running_pass(
     assert answers[-1].tensor == again.tensor  # type: ignore[union-attr]
 
 
-def test_tower_turn_wait_of_an_urgent_pass_counts_as_a_pause() -> None:
+def test_tower_turn_wait_of_an_urgent_pass_is_not_a_pause() -> None:
     """Otherwise a tiny medium that waited for a layer of a huge one would make its tower seem slow."""
     now_s = 0.0
     waits = threading.Event()
-    paused: list[float] = []
+    measured: list[tuple[float, float]] = []
 
     def clock() -> float:
         if threading.current_thread() is thread:
@@ -108,7 +109,7 @@ def test_tower_turn_wait_of_an_urgent_pass_counts_as_a_pause() -> None:
 
     def urgent() -> None:
         with turns.taken(urgent=True, share=0.5, abandoned=lambda: False) as current:
-            paused.append(current.paused_s)
+            measured.append((current.waited_s, current.paused_s))
 
     turns, thread = TowerTurn(clock), threading.Thread(target=urgent)
     with turns.taken(urgent=False, share=0.5, abandoned=lambda: False) as first:
@@ -117,7 +118,28 @@ def test_tower_turn_wait_of_an_urgent_pass_counts_as_a_pause() -> None:
         now_s = 7.0
         first.between_layers()
     thread.join(30)
-    assert paused == [7.0]
+    assert measured == [(7.0, 0.0)]
+
+
+def test_encoder_urgent_job_behind_a_pass_that_does_not_pause_is_stored(
+    make_encoder: MakeEncoder,
+    request_for: Requests,
+    llava_pair: tuple[Path, Path],
+    long_pass: LongPass,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its cost is the time of its own pass, and not negative, which the store would refuse."""
+    monkeypatch.setattr(TowerTurn, "give_way", lambda self, current: None)
+    encoder = make_encoder(MemoryStore(capacity_bytes=1 << 24).connect(), classes=classes())
+    nightly = encoder.submit(request_for(llava_pair[0], 1, app="albums"))
+    assert long_pass.entered.wait(30)
+    premium = encoder.submit(request_for(llava_pair[0], 2, app="checkout"))
+    eventually(lambda: encoder.waiting() == 2)
+    time.sleep(0.5)
+    long_pass.until = lambda: True
+    for answer in (nightly.result(60), premium.result(60)):
+        assert isinstance(answer, EncodeReply)
+        assert answer.stored
 
 
 def test_encoder_equal_class_does_not_overtake(

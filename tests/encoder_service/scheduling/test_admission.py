@@ -255,6 +255,7 @@ def test_predicted_s_each_class_has_its_own_time() -> None:
     service.measured()
     for _ in range(20):
         service.come(service.job(TIN, deadline_s=100))
+    service.come(service.job(GOLD, deadline_s=100))
     predicted = service.gate.predicted_s([GOLD, TIN], service.batcher)
     assert 0.5 < predicted["gold"] < predicted["tin"] / 2
 
@@ -265,11 +266,47 @@ def test_predicted_s_of_a_class_is_of_a_medium_like_its_own() -> None:
     service.come(service.job(GOLD))
     service.work()
     service.come(service.job(TIN, tokens=30_000, deadline_s=100))
-    service.work()
+    for job in service.batcher.take():
+        service.batcher.finish(job)
     predicted = service.gate.predicted_s([GOLD, TIN], service.batcher)
-    assert predicted["gold"] == pytest.approx(PASS_S + 100 * TOKEN_S, rel=0.01)
+    assert predicted["gold"] < 2 * (PASS_S + 100 * TOKEN_S)
     assert predicted["tin"] > 30
     assert service.gate.precheck(GOLD, 1.0, service.batcher) is None
+
+
+def test_predicted_s_huge_medium_does_not_keep_its_class_out() -> None:
+    service = Service().measured()
+    service.come(service.job(TIN, tokens=30_000, deadline_s=120))
+    service.batcher.take()
+    # A small medium is refused behind the huge one, and is the class's last from then on.
+    assert service.come(service.job(TIN, deadline_s=1)) == "overloaded"
+    # A huge medium that is refused does not become the last one.
+    assert service.come(service.job(TIN, tokens=90_000, deadline_s=60)) == "overloaded"
+    assert service.gate.predicted_s([TIN], service.batcher)["tin"] < 40
+    service.now += 60
+    assert service.gate.predicted_s([TIN], service.batcher)["tin"] == 0.0
+    service.come(service.job(TIN, tokens=30_000, deadline_s=120))
+    service.now += 11
+    assert service.gate.precheck(TIN, 1.0, service.batcher) is None
+
+
+def test_admission_prediction_counts_queue_while_a_usual_lane_serves_it() -> None:
+    """With two lanes, an urgent job overtakes only if both run long batches of worse classes."""
+    service = Service(lanes=2).measured()
+    service.batcher = Batcher(
+        max_items=1,
+        max_tokens=1000,
+        clock=service.clock,
+        on_late=service.late.append,
+        has_urgent_lane=True,
+        is_long=lambda batch, deadline_s: batch.tokens > 1000,
+    )
+    for tokens in (30_000, 100, *[100] * 200):
+        service.batcher.join_or_add(service.job(TIN, tokens=tokens, deadline_s=120))
+    service.batcher.take()
+    assert service.gate.done_s(service.job(GOLD), service.batcher) < 1
+    service.batcher.take()
+    assert service.batcher.ahead(service.job(GOLD), {}).tokens_by_class == {TIN: 200 * 100}
 
 
 def wait_of(qos: ServiceClass) -> PendingRequest:

@@ -15,6 +15,7 @@ from time_limits import TimeLimits
 from cornplug.errors import StoreUnavailable
 from cornplug.sglang_hooks.kv_pages import writer as kv_writer
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
+from cornplug.store.base import ReserveTerms
 from cornplug.store.memory import MemoryStore
 
 from ...store.shelved_store import ShelvedStore
@@ -326,7 +327,7 @@ def test_kv_save_while_store_grows_is_retried(store: MemoryStore) -> None:
 def test_kv_save_to_full_store_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(MemoryStore(capacity_bytes=64 << 10).connect())
     keys = [bytes([i]) * 32 for i in range(2)]
-    engine.store.reserve([(key, 32 << 10) for key in keys], app="other", deadline_s=1)
+    engine.store.reserve([(key, 32 << 10) for key in keys], ReserveTerms("other"), deadline_s=1)
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: pytest.fail("it waits for room"))
     monkeypatch.setattr(kv_writer, "time", clock)
     engine.save(TOKENS[:256], sequence(engine.geometry, 256))

@@ -17,7 +17,7 @@ from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.sglang_hooks.kv_pages import page_copies
 from cornplug.sglang_hooks.kv_pages.layout import host_pages
 from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PagePart, copy_threads
-from cornplug.store.base import Lease, Reservation
+from cornplug.store.base import Lease, Reservation, ReserveTerms
 from cornplug.store.memory import MemoryConnection, MemoryStore
 
 from ..kv_rig import DIM, HEADS, LAYERS, LAYOUTS, device_pool, host_pool, latent_pool, page_of
@@ -59,7 +59,7 @@ class HostRank:
 
     def reserve(self, *keys: int) -> list[Reservation]:
         entries = [(bytes([key]) * 32, self.mine.page.page_bytes) for key in keys]
-        found = self.store.reserve(entries, app="test", deadline_s=1)
+        found = self.store.reserve(entries, ReserveTerms("test"), deadline_s=1)
         return [one for one in found if isinstance(one, Reservation)]
 
     def commit(self, room: Reservation, sums: dict[int, int]) -> Lease:

@@ -22,7 +22,7 @@ from cornplug.config import StoreConfig
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store import arena, payload
 from cornplug.store.arena import MemoryBound, SharedArena, fitting_size, host_memory
-from cornplug.store.base import Reservation, ReserveRefusal
+from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon import arena_growth
 from cornplug.store.daemon.server import StoreServer
@@ -229,11 +229,11 @@ def test_store_long_prompt_in_empty_store_finds_room_for_all_pages(
     serve_in_thread(size_bytes=2 << 30)
     store = connect()
     entries = [(key(n), 8 * MIB) for n in range(128)]
-    first = store.reserve(entries, app="a", deadline_s=30)
+    first = store.reserve(entries, ReserveTerms("a"), deadline_s=30)
     refused = {answer for answer in first if isinstance(answer, ReserveRefusal)}
     assert refused <= {ReserveRefusal.GROWING}
     left = [pair for pair, answer in zip(entries, first, strict=True) if isinstance(answer, ReserveRefusal)]
-    again = payload.reserve(store, left, app="a", deadline_s=60)
+    again = payload.reserve(store, left, ReserveTerms("a"), deadline_s=60)
     assert all(isinstance(answer, Reservation) for answer in again)
     assert store.stat(deadline_s=5).evictions == 0
 
@@ -257,7 +257,7 @@ def test_daemon_request_during_growth_is_answered(
         assert store.contains_by_message([key("a")], deadline_s=8) == b"\1"
     finally:
         slow.set()
-    (room,) = payload.reserve(store, [(key("large"), 200 * MIB)], app="a", deadline_s=30)
+    (room,) = payload.reserve(store, [(key("large"), 200 * MIB)], ReserveTerms("a"), deadline_s=30)
     assert isinstance(room, Reservation)
 
 
@@ -271,12 +271,14 @@ class _Growing:
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
-    def reserve(self, entries: list[tuple[bytes, int]], **options: object) -> list[object]:
+    def reserve(
+        self, entries: list[tuple[bytes, int]], terms: ReserveTerms, **options: object
+    ) -> list[object]:
         self.left -= 1
         if self.left == 0:
             raise StoreUnavailable("gone for a moment", reason="store_timeout")
         return (
-            self.inner.reserve(entries, **options)
+            self.inner.reserve(entries, terms, **options)
             if self.left < 0
             else [ReserveRefusal.GROWING] * len(entries)
         )  # type: ignore[arg-type]
@@ -296,7 +298,7 @@ def test_put_payload_during_growth_is_stored() -> None:
 def test_put_payload_without_memory_ends_at_deadline(within: TimeLimits) -> None:
     store = _Growing(10**6)
     with within(10):
-        found = payload.reserve(store, [(key("a"), 4)], app="a", deadline_s=0.05)  # type: ignore[arg-type]
+        found = payload.reserve(store, [(key("a"), 4)], ReserveTerms("a"), deadline_s=0.05)  # type: ignore[arg-type]
     assert found == [ReserveRefusal.GROWING]
 
 
@@ -339,7 +341,7 @@ def test_store_in_small_cgroup_fills_up_and_survives(
         capacity_bytes = store.stat(deadline_s=5).capacity_bytes
         assert 40 * MIB < capacity_bytes < 256 * MIB
         for number in range(300):
-            (room,) = payload.reserve(store, [(key(number), MIB)], app="a", deadline_s=5)
+            (room,) = payload.reserve(store, [(key(number), MIB)], ReserveTerms("a"), deadline_s=5)
             assert isinstance(room, Reservation), room
             store.view(room.location, writable=True)[:] = b"x" * MIB
             assert store.commit([(room, b"meta")], deadline_s=5) == [True]

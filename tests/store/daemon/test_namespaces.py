@@ -12,7 +12,7 @@ import pytest
 from cornplug.config import NamespaceConfig, load
 from cornplug.errors import ConfigError
 from cornplug.store import messages
-from cornplug.store.base import Reservation, Store
+from cornplug.store.base import Reservation, ReserveTerms, Store
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.access_log import LoggedCall, LoggedEntry
 from cornplug.store.daemon.server import StoreServer
@@ -25,7 +25,7 @@ DEADLINE_S = 5.0
 
 
 def put(store: Store, name: object, app: str, *, cost_s: float = 0.0) -> bool:
-    (room,) = store.reserve([(key(name), MIB)], app=app, deadline_s=DEADLINE_S, cost_s=cost_s)
+    (room,) = store.reserve([(key(name), MIB)], ReserveTerms(app, cost_s=cost_s), deadline_s=DEADLINE_S)
     return isinstance(room, Reservation) and store.commit([(room, b"")], deadline_s=DEADLINE_S) == [True]
 
 
@@ -124,7 +124,7 @@ def test_daemon_pages_of_one_commit_lose_their_tail_first(
 ) -> None:
     serve_in_thread(size_bytes=4 * MIB)
     store = connect()
-    rooms = store.reserve([(key(i), MIB) for i in range(4)], app="a", deadline_s=DEADLINE_S)
+    rooms = store.reserve([(key(i), MIB) for i in range(4)], ReserveTerms("a"), deadline_s=DEADLINE_S)
     written = [(room, b"") for room in rooms if isinstance(room, Reservation)]
     assert store.commit(written, deadline_s=DEADLINE_S) == [True] * 4
     assert put(store, "new", "a")

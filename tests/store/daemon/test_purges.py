@@ -137,7 +137,9 @@ def test_purge_by_a_client_ends_thousands_and_keeps_the_others(
     serve_in_thread()
     store, other = connect(), connect()
     for at in range(0, 3000, 500):
-        rooms = store.reserve([(key(n), 64) for n in range(at, at + 500)], app="a", deadline_s=DEADLINE_S)
+        rooms = store.reserve(
+            [(key(n), 64) for n in range(at, at + 500)], ReserveTerms("a"), deadline_s=DEADLINE_S
+        )
         written = [(room, b"meta") for room in rooms if isinstance(room, Reservation)]
         assert store.commit(written, deadline_s=DEADLINE_S) == [True] * 500
     fill(other, "kept", b"x", app="b")

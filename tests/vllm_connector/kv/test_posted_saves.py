@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cornplug.errors import StoreUnavailable
-from cornplug.store.base import Reservation, ReserveRefusal
+from cornplug.store.base import Reservation, ReserveTerms
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector.kv.metadata import PageSave
@@ -39,9 +39,10 @@ class LateStore(FaultyStore):
     answers = True
     lost = False
 
-    def post_reserve(self, entries: Sequence[tuple[bytes, int]], **how: Any) -> _Later:
-        answer: list[Reservation | ReserveRefusal] = self.reserve(entries, **how)
-        return _Later(self, answer)
+    def post_reserve(
+        self, entries: Sequence[tuple[bytes, int]], terms: ReserveTerms, *, deadline_s: float
+    ) -> _Later:
+        return _Later(self, self.reserve(entries, terms, deadline_s=deadline_s))
 
     def post_commit(self, written: Sequence[tuple[Reservation, bytes]], **how: Any) -> _Later:
         return _Later(self, self.commit(written, **how))
