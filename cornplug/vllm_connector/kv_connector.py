@@ -20,19 +20,23 @@ from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, log_store_siz
 from cornplug.errors import ConfigError, LayoutError
 from cornplug.metrics import Tally
 from cornplug.store.base import NO_LEASES
-from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.engine_alarm import IdleRest
-from cornplug.vllm_connector.fence import called_again, fenced
-from cornplug.vllm_connector.kv import cpu_use, resets
-from cornplug.vllm_connector.kv.cache_geometry import in_page_order, rank_slice
+from cornplug.vllm_connector import compat, cpu_use
+from cornplug.vllm_connector.cpu_use import IdleRest
+from cornplug.vllm_connector.kv import pauses
+from cornplug.vllm_connector.kv.cache_geometry import (
+    Scales,
+    checkpoint_scales,
+    in_page_order,
+    rank_slice,
+    scales_of_layers,
+)
+from cornplug.vllm_connector.kv.groups_scheduler import GroupsScheduler
+from cornplug.vllm_connector.kv.groups_worker import GroupsWorker, StateWorker
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata, PageLoad
+from cornplug.vllm_connector.kv.page_kinds import PageKind, page_kinds, whole_page
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
 from cornplug.vllm_connector.kv.worker import DisabledKVWorker, KVWorker
-from cornplug.vllm_connector.kv_groups.groups_scheduler import GroupsScheduler
-from cornplug.vllm_connector.kv_groups.groups_worker import GroupsWorker, StateWorker
-from cornplug.vllm_connector.kv_groups.page_kinds import PageKind, page_kinds, whole_page
-from cornplug.vllm_connector.model.cache_specs import Scales, checkpoint_scales, scales_of_layers
-from cornplug.vllm_connector.runtime import runtime
+from cornplug.vllm_connector.runtime import called_again, fenced, runtime
 from cornplug.vllm_connector.stats import KVProm, KVStats, drained_kv
 
 if TYPE_CHECKING:
@@ -137,7 +141,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _end_copies(self) -> None:
         """Wait for all copies to end before the engine's sleep mode frees the KV cache
-        (`kv/copies_in_flight.py`)."""
+        (`kv/pauses.py`)."""
         if self._worker is not None:
             self._worker.drain()
 
@@ -241,7 +245,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def _another_connector_loads(self) -> None:
-        """Record that another KV connector of this engine will load KV (`kv/provenance.py`)."""
+        """Record that another KV connector of this engine will load KV (`kv/page_keys.py`)."""
         if self._scheduler is not None:
             self._scheduler.another_connector_loads()
 
@@ -284,7 +288,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _detach_load(self, request: Request) -> bool:
         """Let the load of a finished request complete after vLLM has removed the request
-        (`kv/copies_in_flight.py`). Returns False if the request has no load in flight."""
+        (`kv/pauses.py`). Returns False if the request has no load in flight."""
         manager, half = self._kv_cache_manager, self._scheduler
         if half is None or manager is None or not half.detach_load(request):
             return False
@@ -300,7 +304,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     @fenced(lambda *_: True)
     def reset_cache(self) -> bool:
-        if self._scheduler is not None and not resets.part_of_pause():
+        if self._scheduler is not None and not pauses.part_of_pause():
             self._scheduler.forget_stored()
         return True
 

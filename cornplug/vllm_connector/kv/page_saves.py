@@ -15,9 +15,8 @@ from cornplug.engine_common.page_publish import PagePublisher, RoomAnswer
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.kv_page import PageGeometry
 from cornplug.store.base import Answered, Posted, Reservation, ReserveRefusal
-from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps, OpenSave
-from cornplug.vllm_connector.kv.freed_blocks import FreedBlocks
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata, PageSave, PageWrite
+from cornplug.vllm_connector.kv.open_saves import DeferredStoreOps, FreedBlocks, OpenSave
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 if TYPE_CHECKING:

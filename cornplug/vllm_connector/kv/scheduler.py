@@ -12,10 +12,10 @@ from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.kv_page import PageGeometry, PageSize
 from cornplug.metrics import Tally
 from cornplug.vllm_connector.kv.costs import LoadCosts
-from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
 from cornplug.vllm_connector.kv.idle_saves import IdleSaves
 from cornplug.vllm_connector.kv.load_offers import LoadOffers
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata, PageLoad
+from cornplug.vllm_connector.kv.open_saves import DeferredStoreOps
 from cornplug.vllm_connector.kv.page_events import page_events
 from cornplug.vllm_connector.kv.page_saves import PageSaves
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
