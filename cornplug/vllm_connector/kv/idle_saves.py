@@ -248,4 +248,5 @@ class IdleSaves:
         save.blocks = page.blocks
         self._saves.freed.release(self._pool, save)
         write = PageWrite(page.index, reservation.token, reservation.location)
-        return PageSave(save.name, (write,), tuple(block.block_id for block in page.blocks))
+        blocks = tuple(block.block_id for block in page.blocks)
+        return PageSave(save.name, (write,), blocks, self._saves.group)

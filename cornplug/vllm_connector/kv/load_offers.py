@@ -247,33 +247,36 @@ class LoadOffers:
             self._store_ops.release(tracked.offer.tokens)
         tracked.offer = None
 
-    def take(self, tracked: TrackedRequest, blocks: Sequence[int], external: int) -> None:
-        """Handle the engine's decision about an offer. The engine loads `external` tokens into `blocks`, or
-        has declined the offer if `external` is 0."""
-        if tracked.offer is None:
+    def take(self, tracked: TrackedRequest, blocks: Sequence[Sequence[int]], external: int) -> None:
+        """Handle the engine's decision about an offer. The engine loads `external` tokens into `blocks`, one
+        list per cache group, or has declined the offer if `external` is 0."""
+        offer = tracked.offer
+        if offer is None:
             return
         if not external:
             self.withdraw(tracked)
             return
-        load, tracked.offer = tracked.offer, None
-        tracked.loading = load
-        load.end = load.computed + external
+        tracked.offer, tracked.loading = None, offer
+        offer.end = offer.computed + external
+        self._load(tracked, offer, blocks)
+
+    def _load(self, tracked: TrackedRequest, offer: LeasedPages, blocks: Sequence[Sequence[int]]) -> None:
         # The engine may accept only a part of the offer.
-        load.pages = load.pages[: -(-load.end // self._page.page_tokens) - load.first_page]
+        offer.pages = offer.pages[: -(-offer.end // self._page.page_tokens) - offer.first_page]
         request_id = tracked.request.request_id
-        self._costs.load_began(request_id, len(load.pages))
+        self._costs.load_began(request_id, len(offer.pages))
         self._taken.append(
             PageLoad(
                 request_id,
-                load.computed,
-                load.end,
-                load.first_page,
-                load.pages,
-                array("q", blocks),
-                self._costs.deadline_s(external),
+                offer.computed,
+                offer.end,
+                offer.first_page,
+                offer.pages,
+                array("q", blocks[0]),
+                self._costs.deadline_s(offer.end - offer.computed),
             )
         )
-        tracked.saved_until(load.end // self._page.page_tokens)
+        tracked.saved_until(offer.end // self._page.page_tokens)
 
     def new_loads(self) -> list[PageLoad]:
         """Return the loads that the engine has accepted since the last call, for the worker halves."""
@@ -287,9 +290,6 @@ class LoadOffers:
             self._count_misses(reason)
         if tracked is not None:
             tracked.load_failed = True
-            if tracked.loading is not None:
-                # The pages that the request computes now may be missing from the store.
-                tracked.save_again_from(tracked.loading.computed // self._page.page_tokens)
 
     def ended(self, tracked: TrackedRequest) -> None:
         """Record that the worker halves have ended the load of a request, successfully or not, and release

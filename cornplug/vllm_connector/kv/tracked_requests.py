@@ -226,6 +226,13 @@ class TrackedRequests:
         """Return the tracked request with this id, or None if it is not tracked."""
         return self._tracked.get(request_id)
 
+    def of(self, tracked: TrackedRequest) -> TrackedRequest:
+        """Return the record of a request's pages in the model's only cache group, which is `tracked` itself.
+        Models with several groups use `GroupRequests`."""
+        return tracked
+
+    find = of
+
     def track(self, request: Request) -> TrackedRequest:
         """Return the tracked request for `request`, and start to track it if it is new. A request whose KV is
         not shared is counted as one miss."""

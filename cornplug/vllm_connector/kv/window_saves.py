@@ -1,83 +1,22 @@
-"""Saving of KV pages of sliding-window layers. vLLM releases the blocks of such a page while the request
-still runs, once the request's window has moved past the page."""
+"""Saving of KV pages of sliding-window layers and of recurrent states. vLLM releases the blocks of such pages
+while the request still runs, once the request has moved past them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cornplug.errors import CornplugError
 from cornplug.store.base import Reservation
 from cornplug.vllm_connector.kv.metadata import PageSave, PageWrite
 from cornplug.vllm_connector.kv.open_saves import OpenSave
-from cornplug.vllm_connector.kv.page_kinds import PageKind
 from cornplug.vllm_connector.kv.page_saves import AskedPage, PageSaves, save_name
-from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.request import Request
-
 
 Blocks = Sequence["KVCacheBlock"]
-
-
-class GroupRequests:
-    """The tracked requests, with separate save progress for one cache group. Cache groups differ in which
-    pages are saved."""
-
-    def __init__(self, requests: TrackedRequests, kind: PageKind) -> None:
-        self._requests, self._kind = requests, kind
-        self._tracked: dict[str, TrackedRequest] = {}
-        self._ends: Sequence[tuple[TrackedRequest, int]] = ()
-
-    @property
-    def sharing(self) -> bool:
-        """Whether KV computed with this engine's weights may be shared now."""
-        return self._requests.sharing
-
-    def unfinished(self) -> bool:
-        """Return whether any tracked request is still unfinished."""
-        return self._requests.unfinished()
-
-    def get(self, request: Request) -> TrackedRequest | None:
-        """Return the record of a request's pages in this cache group, or None if the group does not track the
-        request."""
-        found = self._tracked.get(request.request_id)
-        return found if found is not None and found.request is request else None
-
-    def of(self, tracked: TrackedRequest) -> TrackedRequest:
-        """Return the record of a request's pages in this cache group, created on first use."""
-        request = tracked.request
-        found = self.get(request)
-        if found is None:
-            found = self._tracked[request.request_id] = TrackedRequest(request, own=tracked.own)
-        if found.keys is None and tracked.keys is not None:
-            # If the request's adapter has changed since it was tracked, no page of this group is saved.
-            with suppress(CornplugError):
-                found.keys = tracked.keys.under(self._requests.root_of(request, self._kind.geometry))
-        return found
-
-    def completed(self, ends: Sequence[tuple[TrackedRequest, int]]) -> None:
-        """Set the requests that `completing` returns for this group in this step. `ends` is the result of
-        `TrackedRequests.completing` for the step."""
-        self._ends = ends
-
-    def completing(self, scheduled_tokens: Mapping[str, int], total: int) -> list[tuple[TrackedRequest, int]]:
-        """Return the requests that may complete a page in this step, each with its number of computed tokens
-        after the step. The arguments are ignored."""
-        return [(self.of(tracked), end) for tracked, end in self._ends]
-
-    def look_at(self, tracked: TrackedRequest) -> None:
-        """Check the request for a completed page in the next step that schedules it."""
-        self._requests.look_at(tracked)
-
-    def forget(self, request: Request) -> None:
-        """Remove the record of a request's pages in this cache group."""
-        if self.get(request) is not None:
-            del self._tracked[request.request_id]
 
 
 class WindowSaves(PageSaves):
@@ -117,7 +56,7 @@ class WindowSaves(PageSaves):
         # collision.
         if tracked.own is not None or pool.hash_block_size != self._block_size or index >= len(hashes):
             return None
-        cached = pool.get_cached_block(hashes[index], [self._group])
+        cached = pool.get_cached_block(hashes[index], [self.group])
         return cached[0] if cached else None
 
     def kept(self, tracked: TrackedRequest, block_ids: Sequence[int]) -> list[int]:
@@ -145,7 +84,7 @@ class WindowSaves(PageSaves):
 
     def _table(self, tracked: TrackedRequest) -> Blocks:
         assert self.manager is not None
-        return self.manager.get_blocks(tracked.request.request_id).blocks[self._group]
+        return self.manager.get_blocks(tracked.request.request_id).blocks[self.group]
 
     def let_go(self, tracked: TrackedRequest) -> None:
         self._pins -= sum(page.pinned for page in tracked.asked)
@@ -172,7 +111,7 @@ class WindowSaves(PageSaves):
             writes.append(PageWrite(place * per_unit + page.index % per_unit, room.token, room.location))
             blocks += [block.block_id for block in page.blocks]
             self._open[room.token].name = name
-        return [PageSave(name, tuple(writes), tuple(blocks))]
+        return [PageSave(name, tuple(writes), tuple(blocks), self.group)]
 
     def _close(self, token: int, save: OpenSave) -> None:
         super()._close(token, save)
@@ -183,3 +122,19 @@ class WindowSaves(PageSaves):
             reader.pinned = False
             self._pins -= 1
             self._pool.free_blocks(reversed(reader.blocks))
+
+
+class StateSaves(WindowSaves):
+    """Saves the pages of one cache group of recurrent states.
+
+    A request's block may hold the state after any token. Only blocks that vLLM's own prefix cache identifies
+    by the hash of all tokens up to the block's end are saved. vLLM assigns this hash when it schedules the
+    step that computes the state, and no later step writes to the block. Most blocks have no hash, because a
+    prefill keeps only the state after the last token of each step.
+    """
+
+    def blocks_of(self, tracked: TrackedRequest, index: int, table: Blocks) -> Blocks | None:
+        """Return the block that holds the recurrent state at the end of page `index`, or None if vLLM does
+        not cache it."""
+        block = self._cached(tracked, index)
+        return None if block is None else [block]
