@@ -155,7 +155,8 @@ class GroupOffers(LoadOffers):
             tokens=end * self._page.page_tokens - offer.computed, pages=self._as_pages(ranges)
         ):
             self._count_misses("cheaper", len(ranges[self._first]))
-            tracked.saved_until(end)
+            for group in self._groups:
+                group.of(tracked).saved_until(end)
             return
         wanted = self._keys_of(tracked, ranges, keys)
         leases = self._run.store.lease(wanted, ttl_s=LEASE_S, deadline_s=config.deadline_s)
