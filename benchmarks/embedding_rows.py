@@ -28,7 +28,7 @@ from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
 from cornplug.codec import PayloadKind
 from cornplug.config import StoreConfig
-from cornplug.engine_common.embedding_fetch import ExpectedEmbedding
+from cornplug.engine_common.embeddings import ExpectedEmbedding
 from cornplug.store.base import Store
 from cornplug.store.client import PoolStore
 from cornplug.store.payload import NewPayload, put_payload

@@ -38,7 +38,7 @@ from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.http.drain import DrainState
-from cornplug.encoder_service.models.registry import ModelRegistry
+from cornplug.encoder_service.model_registry import ModelRegistry
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediumSource
 from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest

@@ -46,11 +46,11 @@ from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.http.drain import DrainState
 from cornplug.encoder_service.media import image
 from cornplug.encoder_service.media.image import RgbPixels
-from cornplug.encoder_service.models.registry import LoadedModel, ModelRegistry
-from cornplug.encoder_service.preprocess.image import ImagePreprocessor
+from cornplug.encoder_service.model_registry import LoadedModel, ModelRegistry
+from cornplug.encoder_service.preprocess.prepared_media import ImagePreprocessor
 from cornplug.encoder_service.preprocess.preparer import ENGINE_SAMPLING
 from cornplug.encoder_service.preprocess.preprocessor import IN_PROCESS, MediumLimits
-from cornplug.encoder_service.wire.decodings import DEFAULT
+from cornplug.encoder_service.wire.messages import DEFAULT_DECODING
 from cornplug.planner.inputs.gpu_catalog import gpu_table
 from cornplug.store.memory import MemoryStore
 from devkit.checkpoints import CLIP_L_336
@@ -244,7 +244,7 @@ def _prepared(loaded: LoadedModel, rounds: int) -> tuple[float, float, float, in
     file = jpeg(WIDTH, HEIGHT)
     pixels = RgbPixels.of(image.as_received(image.decode(file, WIDTH * HEIGHT)))
     medium = ImagePreprocessor(loaded, MediumLimits()).decode(
-        [file], "file", ENGINE_SAMPLING, DEFAULT, IN_PROCESS
+        [file], "file", ENGINE_SAMPLING, DEFAULT_DECODING, IN_PROCESS
     )
     wanted = loaded.checkpoint.family.inputs["image"]
     inputs = {name: tensor for name, tensor in medium.preprocess().items() if name in wanted}

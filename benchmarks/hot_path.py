@@ -43,6 +43,7 @@ from cornplug.store.client import PoolStore
 from cornplug.store.memory import MemoryStore
 from cornplug.vllm_connector.kv import page_keys, page_saves, tracked_requests
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata
+from cornplug.vllm_connector.kv.page_kinds import PageKind
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
 from devkit.processes import StoreProcess
 
@@ -88,14 +89,14 @@ class Half:
             mock.patch.object(page_saves, "MAX_OPEN_SAVES_BYTES", 1 << 40),
         ):
             self.tally = Tally()
-            self.scheduler = KVScheduler(engine, runtime, PAGE, self.tally)
+            self.scheduler = KVScheduler(engine, runtime, [PageKind(PAGE, _BLOCK_TOKENS, ())], self.tally)
         table = [SimpleNamespace(block_id=block, is_null=False) for block in range(_BLOCKS)]
         blocks = SimpleNamespace(blocks=(table,))
         pool = SimpleNamespace(
             enable_caching=False, touch=lambda blocks: None, unpin_blocks=lambda blocks, on_reuse: None
         )
         manager: Any = SimpleNamespace(block_pool=pool, get_blocks=lambda request_id: blocks)
-        self.scheduler.bind(manager, SimpleNamespace(block_size=_BLOCK_TOKENS))  # type: ignore[arg-type]
+        self.scheduler.bind(manager, [SimpleNamespace(block_size=_BLOCK_TOKENS)])  # type: ignore[list-item]
         self._names = itertools.count()
 
     def request(self, tokens: Sequence[int]) -> Request:
@@ -107,7 +108,7 @@ class Half:
 
     def take(self, request: Request, tokens: int) -> CornplugKVMetadata:
         """The metadata of the step that loads an offer."""
-        self.scheduler.allocated(request, list(range(-(-tokens // _BLOCK_TOKENS))), tokens)
+        self.scheduler.allocated(request, [list(range(-(-tokens // _BLOCK_TOKENS)))], tokens)
         return self.scheduler.moves(NO_REQUEST)
 
     def step(self, output: Any, acks: CornplugKVWorkerMetadata) -> CornplugKVMetadata:
@@ -166,7 +167,7 @@ def fill(store: Store, half: Half, tokens: Sequence[int]) -> None:
 def over(half: Half, request: Request) -> None:
     """The request ends before it ran."""
     request.status = type(request.status).FINISHED_ABORTED
-    half.scheduler.finished(request, ())
+    half.scheduler.finished(request, [()])
 
 
 class Decoding:

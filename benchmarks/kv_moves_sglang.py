@@ -39,8 +39,7 @@ from cornplug.sglang_hooks.kv_pages.costs import LoadPace
 from cornplug.sglang_hooks.kv_pages.layout import HostPages
 from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
-from cornplug.sglang_hooks.kv_pages.pool_context import PoolContext, RankPool
-from cornplug.sglang_hooks.kv_pages.reader import PageReader
+from cornplug.sglang_hooks.kv_pages.reader import PageReader, PoolContext, RankPool
 from cornplug.sglang_hooks.kv_pages.writer import PageWriter
 from cornplug.store.client import PoolStore
 from devkit.page_by_page import PageByPage

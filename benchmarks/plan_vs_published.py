@@ -6,7 +6,7 @@ The wheel (`pip download --no-deps aiconfigurator-core==0.12.0`, Apache-2.0) hol
 closed loops (InferenceMAX and others) by model, GPU, engine, tensor parallelism, lengths and concurrency, and
 the models' config.json. Each is predicted from the roofline by the planner's rule of iterations: 10 requests
 for each client, all clients at once at the start, lengths 0.8 to 1 of the named ones. The constants of
-`cornplug/planner/perf_model/device_efficiency.py` were fitted to the points marked "fitted" of up to 16
+`cornplug/planner/perf_model/roofline.py` were fitted to the points marked "fitted" of up to 16
 clients; those marked "held out" had no part in it, nor had SGLang's.
 """
 
@@ -28,9 +28,9 @@ from pathlib import Path
 from cornplug.errors import CheckpointError
 from cornplug.planner.inputs import gpu_catalog, llm_shape
 from cornplug.planner.inputs.schema import Component, LLMShape, RooflineProfile
-from cornplug.planner.parallelism import Parallelism
 from cornplug.planner.perf_model import roofline
 from cornplug.planner.perf_model.engine_spec import EngineSpec
+from cornplug.planner.plan import Parallelism
 from cornplug.planner.simulator.step_times import EngineStepTimes
 
 ROOT = "aiconfigurator_core"

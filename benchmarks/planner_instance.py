@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from cornplug.planner.candidates.dominance import prune
+from cornplug.planner.candidates.cells import undominated_cells
 from cornplug.planner.optimizer.optimization_problem import (
     Cell,
     MachineClass,
@@ -107,7 +107,7 @@ def pool(size: Size, seed: int, *, objective: Literal["cost", "goodput"] = "cost
         for cell in cells_of(service, component, device, tp, mode, sizes, rng)
     ]
     variants = [v for u in demands for v in ways(u.name, *chains[u.name])]
-    kept = tuple(spec.cell for spec in prune(Spec(cell) for cell in cells))  # type: ignore[misc]
+    kept = tuple(spec.cell for spec in undominated_cells(Spec(cell) for cell in cells))  # type: ignore[misc]
     return OptimizationProblem(
         nodes, kept, tuple(demands), tuple(variants), limits=PoolLimits(), objective=objective
     )

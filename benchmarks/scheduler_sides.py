@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from cornplug.metrics import Tally
-from cornplug.vllm_connector.engine_alarm import IdleRest
+from cornplug.vllm_connector.cpu_use import IdleRest
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
 from cornplug.vllm_connector.kv_connector import CornplugConnector
 from devkit import checkpoints

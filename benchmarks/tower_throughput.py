@@ -30,10 +30,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service import towers
-from cornplug.encoder_service.models.torch_compile import CompiledTower
+from cornplug.encoder_service.model_loader import CompiledTower
 from cornplug.encoder_service.towers import varlen_attention
-from cornplug.encoder_service.towers.base import Projector, Tower, TowerItem
-from cornplug.encoder_service.towers.input_checks import float_dtype
+from cornplug.encoder_service.towers.base import Projector, Tower, TowerItem, float_dtype
 from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from devkit.checkpoints import CLIP_L_336, QWEN2_5_VISION

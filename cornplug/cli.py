@@ -35,7 +35,7 @@ COMMANDS: Mapping[str, CliCommand] = {
         "cornplug.planner.replan.replan_command:main", "compare the observed load with a plan"
     ),
     "replay": CliCommand(
-        "cornplug.replay.replay_command:main", "simulate stores of other sizes or rules with a recorded trace"
+        "cornplug.replay:main", "simulate stores of other sizes or rules with a recorded trace"
     ),
     "profile": CliCommand(
         "cornplug.planner.profiler.profile_command:main", "measure a component on this host"

@@ -64,72 +64,58 @@ class EncoderConfig(Section):
     """The shared encoder service."""
 
     socket: Path = Field(default_factory=lambda: runtime_dir() / "encoder.sock")
-    """Unix socket on which the service listens for engines on this host."""
+    """Unix socket of the service, for engines on this host."""
     engine_urls: tuple[str, ...] = ()
-    """Services on other hosts that engines use instead of the service at `socket`, for example
-    "http://a:8750, http://b:8750". Each medium is hashed to a preferred service. "http://a:8750#3" gives that
-    service three times the default weight. Requires the same `store.secret_file` on all these hosts, and the
-    extra `cornplug[remote]`. Empty: engines use the service at `socket`."""
+    """Services on other hosts that engines use instead of `socket`, for example "http://a:8750,
+    http://b:8750#3". "#3" gives a service three times the default weight. Requires one `store.secret_file` on
+    all hosts and `cornplug[remote]`."""
     host: str = "127.0.0.1"
-    """Address on which the service listens for HTTP."""
+    """HTTP address to listen on."""
     port: int = Field(default=8750, ge=0, le=65535)
     """HTTP port. 0 picks a free port."""
     urls: tuple[str, ...] = ()
-    """Services that `EncoderClient` uses, for example "http://a:8750, http://b:8750". Empty: the service at
-    `host` and `port`."""
+    """Services that `EncoderClient` uses. Empty: the service at `host` and `port`."""
     deadline_s: float = Field(default=10.0, gt=0, le=MAX_DEADLINE_S)
-    """Maximum time that an engine waits for an embedding before it runs its own tower. Once an engine has
-    measured its own tower, it waits three times that duration, at least 0.5 s and at most this limit. The
-    limit is at most 120."""
+    """Maximum wait of an engine for an embedding, at most 120. Once it has measured its own tower, it waits
+    three times that duration, at least 0.5 s. Then it runs its own tower."""
     language_only_timeout_s: float = Field(default=60.0, gt=0, le=MAX_DEADLINE_S)
-    """Maximum time that an engine without a tower waits for an embedding before the request fails. At most
-    120."""
+    """Maximum wait of an engine without a tower for an embedding, at most 120."""
     max_batch_tokens: int | None = Field(default=None, gt=0)
-    """Maximum number of tokens in one batch of a tower, which bounds the tower's memory. The tokens of the
-    first medium do not count. None: 2048 on a CPU, 32,768 on a GPU."""
+    """Maximum number of tokens in a batch after its first medium. None: 2048 on a CPU, 32,768 on a GPU."""
     prepare_threads: int = Field(
         default_factory=lambda: max(2, min(16, len(os.sched_getaffinity(0)))), gt=0, le=256
     )
-    """Number of media that are decoded and preprocessed concurrently. Each uses one process and one thread.
-    Default: the number of cores, between 2 and 16."""
+    """Media that are decoded and preprocessed concurrently. Default: the number of cores, between 2 and
+    16."""
     drain_s: float = Field(default=25.0, gt=0)
-    """Maximum time that a stopping service spends on admitted requests. The default fits within the usual
-    30 s between SIGTERM and SIGKILL."""
+    """Maximum time that a stopping service spends on admitted requests."""
     max_pixels: int = Field(default=64_000_000, gt=0)
-    """Maximum size of an image, in pixels after decoding. The sampled frames of a video together may have
-    four times as many."""
+    """Maximum size of a decoded image. The frames of a video may have four times as many pixels."""
     max_media_s: float = Field(default=600.0, gt=0)
-    """Maximum length of an audio clip or a video."""
+    """Maximum length of audio or video."""
     max_body_bytes: ByteSize = Field(default=64 << 20, gt=0)
     """Maximum body size of an HTTP request."""
     admin_key: SecretStr = SecretStr("")
-    """Key that allows a client to reload weights over HTTP. Empty: clients on this host can reload
-    weights."""
+    """Key for reloading weights over HTTP. Empty: clients on this host can reload."""
     require_key: bool = False
-    """Accept only requests with a key of a class of service (`qos.classes.NAME.api_keys`, `.tenants`) or with
-    `admin_key`. `/health` and `/ready` stay open."""
+    """Accept only requests with a key of a class or with `admin_key`."""
     allow_anonymous: bool = False
-    """Allow the service to listen on an address other than loopback (`host`) when `require_key` is off."""
+    """Allow a `host` that is not loopback without `require_key`."""
     trust_salts: bool = False
-    """Accept a `cache_salt` from clients without a tenant's key. This is safe only if all requests come from
-    a gateway that sets the salt, or from a single tenant. Otherwise such requests are rejected."""
+    """Accept a `cache_salt` without a [tenant's key](security.md#tenants)."""
     names: str = ""
-    """Host names ("encoder, encoder.example.org") under which HTTP clients reach the service, in addition to
-    localhost, the name of this host and its addresses. A request for another name is rejected unless it has a
-    key."""
+    """Comma-separated names of this service for clients without a key, besides localhost and this host's name
+    and addresses."""
     sglang: bool = False
     """Also serve SGLang's `--language-only` servers on the HTTP port."""
     receivers: str = ""
-    """Networks ("10.1.0.0/16, fd00::/8") of SGLang servers that receive embeddings requested by another host.
-    A server that receives only embeddings that it requested itself needs no entry."""
+    """Networks ("10.1.0.0/16, fd00::/8") of SGLang servers that receive embeddings requested by other
+    hosts."""
     allow_hosts: tuple[str, ...] = ("*",)
-    """Hosts ("images.example.org, *.cdn.example.org") from which http(s) URLs are fetched. "*" allows every
-    host. An entry allows ports 80 and 443, or only the port that it names ("images.example.org:8080"). A URL
-    needs one entry that allows both its host and its port. Empty: URLs are not fetched. If a host resolves to
-    a private, loopback or link-local address or to a cloud's metadata address, it must also match
-    `allow_networks`."""
+    """Hosts ("images.example.org, *.cdn.example.org") from which URLs are [fetched](security.md#urls). "*"
+    allows every host with a public address, and empty none."""
     allow_networks: str = ""
-    """Networks ("10.2.0.0/16") that are not public, but from which URLs of allowed hosts are fetched."""
+    """Private networks ("10.2.0.0/16") from which URLs of allowed hosts are fetched."""
 
     @field_validator("urls", "engine_urls", "allow_hosts", mode="before")
     @classmethod
@@ -188,33 +174,29 @@ class EngineConfig(Section):
     """How an engine uses the store and the encoder service."""
 
     app: str = Field(default="default", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")
-    """Name of the app that this engine serves. It labels metrics and the engine's entries in the store."""
+    """Name of the app that this engine serves, for metrics and namespaces."""
     page_tokens: int = Field(default=64, ge=16, le=1024, multiple_of=16)
-    """Number of tokens in a KV page. Engines that share must use the same value. For models with recurrent
-    states, vLLM's block size is used instead."""
+    """Tokens per KV page. Engines that share need the same value. Models with recurrent states use vLLM's
+    block size instead."""
     share_kv: bool = True
     """Load and save KV pages."""
     save: Literal["always", "second", "never"] = "second"
-    """When the engine saves a KV page. "always": after computing it. "second": when a second request uses it,
-    on this engine or (vLLM only) on another engine of the same store. While the engine is idle, it also saves
-    other pages if the store has free memory. "never": the engine saves no pages."""
+    """KV pages to save. "always": every computed page. "second": pages that a second request uses, on this
+    engine or (vLLM only) another engine of the store, and other pages while idle, into free memory. "never":
+    none."""
     share_embeddings: bool = True
     """Load and save embeddings, and use the encoder service."""
     sglang_preprocessing: Literal["auto", "cpu", "device"] = "auto"
-    """Where an SGLang server with a GPU decodes and resizes images. "cpu": on the CPU, like vLLM and the
-    encoder service, so that all of them share embeddings. "device": on the GPU, SGLang's default. Such
-    servers share embeddings only with each other. "auto": "cpu" if an encoder service responds at
-    `encoder.socket` or `encoder.engine_urls` when the server starts, otherwise "device"."""
+    """Where an SGLang server with a GPU preprocesses images. "cpu": like vLLM and the encoder service, to
+    share embeddings with them. "device": SGLang's default. "auto": "cpu" if an encoder service responds when
+    the server starts, otherwise "device"."""
     trust_weight_version: bool = False
-    """Continue to share after a trainer replaces this engine's weights. The engine shares with other engines
-    that started from the same checkpoint and received the same `weight_version`. The trainer must follow two
-    rules. A `weight_version` must never be used for two different states of this checkpoint's weights, in any
-    training run. Each update must contain every tensor that any earlier update changed. A trainer that counts
-    from 1 in each run breaks the first rule, unless each run has its own store."""
+    """Share after a trainer replaces this engine's weights, if it follows [two
+    rules](operate.md#weights-from-a-trainer)."""
     tower: Literal["engine", "service"] = "engine"
-    """Where the vision tower of a vLLM server runs. "engine": in the server. "service": the server loads no
-    tower, and the services at `encoder.engine_urls` fetch, decode and encode the images of its requests. Such
-    requests get status 503 if no service responds within `encoder.language_only_timeout_s`."""
+    """Where the vision tower of a vLLM server runs. "engine": in the server. "service": in the services at
+    `encoder.engine_urls`. Requests with images then get status 503 if none responds within
+    `encoder.language_only_timeout_s`."""
 
 
 class Config(Section):

@@ -2,7 +2,7 @@
 
 Prometheus does not scrape the engine processes in which the connectors run. The connectors therefore count
 into a `Tally`, and the engine's own connector hooks carry the counts to its `/metrics`. Metrics of the
-encoder service are in `encoder_service/telemetry/service_metrics.py`. The store fills its table from
+encoder service are in `encoder_service/service_metrics.py`. The store fills its table from
 snapshots of its counters (`store/daemon/metrics_endpoint.py`). `script/docs` generates docs/metrics.md from
 all tables.
 """
@@ -29,168 +29,150 @@ WAIT_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.
 METRICS: Mapping[str, Metric] = {
     "cornplug_hits_total": Metric(
         "counter",
-        "Cache hits: KV pages or embeddings that the engine did not compute itself, by source.",
+        "KV pages or embeddings that the engine did not compute itself.",
         ("app", "kind", "source"),
     ),
     "cornplug_misses_total": Metric(
         "counter",
-        "Cache misses: KV pages or embeddings that the engine computes itself, by reason.",
+        "KV pages or embeddings that the engine computes itself.",
         ("app", "kind", "reason"),
     ),
     "cornplug_bytes_total": Metric("counter", "Payload bytes loaded or saved.", ("app", "kind", "direction")),
     "cornplug_saves_total": Metric(
         "counter",
-        "KV pages and embeddings that the engine offered to the store, by outcome.",
+        "KV pages and embeddings that the engine offered to the store.",
         ("app", "kind", "outcome"),
     ),
     "cornplug_staged_pages_total": Metric(
         "counter",
-        "KV pages that were copied through a CPU buffer, because the GPU driver of vLLM could not access the "
-        "store's memory directly. Some are normal while the store grows.",
+        "KV pages that vLLM copied through a CPU buffer, because the GPU driver could not access the store. "
+        "Some are normal while the store grows.",
         ("app",),
     ),
     "cornplug_saved_tokens_total": Metric(
-        "counter", "Prompt tokens whose prefill was skipped because their KV pages were loaded.", ("app",)
+        "counter", "Prompt tokens that were loaded instead of prefilled.", ("app",)
     ),
     "cornplug_saved_tower_passes_total": Metric(
         "counter", "Media for which this engine did not run its tower.", ("app",)
     ),
     "cornplug_early_prefills_total": Metric(
         "counter",
-        "Media whose embeddings had not arrived when vLLM prefilled the tokens before them.",
+        "Media that arrived after vLLM prefilled the tokens before them.",
         ("app",),
     ),
     "cornplug_wait_seconds": Metric(
-        "histogram", "Time that a request waited for shared data, in seconds.", ("app", "kind")
+        "histogram", "Seconds that a request waited for shared data.", ("app", "kind")
     ),
 }
 
 STORE_METRICS: Mapping[str, Metric] = {
-    "cornplug_store_capacity_bytes": Metric(
-        "gauge", "Maximum payload bytes in memory, or maximum file bytes on disk.", ("tier",)
-    ),
-    "cornplug_store_memory_bytes": Metric("gauge", "Shared memory that the store has allocated so far.", ()),
-    "cornplug_store_used_bytes": Metric(
-        "gauge", "Memory used by entries, reservations and quarantined reservations of dead writers.", ()
-    ),
-    "cornplug_store_bytes": Metric(
-        "gauge", "Bytes used by entries and reservations of a namespace.", ("namespace", "tier")
-    ),
+    "cornplug_store_capacity_bytes": Metric("gauge", "Maximum bytes in memory or on disk.", ("tier",)),
+    "cornplug_store_memory_bytes": Metric("gauge", "Shared memory allocated so far.", ()),
+    "cornplug_store_used_bytes": Metric("gauge", "Memory used, including reservations of dead writers.", ()),
+    "cornplug_store_bytes": Metric("gauge", "Bytes used by a namespace.", ("namespace", "tier")),
     "cornplug_store_share_bytes": Metric("gauge", "Bytes guaranteed to a namespace.", ("namespace",)),
     "cornplug_store_ceiling_bytes": Metric(
         "gauge", "Maximum bytes that a namespace can use.", ("namespace",)
     ),
     "cornplug_store_app_bytes": Metric(
         "gauge",
-        "Bytes used by entries and reservations of an app. The 256 largest apps are listed, and the others "
-        'are summed as "(others)".',
+        'Bytes used by an app. Apps beyond the 256 largest are summed as "(others)".',
         ("app",),
     ),
     "cornplug_store_entries": Metric(
-        "gauge", "Entries. An entry in memory and on disk counts in both tiers.", ("namespace", "tier")
+        "gauge", "Entries. An entry can be in both tiers.", ("namespace", "tier")
     ),
     "cornplug_store_leases": Metric("gauge", "Leases held by readers.", ()),
     "cornplug_store_open_reservations": Metric("gauge", "Entries that are being written.", ()),
     "cornplug_store_clients": Metric("gauge", "Connected processes.", ()),
     "cornplug_store_hits_total": Metric(
         "counter",
-        "Entries read. Reads without a lease are reported by the clients.",
+        "Entries read.",
         ("namespace", "tier"),
     ),
-    "cornplug_store_misses_total": Metric(
-        "counter", "Keys that a client tried to read but that the store did not have.", ()
-    ),
+    "cornplug_store_misses_total": Metric("counter", "Keys that a client tried to read in vain.", ()),
     "cornplug_store_lookups_total": Metric(
         "counter",
-        "Keys that clients looked up in the shared table before deciding whether to read. An engine repeats "
-        "the lookup of a waiting request in each step.",
+        "Keys looked up in the shared table. An engine repeats the lookup of a waiting request in each step.",
         ("outcome",),
-        '"found" or "absent".',
+        '"found", "absent".',
     ),
     "cornplug_store_reservations_total": Metric(
         "counter",
-        "Requests for memory to write an entry, by outcome.",
+        "Requests for memory to write an entry.",
         ("namespace", "outcome"),
-        '"given", "present", "pending", "growing", "first_sight", "full" or "too_large".',
+        '"given", "present", "pending", "growing", "first_sight", "full", "too_large".',
     ),
     "cornplug_store_removals_total": Metric(
         "counter",
-        "Entries removed from the store, by reason.",
+        "Entries removed.",
         ("namespace", "tier", "reason"),
-        '"evicted", "expired" (`ttl_s` of its namespace), "deleted", "purged" '
-        '(`cornplug store purge`), "damaged" (on disk).',
+        '"evicted", "expired" (`ttl_s`), "deleted", "purged", "damaged" (on disk).',
     ),
     "cornplug_store_eviction_age_seconds": Metric(
-        "histogram", "Time from the last use of an entry to its eviction, in seconds.", ("namespace", "tier")
+        "histogram", "Seconds from an entry's last use to its eviction.", ("namespace", "tier")
     ),
     "cornplug_store_disk_used_bytes": Metric("gauge", "Bytes of the files on disk.", ()),
-    "cornplug_store_disk_queued": Metric("gauge", "Entries waiting to be written to disk.", ()),
+    "cornplug_store_disk_queued": Metric("gauge", "Entries waiting to be written.", ()),
     "cornplug_store_disk_writes_total": Metric(
         "counter",
-        "Attempts to write an entry to disk, by outcome.",
+        "Attempts to write to disk.",
         ("outcome",),
-        '"written"; "gone": evicted or deleted before it was written; '
-        '"dropped": the queue was full; "too_large"; "disk_full", "disk_readonly", "disk_error": the disk '
-        'reported an error, and writes pause for 5 s; "ceiling": the pinned namespace is at its ceiling.',
+        '"written"; "gone": evicted or deleted before; "dropped": the queue was full; "too_large"; '
+        '"disk_full", "disk_readonly", "disk_error": an error, after which writes pause for 5 s; "ceiling": '
+        "the pinned namespace is full.",
     ),
     "cornplug_store_disk_reads_total": Metric(
         "counter",
-        "Attempts to read an entry from disk into memory, by outcome.",
+        "Attempts to read from disk into memory.",
         ("outcome",),
-        '"read"; "full", "too_large": memory could not be allocated; '
-        '"pending": the entry is being written; "refused": too many concurrent reads; "damaged": the record '
-        'failed authentication and was discarded; "disk_error"; "late": the entry was deleted during the '
-        "read.",
+        '"read"; "full", "too_large": no memory; "pending": the entry is being written; "refused": too many '
+        'concurrent reads; "damaged": the record failed authentication and was discarded; "disk_error"; '
+        '"late": the entry was deleted during the read.',
     ),
-    "cornplug_store_far_up": Metric(
-        "gauge", "1 if the far store responds, 0 if it is not used because it failed.", ("far",)
-    ),
-    "cornplug_store_far_queued": Metric("gauge", "Entries waiting to be written to a far store.", ("far",)),
+    "cornplug_store_far_up": Metric("gauge", "1 if the far store responds, else 0.", ("far",)),
+    "cornplug_store_far_queued": Metric("gauge", "Entries waiting to be written.", ("far",)),
     "cornplug_store_far_lookups_total": Metric(
         "counter",
-        "Keys looked up in a far store, by outcome.",
+        "Keys looked up.",
         ("far", "outcome"),
-        '"found"; "absent"; "error": the far store did not respond; "dropped": the queue was full.',
+        '"found"; "absent"; "error": no response; "dropped": the queue was full.',
     ),
     "cornplug_store_far_reads_total": Metric(
         "counter",
-        "Attempts to read an entry from a far store into memory, by outcome.",
+        "Attempts to read from a far store into memory.",
         ("far", "outcome"),
-        '"read"; "gone": no longer in the far store, or older than `ttl_s`; '
-        '"damaged": the record failed authentication; "error"; "refused": too many concurrent reads; "late": '
-        "deleted during the read; or an outcome of a read from disk.",
+        '"gone": no longer in the far store, or older than `ttl_s`; "error"; others as for reads from disk.',
     ),
     "cornplug_store_far_writes_total": Metric(
         "counter",
-        "Attempts to write an entry to a far store, by outcome.",
+        "Attempts to write to a far store.",
         ("far", "outcome"),
-        '"written"; "present": another host had written it; "gone": evicted '
-        'before it was written; "dropped": the queue was full; "too_large" for this type of far store; '
-        '"error".',
+        '"written"; "present": another host wrote it; "gone": evicted before; "dropped": the queue was full; '
+        '"too_large" for this type of far store; "error".',
     ),
     "cornplug_store_far_bytes_total": Metric(
-        "counter", "Bytes of encrypted records read from or written to a far store.", ("far", "direction")
+        "counter", "Encrypted bytes read or written.", ("far", "direction")
     ),
     "cornplug_store_request_seconds": Metric(
-        "histogram", "Time that the store's thread spent on one request, in seconds.", ("request",)
+        "histogram", "Seconds that the store's thread spent on one request.", ("request",)
     ),
 }
 """Metrics of the store, at its own `/metrics` (`store.metrics`)."""
 
 LABELS: Mapping[str, str] = {
-    "app": "App of an engine (`engine.app`) or of an HTTP request (`x-cornplug-app`). The encoder service "
-    'counts apps beyond the 64th as "other".',
+    "app": "`engine.app`, or `x-cornplug-app` of an HTTP request. The encoder service counts apps beyond the "
+    '64th as "other".',
     "kind": '"kv_page" or "embedding".',
-    "source": '"store", or the encoder service with the origin: "service_computed", "service_coalesced", '
+    "source": '"store", or the origin of the encoder service: "service_computed", "service_coalesced", '
     '"service_cached", "service_epd" (SGLang\'s protocol).',
     "reason": "Reason. The values are explained beside the series or in docs/troubleshooting.md.",
-    "direction": '"load" or "save"; of far stores "read" or "write".',
+    "direction": '"load" or "save"; for far stores "read" or "write".',
     "outcome": "Result. The values are explained beside the series or in docs/troubleshooting.md.",
-    "namespace": "Namespace of the store "
-    "([settings](deploy-one-host.md#divide-resources-between-applications)). "
-    '"" if an entry was removed before the store received the report that it had been read.',
-    "tier": '"memory" or "disk". A hit on disk loads the entry into memory, and reading it from there counts '
-    "as a hit in memory too.",
+    "namespace": "[Namespace](deploy-one-host.md#divide-resources-between-applications) of the store, or "
+    '"" if it is unknown.',
+    "tier": '"memory" or "disk". A hit on disk loads the entry into memory, and then counts as a hit there '
+    "too.",
     "far": "URL of the far store, without user and password.",
     "request": "Type of message.",
     "qos": "Class of service.",
@@ -201,7 +183,7 @@ LABELS: Mapping[str, str] = {
     "device": "Device of the replica.",
     "model": "Name of the model, as passed to the service.",
     "family": "Family of the model.",
-    "identity": "Model identity: digest of tower, projector and settings.",
+    "identity": "Digest of tower, projector and settings.",
     "tower_fp": "Fingerprint of the tower.",
     "projector_fp": "Fingerprint of the projector.",
     "spec_fp": "Fingerprint of the settings that change the result.",

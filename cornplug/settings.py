@@ -66,33 +66,21 @@ def comma_separated(value: object) -> object:
 
 
 class NamespaceConfig(Section):
-    """One namespace of the store: the entries written by some apps. Example:
-
-    ```toml
-    [store.namespaces.chat]
-    apps = ["chat", "agents"]   # default: only the app "chat"
-    share = 0.5
-    priority = 1
-    ```
-    """
+    """One namespace of the store. Apps without a namespace share the namespace "default"."""
 
     apps: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = ()
-    """Apps (`engine.app`, or a client's `app`) whose entries are in this namespace. Empty: the app with the
-    name of the namespace."""
+    """Apps (`engine.app`) in this namespace. Empty: the app with the name of the namespace."""
     share: float = Field(default=0.0, ge=0, le=1)
-    """Fraction of the store that is guaranteed to this namespace. Other namespaces can use the unused part
-    until this namespace needs it."""
+    """Guaranteed fraction of the store. Other namespaces can use the unused part."""
     ceiling: float = Field(default=1.0, gt=0, le=1)
-    """Maximum fraction of the store. When the namespace reaches it, it evicts its own entries."""
+    """Maximum fraction of the store. At its ceiling, the namespace evicts its own entries."""
     priority: int = 0
-    """Order of eviction beyond the guaranteed shares. Entries of the lowest priority are evicted first."""
+    """Beyond the shares, entries of the lowest priority are evicted first."""
     ttl_s: float | None = Field(default=None, gt=0)
-    """Time after which an entry expires, counted from when it was written. Reads do not extend it. None:
-    entries do not expire."""
+    """Time from writing until an entry expires. None: never."""
     pinned: bool = False
-    """Keep entries until they are deleted or expire (`ttl_s`). This is for a document set or system prompts
-    that a dedicated engine writes. Requires a `ceiling` below 1. When the namespace reaches its ceiling, new
-    entries are rejected."""
+    """Keep entries until they are deleted or expire. Requires a `ceiling` below 1, at which new entries are
+    rejected."""
 
 
 def metrics_address(text: str) -> tuple[str, int]:
@@ -107,59 +95,48 @@ class StoreConfig(Section):
     """The host's store."""
 
     backend: str = "pool"
-    """Store to use. "pool" is the host's store. A package can provide another store (entry point
-    `cornplug.stores`), which is selected by NAME, or by NAME:ADDRESS if it has an address."""
+    """Store to use: "pool", or NAME or NAME:ADDRESS of a store from another package (entry point
+    `cornplug.stores`)."""
     socket: Path = Field(default_factory=lambda: runtime_dir() / f"store-{STORE_PROTOCOL}.sock")
-    """Unix socket on which the store listens."""
+    """Unix socket of the store."""
     size_bytes: ByteSize | None = Field(default=None, gt=0)
-    """Maximum payload bytes in shared memory. None: a quarter of the memory that the host and the container
-    have left when the store starts."""
+    """Maximum payload in shared memory. None: a quarter of the memory that is available when the store
+    starts."""
     disk_path: Path | None = None
-    """Folder on a local disk in which the store keeps encrypted copies of its entries. They survive a restart
-    of the host and eviction from memory. The folder must belong to this user. Requires the extra
-    `cornplug[disk]`. None: the store does not use the disk."""
+    """Folder on a local disk for encrypted entries that survive restarts and eviction. It must belong to this
+    user. Requires `cornplug[disk]`."""
     disk_size_bytes: ByteSize | None = Field(default=None, ge=1 << 20)
-    """Maximum size of the files in `disk_path`. None: half of the free space on the file system when the
-    store starts, counting existing files of the store as free."""
+    """Maximum size of the files in `disk_path`. None: half of the free space when the store starts."""
     disk_write_bytes_s: ByteSize | None = Field(default=None, gt=0)
-    """Maximum bytes per second that the store writes to the disk, to limit wear. None: no limit."""
+    """Maximum write rate of the disk. None: no limit."""
     far: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """URLs of far stores, through which hosts share entries: `file:///FOLDER` (a mounted share),
-    `s3://BUCKET/PREFIX`, `valkey://HOST:6379/0` (or `redis://`), `mooncake://MASTER:50051`,
-    `nixl://HOST:8760+HOST:8760` (memory of these hosts). Records in a far store are encrypted. Requires the
-    same `secret_file` on all hosts, and the extra `cornplug[far-object]`, `cornplug[far-valkey]`,
-    `cornplug[far-mooncake]` or `cornplug[far-nixl]`. Empty: entries stay on this host."""
+    """URLs of [far stores](deploy-many-hosts.md#share-kv-between-hosts), through which hosts share
+    entries."""
     far_secret_files: tuple[Path, ...] = ()
-    """Absolute paths of 32-byte files that encrypt records in far stores. The first file encrypts new
-    records, and all files can decrypt, so that a secret can be replaced while hosts are running. Empty:
-    `secret_file`. The names of records always depend on `secret_file`."""
+    """Absolute paths of secrets for records in far stores. The first encrypts, and all decrypt
+    ([use](deploy-many-hosts.md#replace-the-secret-of-a-far-store)). Empty: `secret_file`."""
     autostart: bool = True
-    """Let an engine start a store if none is running at `socket`."""
+    """Let an engine start a store if none is running."""
     deadline_s: float = Field(default=0.1, gt=0)
-    """Maximum time that an engine's scheduler waits for one reply of the store (typically 0.1 ms). After
-    that, the lookup counts as a miss, and the engine does not use the store until it responds again.
-    Background threads wait for at least 1 s."""
+    """Maximum wait of an engine's scheduler for a reply. After it, lookups are misses until the store
+    responds. Background threads wait for at least 1 s."""
     load_when: Literal["pays", "always"] = "pays"
-    """When an engine loads an entry. "pays": only if loading is faster than computing, according to the
-    engine's own measurements. "always": whenever the store has the entry. The engine then also waits for the
-    encoder service up to `encoder.deadline_s`, even if its own tower is faster."""
+    """When to load an entry. "pays": if loading is faster than computing, as measured by the engine.
+    "always": always, waiting for the encoder service up to `encoder.deadline_s`."""
     quarantine_s: float = Field(default=5.0, ge=0)
-    """Time before the memory of a reservation is reused after the process that reserved it died."""
+    """Time until the memory of a writer that died is reused."""
     secret_file: Path = Field(default_factory=lambda: cache_dir() / "secret")
-    """32-byte file that keys every digest. It is created on first use. Hosts that share need the same
-    file."""
+    """32-byte file that keys every digest, created on first use. Hosts that share need the same file."""
     access_log: Path | None = None
-    """File to which the store appends its reads and writes, up to 1 GiB, for `cornplug replay`. It contains
-    sizes, times and 8 bytes of each key, but no content. None: no log."""
+    """File to which the store appends its reads and writes, up to 1 GiB, for `cornplug replay`: sizes, times
+    and 8 bytes of each key."""
     metrics: str = ""
-    """Address at which the store serves Prometheus metrics (`/metrics`), for example "0.0.0.0:9464", or
-    "9464" for this host only. Empty: no metrics, because a host can run several stores. If the port is in
-    use, the store logs a warning and runs without metrics."""
+    """Address for Prometheus metrics, for example "0.0.0.0:9464", or "9464" for this host only. Empty: no
+    metrics. If the port is in use, the store runs without metrics."""
     namespaces: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")], NamespaceConfig] = Field(
         default_factory=dict
     )
-    """Namespaces, by name. They can only be set in the file named by `CORNPLUG_CONFIG`, which the store reads
-    when it starts. Apps that are not listed in any namespace share the namespace "default"."""
+    """Namespaces, by name. Apps that are not listed share the namespace "default"."""
 
     @property
     def background_timeout_s(self) -> float:
@@ -208,22 +185,20 @@ class StoreConfig(Section):
 
 
 class ClassConfig(Section):
-    """One class of service. See `cornplug.qos` for an example."""
+    """One class of service."""
 
     share: float = Field(default=0.0, ge=0, le=1)
-    """Fraction of the tower's time that the class is guaranteed."""
+    """Guaranteed fraction of the tower's time."""
     priority: int = 0
-    """Order in which classes get the tower's time beyond their shares, highest first."""
+    """Beyond the shares, the class with the highest priority gets the tower's time first."""
     deadline_s: float | None = Field(default=None, gt=0, le=MAX_DEADLINE_S)
-    """Deadline of requests that do not set one, at most 120. None: `encoder.deadline_s`."""
+    """Deadline of requests that do not set a deadline, at most 120. None: `encoder.deadline_s`."""
     api_keys: tuple[str, ...] = ()
-    """API keys of this class, in plain text or as "sha256:" followed by 64 hex digits. Only the digest is
-    kept."""
+    """API keys of this class, in plain text or as "sha256:" and 64 hex digits."""
     tenants: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,48}$")], tuple[str, ...]] = Field(
         default_factory=dict
     )
-    """API keys of each tenant in this class, written like `api_keys`. The tenant's name is the salt of its
-    entries, so they are shared only within the tenant."""
+    """API keys of each tenant, written like `api_keys`. Entries are shared only within the tenant."""
     apps: tuple[str, ...] = ()
     """Apps whose requests belong to this class if they have no key."""
 
@@ -244,7 +219,7 @@ class ClassConfig(Section):
 
 
 class QosConfig(Section):
-    """Classes of service, by name, and the name of the default class."""
+    """Classes of service of the encoder service."""
 
     default: str = "default"
     """Class of requests that match no other class."""

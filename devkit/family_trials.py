@@ -8,16 +8,16 @@ from typing import Final
 
 from devkit.injected_code import injected_environment
 
-_CUSTOMIZE: Final = """from cornplug.checkpoints import validated_families
+_CUSTOMIZE: Final = """from cornplug.checkpoints import tested_releases
 
-recorded, trials = validated_families.validated, {trials!r}
+recorded, trials = tested_releases.validated, {trials!r}
 
 
 def validated(engine, version, dtype, kind="image"):
     return recorded(engine, version, dtype, kind) | frozenset(trials.get(kind, ()))
 
 
-validated_families.validated = validated
+tested_releases.validated = validated
 """
 
 

@@ -20,8 +20,8 @@ _STANDALONE: Final = (
     "--speculative-num-draft-tokens", "2",
 )  # fmt: skip
 KINDS: Final = (
-    ServerKind("tensor parallelism", ("--tp-size", "2"), remark="all ranks of a page write it together"),
-    ServerKind("replicas", ("--dp-size", "2"), remark="each replica is a separate engine"),
+    ServerKind("tensor parallelism", ("--tp-size", "2")),
+    ServerKind("replicas", ("--dp-size", "2")),
     ServerKind("several tokenizers", ("--tokenizer-worker-num", "2"), remark="with images too"),
     ServerKind("LoRA", ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj")),
     ServerKind("mixed chunks", ("--enable-mixed-chunk",)),
@@ -31,7 +31,7 @@ KINDS: Final = (
     ServerKind(
         "pipeline parallelism",
         ("--pp-size", "2"),
-        remark="all stages write a page together; saves nothing while idle",
+        remark="saves nothing while idle",
     ),
     ServerKind(
         "data parallel attention",
@@ -83,8 +83,7 @@ KINDS: Final = (
     ),
     ServerKind(
         "speculation by a smaller model", (*_STANDALONE, "--speculative-eagle-topk", "1"),
-        remark="draft KV is shared among servers with the same draft model; the model's own KV is shared "
-            "among all servers",
+        remark="KV of the draft is shared among servers with the same draft",
     ),
     ServerKind(
         "speculation by EAGLE",
@@ -92,7 +91,7 @@ KINDS: Final = (
             "--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1",
             "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2",
         ),
-        remark="as above",
+        remark="KV of the draft is shared among servers with the same draft",
     ),
     ServerKind(
         "a smaller model that proposes a tree",

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
 
-from cornplug.encoder_service.telemetry.service_metrics import ServiceGauges, ServiceMetrics
+from cornplug.encoder_service.service_metrics import ServiceGauges, ServiceMetrics
 from cornplug.engine_common.shared_flags import SETTINGS
 from cornplug.metrics import METRICS, STORE_METRICS
 from cornplug.sglang_hooks.activation import ENABLE

@@ -51,8 +51,8 @@ def known() -> dict[str, Any]:
 if __name__ == "__main__":
     import tempfile
 
-    from cornplug.engine_common.kv_root import page_root
     from cornplug.engine_common.lora_digests import LoraDigests
+    from cornplug.engine_common.model_identity import page_root
 
     with tempfile.TemporaryDirectory() as place:
         lora = LoraDigests().digest(adapter(Path(place) / "lora"))

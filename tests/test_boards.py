@@ -14,7 +14,7 @@ import yaml
 from reference_docs import metrics, troubleshooting
 
 from cornplug.planner.replan import observed_load
-from cornplug.planner.report import prometheus_files
+from cornplug.planner.report import plan_folder
 
 TREE = Path(__file__).parents[1]
 BOARDS = sorted((TREE / "deploy" / "grafana").glob("*.json"))
@@ -26,9 +26,9 @@ SERIES = {
     for one in room
 }
 # Of a plan, and of engines with its label: the names that `cornplug replan` reads in their text.
-_ENGINES = ("engine", "model_name", prometheus_files.GROUP)
+_ENGINES = ("engine", "model_name", plan_folder.GROUP_LABEL)
 SERIES |= {
-    name: metrics.Series(name, "gauge", labels, "") for name, labels in prometheus_files.LABELS.items()
+    name: metrics.Series(name, "gauge", labels, "") for name, labels in plan_folder.SERIES_LABELS.items()
 } | {
     name: metrics.Series(name, "counter" if name.endswith("_total") else "histogram", _ENGINES, "")
     for name in (*observed_load.FINISHED, *observed_load.TTFT, *observed_load.TPOT)

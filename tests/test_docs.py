@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cornplug.checkpoints.validated_families import VALIDATED
+from cornplug.checkpoints.tested_releases import VALIDATED
 
 TREE = Path(__file__).parents[1]
 PAGES = [TREE / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]

@@ -51,7 +51,6 @@ NOT_RUN: Final[Mapping[str, str]] = {
     "python -m dynamo.vllm": "needs Dynamo",
     "python -m sglang.launch_server": "starts an engine",
     "script/demo": "starts engines",
-    "script/soak": "takes ten minutes",
     "script/test": "runs these tests",
     "sglang serve": "starts an engine",
     "vllm serve": "starts an engine",
@@ -244,7 +243,7 @@ def lay_files(page: str, folder: Path) -> None:
     """Write the files that a page's commands read and that its reader has."""
     (folder / "benchmarks").symlink_to(TREE / "benchmarks")
     (folder / "prompts.jsonl").write_text('{"model": "model", "prompt": "What is a cache?"}\n')
-    if page in ("README.md", "quickstart.md"):
+    if page == "README.md":
         (folder / "plan.toml").write_bytes(PLAN.read_bytes())
     names = {"deploy-one-host.md": ("apps.toml", "new.toml")}
     for name in names.get(page, ()):

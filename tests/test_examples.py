@@ -41,8 +41,9 @@ def unknown_words(words: list[str]) -> list[str]:
     if words[0].startswith("script/"):
         return [] if (TREE / words[0]).exists() else [words[0]]
     if words[0] == "vllm":
+        settings = (TREE / "docs" / "configuration.md").read_text()
         named = [word for word in words if word.startswith("--cornplug")]
-        return [flag for flag in named if f"| `{flag}` |" not in reference]
+        return [flag for flag in named if f"`{flag}`" not in settings]
     if words[1] not in cli.COMMANDS:
         return [words[1]]
     parts = re.split(r"^## ", reference, flags=re.M)

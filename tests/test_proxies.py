@@ -18,7 +18,7 @@ import pytest
 
 import cornplug
 from cornplug import processes
-from cornplug.apps.client.engine_choice import LoadPoller
+from cornplug.apps.engine_choice import LoadPoller
 from cornplug.commands.warm_engine import WarmedEngine
 from cornplug.encoder_service.client.remote_client import RemoteEncoder
 from cornplug.encoder_service.client.sync_client import EncoderClient

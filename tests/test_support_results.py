@@ -178,16 +178,20 @@ def test_support_matrix_cell_is_of_a_release_and_names_dtypes(tmp_path: Path) ->
         good._replace(dtype="bfloat16"),
         good._replace(promise="salts", release="0.33.0"),
         good._replace(promise="salts", engine="sglang", release="0.5.23", bed=""),
+        good._replace(promise="tenants", release="0.33.0"),
+        good._replace(promise="tenants", engine="sglang", release="0.5.23", bed=""),
         good._replace(section="Families: images", promise="llava"),
     ]
     file.write_text(json.dumps([result._asdict() for result in results]))
     page = support_matrix.page(file)
     head = "|  | vLLM 0.32.0 | vLLM 0.33.0 | SGLang 0.5.23 |\n| --- | --- | --- | --- |\n"
-    assert f"## Families: images\n\n{head}| llava | float32: v1 | - | - |\n\n## Sharing" in page
     assert (
-        f"## Sharing\n\n{head}"
-        "| pages | float32: v1, v2-gpu **fails**; bfloat16: v1 | - | - |\n"
-        "| salts | - | float32: v1 | float32 |\n"
+        f"{head}"
+        "| **Families: images** |  |  |  |\n"
+        "| llava | f32 |  |  |\n"
+        "| **Sharing** |  |  |  |\n"
+        "| pages | f32 **fails**, bf16 |  |  |\n"
+        "| salts<br>tenants |  | f32 | f32 |\n"
     ) in page
 
 
@@ -216,7 +220,7 @@ def test_mark_old_counts_commits_to_code_beside_engines(
     support_matrix.mark_old(file, tmp_path)
     # The last result's commit is not in this clone.
     assert [result.old for result in read(file)] == [True, False, False, False, False, True, False]
-    assert "| pages | float32: v1 (old) |" in support_matrix.page(file)
+    assert "| pages | f32† |" in support_matrix.page(file)
 
 
 def test_mark_old_outside_git_keeps_the_marks(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from reference_docs import validated_families as generated
 
-from cornplug.checkpoints.validated_families import VALIDATED, validated
+from cornplug.checkpoints.tested_releases import VALIDATED, validated
 from cornplug.sglang_hooks import compat as sglang_room
 from cornplug.vllm_connector import compat as vllm_room
 from devkit.family_trials import trial_environment
@@ -27,7 +27,7 @@ def page(tmp_path: Path, results: Sequence[Sequence[object]]) -> Mapping[str, An
     file = tmp_path / "results.json"
     file.write_text(json.dumps([dict(zip(NAMES, result, strict=True)) for result in results]))
     space: dict[str, Any] = {}
-    exec(compile(generated.page(file), "validated_families.py", "exec"), space)
+    exec(compile(generated.page(file), "tested_releases.py", "exec"), space)
     return space
 
 
@@ -95,7 +95,7 @@ def test_recorded_families_are_validated() -> None:
 
 
 ASK = (
-    "from cornplug.checkpoints.validated_families import validated;"
+    "from cornplug.checkpoints.tested_releases import validated;"
     "ask = lambda kind: print(*sorted(validated('vllm', '0.32.0', 'float16', kind)));"
     "ask('image'); ask('video'); ask('own audio'); ask('own image')"
 )

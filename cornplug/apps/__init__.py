@@ -3,7 +3,7 @@
     from cornplug.apps import Application, AppsFile, Component, Route
 
     file = AppsFile.read(Path("services.toml"))
-    plan = plan_of(file)          # for `cornplug launch`
+    deployment = deployment_of(file)    # for `cornplug launch`
     file.to_toml()
     file.application("chat").client(routes=run_dir)    # an openai.OpenAI
 
@@ -13,7 +13,7 @@ file if the file has a pool.
 
 from cornplug.apps.apps_file import AppsFile
 from cornplug.apps.apps_file import RoutedApplication as Application
-from cornplug.apps.direct_plan import plan_of
+from cornplug.apps.deployment import deployment_of
 from cornplug.planner.inputs.components import Component, ComponentResources
 from cornplug.planner.inputs.request_tables import RequestMedia, RequestSpec
 from cornplug.planner.inputs.schema import AppNamespace, ClassOfService, LaunchOptions, Route
@@ -31,5 +31,5 @@ __all__ = [
     "RequestSpec",
     "Route",
     "Slo",
-    "plan_of",
+    "deployment_of",
 ]

@@ -16,15 +16,15 @@ from pydantic import Field
 from cornplug.apps import launch_checks
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs import toml_reader
-from cornplug.planner.inputs.input_error import nearest
+from cornplug.planner.inputs.field_types import nearest
 from cornplug.planner.inputs.json_schema import plan_schema
 from cornplug.planner.inputs.schema import Application, NodeClass, PlanInput
 
 if TYPE_CHECKING:
     import openai
 
-    from cornplug.apps.client.engine_choice import MissPrice
-    from cornplug.apps.client.routed_call import Addresses, CallRouter
+    from cornplug.apps.engine_choice import MissPrice
+    from cornplug.apps.routed_call import Addresses, CallRouter
 
 
 _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
@@ -55,9 +55,9 @@ class RoutedApplication(Application):
             price: Speeds with which the client compares a cache miss with a longer queue.
             openai_arguments: Arguments for `openai.OpenAI`, such as `timeout` or `api_key`.
         """
-        from cornplug.apps.client import openai_clients
+        from cornplug.apps import client
 
-        return openai_clients.sync_client(self._router(routes, request, retry_s, price), openai_arguments)
+        return client.sync_client(self._router(routes, request, retry_s, price), openai_arguments)
 
     def async_client(
         self,
@@ -69,9 +69,9 @@ class RoutedApplication(Application):
         **openai_arguments: Any,
     ) -> openai.AsyncOpenAI:
         """Create an `openai.AsyncOpenAI` client. The arguments are the same as in `client`."""
-        from cornplug.apps.client import openai_clients
+        from cornplug.apps import client
 
-        return openai_clients.async_client(self._router(routes, request, retry_s, price), openai_arguments)
+        return client.async_client(self._router(routes, request, retry_s, price), openai_arguments)
 
     def _router(
         self,
@@ -80,11 +80,11 @@ class RoutedApplication(Application):
         retry_s: float,
         price: MissPrice | None,
     ) -> CallRouter:
-        from cornplug.apps.client import openai_clients
-        from cornplug.apps.client.routed_call import routes_of
+        from cornplug.apps import client
+        from cornplug.apps.routed_call import routes_of
 
         found = routes_of(self.name, [one.name for one in self.requests], routes, request)
-        return openai_clients.router_of(found, price, retry_s)
+        return client.router_of(found, price, retry_s)
 
 
 def toml_text(data: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from cornplug.config import ClassConfig, NamespaceConfig, QosConfig, StoreConfig
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs.cross_checks import application_errors, duplicates
-from cornplug.planner.inputs.input_error import InputError, Place, nearest
+from cornplug.planner.inputs.field_types import InputError, Place, nearest
 from cornplug.planner.inputs.schema import Application, Component, PlanInput, RequestSpec, Route
 from cornplug.settings import metrics_address
 from cornplug.store.daemon.main import store_parser

@@ -22,8 +22,8 @@ from cornplug.checkpoints.families import (
     unusual_classes,
     without_inert,
 )
+from cornplug.checkpoints.families.family import this_numeric_class
 from cornplug.checkpoints.families.generic import PROCESSOR_FILES, generic_family, processor_spec
-from cornplug.checkpoints.numeric_class import numeric_class as this_numeric_class
 from cornplug.checkpoints.safetensors_digest import TensorEntry, read_header, tensor_digests, tensor_files
 from cornplug.errors import CheckpointError
 from cornplug.identity import model_identity, spec_fingerprint, tensors_fingerprint

@@ -123,7 +123,7 @@ def secret(settings: config.StoreConfig) -> Iterator[CheckResult]:
 
 def store(settings: config.StoreConfig) -> Iterator[CheckResult]:
     """Check that the host's store responds, or that this host has enough memory to start a store."""
-    now = ask_store(settings)
+    now = query_store(settings)
     if not isinstance(now, StoreStat):
         start = f"cornplug serve-store --socket {settings.socket}"
         yield CheckResult(
@@ -142,7 +142,7 @@ def store(settings: config.StoreConfig) -> Iterator[CheckResult]:
 
 def other_store(settings: config.StoreConfig) -> Iterator[CheckResult]:
     """Check that a store from another package responds."""
-    now = ask_store(settings)
+    now = query_store(settings)
     if isinstance(now, StoreStat):
         yield CheckResult("ok", "store", f"{settings.backend}: {_usage(now)}")
     else:
@@ -155,7 +155,7 @@ def _usage(now: StoreStat) -> str:
     return f"{used}, {now.hits} hits, {now.misses} misses"
 
 
-def ask_store(settings: config.StoreConfig) -> StoreStat | str:
+def query_store(settings: config.StoreConfig) -> StoreStat | str:
     """Return the store's statistics, or the reason why it does not respond."""
     if is_host_store(settings) and not settings.secret_file.exists():
         # Creating a client would create a secret.

@@ -19,7 +19,7 @@ from typing import Final, Literal
 import msgspec
 
 from cornplug import __version__
-from cornplug.engine_common.version_range import VersionRange
+from cornplug.checkpoints.tested_releases import VersionRange
 from cornplug.sglang_hooks import compat as sglang
 from cornplug.sharing_verdict import NO_TOWER, last_of, verdicts_of
 from cornplug.vllm_connector import compat as vllm
@@ -43,12 +43,12 @@ import importlib.util, json
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from cornplug.errors import ConfigError
-from cornplug.sglang_hooks import flags, hook_registry
+from cornplug.sglang_hooks import flags, plugin
 from cornplug.sglang_hooks.kv import hicache_config
 answer = {"why_not": "", "cache": ""}
 try:
     flags.share()
-    hook_registry.install(hook_registry.ALL)
+    plugin.install(plugin.ALL)
 except ConfigError as e:
     answer["why_not"] = str(e)
 try:
@@ -192,7 +192,7 @@ def plugin(engine: CheckedEngine) -> Iterator[CheckResult]:
         yield CheckResult("fail", check, what, f"Add {_ENTRY_NAME}, or unset {engine.allow_variable}.")
         return
     try:
-        answer = ask(engine)
+        answer = run_probe(engine)
     except subprocess.TimeoutExpired:
         what = f"a process that loads it took more than {_PROBE_S:g} s"
         yield CheckResult("fail", check, what, f"To find the cause, run: python -c 'import {engine.name}'")
@@ -233,7 +233,7 @@ def shared_of(engine: CheckedEngine, model: str, flags: Sequence[str]) -> Iterat
         yield CheckResult("ok" if fine else "warn", check, what, verdict.remedy)
 
 
-def ask(engine: CheckedEngine) -> ProbeAnswer:
+def run_probe(engine: CheckedEngine) -> ProbeAnswer:
     """Run a process that imports the engine and its plugins, and return its result.
 
     Raises subprocess.TimeoutExpired.

@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -21,19 +22,24 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cornplug.apps import AppsFile, plan_of
+from cornplug.apps import AppsFile, deployment_of
 from cornplug.errors import ProcessFailed
 from cornplug.planner.launch.command_lines import LaunchCommand, name_of
 from cornplug.planner.launch.command_list import line
-from cornplug.planner.launch.command_process import READY_S, CommandProcess
-from cornplug.planner.launch.common_secret import common_secret
-from cornplug.planner.launch.control_socket import ControlSocket, ask, control_socket
+from cornplug.planner.launch.command_process import READY_S, CommandProcess, RestartPolicy
+from cornplug.planner.launch.encoder_links import common_secret
 from cornplug.planner.launch.launcher import CommandSelection, local_commands, running
-from cornplug.planner.launch.session import CURRENT, LaunchSession, LaunchWaits, RunFolder
-from cornplug.planner.launch.supervisor import RestartPolicy
-from cornplug.planner.launch.transition import PlanTransition, Render, transition
-from cornplug.planner.launch.warm_requests import warm_requests
-from cornplug.planner.plan import Plan
+from cornplug.planner.launch.session import (
+    CURRENT,
+    ControlSocket,
+    LaunchSession,
+    LaunchWaits,
+    RunFolder,
+    control_socket,
+    send_deployment,
+)
+from cornplug.planner.launch.transition import Render, Transition, transition
+from cornplug.planner.plan import Deployment, PlannedApplication
 from cornplug.private_paths import runtime_dir
 from cornplug.processes import ManagedProcess
 
@@ -50,8 +56,8 @@ def main(argv: list[str]) -> int:
         print(json.dumps(AppsFile.schema_of_file(), indent=1))
         return 0
     args = _parser().parse_args(argv)
-    plan = plan_from(args.file)
-    run_dir = args.run_dir or runtime_dir() / f"plan-{re.sub(r'[^A-Za-z0-9.-]+', '-', plan.name)[:24]}"
+    deployment = deployment_from(args.file)
+    run_dir = args.run_dir or runtime_dir() / f"plan-{re.sub(r'[^A-Za-z0-9.-]+', '-', deployment.name)[:24]}"
     render = partial(
         local_commands,
         selection=CommandSelection(args.host, args.routers, args.only),
@@ -61,8 +67,8 @@ def main(argv: list[str]) -> int:
         transfer=args.transfer,
     )
     if args.apply is not None:
-        return _apply(plan, plan_from(args.apply), render, run_dir, dry=args.dry_run)
-    to_start = render(plan)
+        return _apply(deployment, deployment_from(args.apply), render, run_dir, dry=args.dry_run)
+    to_start = render(deployment)
     if args.dry_run:
         print("\n\n".join(_dry(command) for command in to_start))
         return 0
@@ -75,19 +81,19 @@ def main(argv: list[str]) -> int:
         signal.signal(number, lambda *_: stop.set())
     try:
         with control_socket(run_dir) as control:
-            return _launch(plan, to_start, render, run_dir, control, args, stop)
+            return _launch(deployment, to_start, render, run_dir, control, args, stop)
     except ProcessFailed as e:
         print(f"cornplug launch: {e}", file=sys.stderr)
         return _FAILED
 
 
-def plan_from(path: Path) -> Plan:
-    """Load a plan from a plan.json or an apps file (`.toml`). Raises ConfigError if the file is invalid."""
-    return plan_of(AppsFile.read(path)) if path.suffix == ".toml" else Plan.load(path)
+def deployment_from(path: Path) -> Deployment:
+    """Load a plan.json or an apps file (`.toml`). Raises ConfigError if the file is invalid."""
+    return deployment_of(AppsFile.read(path)) if path.suffix == ".toml" else Deployment.load(path)
 
 
 def _launch(
-    plan: Plan,
+    deployment: Deployment,
     to_start: list[LaunchCommand],
     render: Render,
     run_dir: Path,
@@ -101,7 +107,7 @@ def _launch(
     ) as progress:
         events = _Events(control, progress)
         with running(
-            plan,
+            deployment,
             to_start,
             run_dir=run_dir,
             transfer=args.transfer,
@@ -114,7 +120,7 @@ def _launch(
             well = stop.is_set()
             if not well:
                 session = LaunchSession(
-                    plan,
+                    deployment,
                     processes,
                     render=render,
                     folder=RunFolder(run_dir, args.transfer),
@@ -128,7 +134,7 @@ def _launch(
                     flush=True,
                 )
                 warming = _Warming(run_dir)
-                warming.begin(plan)
+                warming.begin(deployment)
                 try:
                     well = session.watch(
                         stop, lambda: control.poll(partial(_applied, session, stop, control))
@@ -139,27 +145,29 @@ def _launch(
     return 0 if well else _FAILED
 
 
-def _applied(session: LaunchSession, stop: threading.Event, control: ControlSocket, plan: Plan) -> None:
-    steps = session.apply(plan, stop)
-    for text in _steps(steps):
+def _applied(
+    session: LaunchSession, stop: threading.Event, control: ControlSocket, deployment: Deployment
+) -> None:
+    for text in _steps(session.apply(deployment, stop)):
         control.tell(text)
 
 
-def _apply(plan: Plan, new: Plan, render: Render, run_dir: Path, *, dry: bool) -> int:
+def _apply(old: Deployment, new: Deployment, render: Render, run_dir: Path, *, dry: bool) -> int:
     if dry:
-        current = run_dir / CURRENT
-        for text in _steps(transition(Plan.load(current) if current.exists() else plan, new, render)):
+        if (current := run_dir / CURRENT).exists():
+            old = Deployment.load(current)
+        for text in _steps(transition(old, new, render)):
             print(text)
         return 0
     render(new)  # This raises an exception if the new plan has an error.
-    error = ask(run_dir, new, print)
+    error = send_deployment(run_dir, new, print)
     if error is not None:
         print(f"cornplug launch: {error}", file=sys.stderr)
     return 0 if error is None else _FAILED
 
 
-def _steps(steps: PlanTransition) -> list[str]:
-    """Return the steps of a transition as text, one line for each process of the old or the new plan."""
+def _steps(steps: Transition) -> list[str]:
+    """Return the steps of a transition as text, one line for each old or new process."""
     told = [f"keep {name_of(old)}" for old, _ in steps.kept]
     told += [
         f"keep the current flags of {name}: the plan has {', '.join(flags)}"
@@ -201,10 +209,10 @@ class _Warming:
         self._run_dir = run_dir
         self._processes: list[ManagedProcess] = []
 
-    def begin(self, plan: Plan) -> None:
-        """Start one process for each application with prompts, in the order of the plan."""
+    def begin(self, deployment: Deployment) -> None:
+        """Start one process for each application with prompts, in the order of the deployment."""
         routes: dict[str, Any] = json.loads((self._run_dir / "routes.json").read_text())
-        for app, (url, lines) in warm_requests(plan, routes).items():
+        for app, (url, lines) in _warm_requests(deployment, routes).items():
             file = self._run_dir / f"warm-{app}.jsonl"
             file.write_text(lines)
             process = ManagedProcess(
@@ -246,8 +254,8 @@ def _address(text: str) -> tuple[str, str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cornplug launch",
-        description="Run an apps file, or the part of a plan for this host. Processes that end are "
-        "restarted. `cornplug launch schema` prints the JSON schema of an apps file.",
+        description="Run an apps file, or the part of a plan for this host. `cornplug launch schema` prints "
+        "the JSON schema of an apps file.",
         epilog="Exit status: 0 if ended by SIGINT or SIGTERM, 1 if a process did not start or ended too "
         "often, 2 if the file is invalid.",
     )
@@ -286,8 +294,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--secret-file",
         type=Path,
-        help="32-byte file that must be the same on all hosts if engines use encoder services of other hosts "
-        "(default: the setting store.secret_file)",
+        help="secret of all hosts, if engines use encoder services of other hosts (default: the setting "
+        "store.secret_file)",
     )
     parser.add_argument(
         "--run-dir", type=Path, help="folder for sockets and logs (default: cornplug's folder of this user)"
@@ -303,16 +311,15 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=RestartPolicy().limit,
         metavar="N",
-        help="maximum consecutive restarts of a process that ends by itself, after 1, 2, 4, ... s. The other "
-        "processes keep running (default: %(default)s)",
+        help="maximum consecutive restarts of a process that ends by itself, after 1, 2, 4, ... s (default: "
+        "%(default)s)",
     )
     parser.add_argument(
         "--settle-s",
         type=float,
         default=10.0,
         metavar="S",
-        help="seconds that --apply gives clients to read a changed routes.json before it stops processes "
-        "(default: %(default)s)",
+        help="seconds that --apply waits for clients to read a changed routes.json (default: %(default)s)",
     )
     parser.add_argument(
         "--transfer",
@@ -321,3 +328,27 @@ def _parser() -> argparse.ArgumentParser:
         help="how KV is transferred from prefill to decode engines (default: nixl)",
     )
     return parser
+
+
+def _warm_requests(
+    deployment: Deployment, routes: Mapping[str, Mapping[str, Any]]
+) -> dict[str, tuple[str, str]]:
+    """Return (URL of the first engine, prompts as JSON lines) for each application with prompts."""
+    found = {}
+    for app in deployment.applications:
+        urls = [way["to"][0]["url"] for name, way in routes.items() if name.partition("/")[0] == app.name]
+        if lines := _lines(app):
+            found[app.name] = (urls[0], "".join(f"{json.dumps(line)}\n" for line in lines))
+    return found
+
+
+def _lines(app: PlannedApplication) -> list[dict[str, Any]]:
+    """Return the requests for one application.
+
+    There is one request for each prefix, after the system prompt. Without prefixes, there is one request with
+    only the system prompt.
+    """
+    system = [{"role": "system", "content": app.system_prompt}] if app.system_prompt else []
+    salt = {"cache_salt": app.tenant} if app.tenant else {}
+    texts = app.prefixes or ([""] if system else [])
+    return [{"messages": [*system, {"role": "user", "content": text}], **salt} for text in texts]

@@ -21,12 +21,8 @@ from cornplug.store.base import PurgeCount, PurgeRule, Store
 ANSWER_S: Final = 2.0
 _UNITS_S: Final = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _EPILOG: Final = """\
-Purged entries are invisible immediately. If an engine is reading an entry, its memory is freed when the read
-ends. Entries that are written later are not affected.
-
-The store cannot purge by tenant, because a salt is only part of the digest that forms the key. To be able to
-purge the entries of a tenant, give its engines a separate app. Entries of a tenant whose salt is no longer
-used cannot be read, and are evicted eventually."""
+Entries that are written later are not affected. The store cannot purge by tenant, because a salt is hashed
+into the key. Give the engines of a tenant a separate app instead."""
 
 
 def running_store(settings: config.StoreConfig) -> Store:
@@ -77,7 +73,9 @@ def main(argv: list[str]) -> int:
         purge.error("select entries with --app, --older-than or --unused-for, or all entries with only --all")
     rule = PurgeRule(args.app, args.older_than or 0.0, args.unused_for or 0.0, args.dry_run)
     count = _purge(config.load().store, rule)
-    print(json.dumps(msgspec.structs.asdict(count)) if args.json else told(count, dry_run=args.dry_run))
+    print(
+        json.dumps(msgspec.structs.asdict(count)) if args.json else purge_summary(count, dry_run=args.dry_run)
+    )
     return 0
 
 
@@ -92,7 +90,7 @@ def parse_age(text: str) -> float:
     return float(match[1]) * _UNITS_S[match[2]]
 
 
-def told(count: PurgeCount, *, dry_run: bool) -> str:
+def purge_summary(count: PurgeCount, *, dry_run: bool) -> str:
     """Return a summary of what was purged, for the operator."""
     done = "would purge" if dry_run else "purged"
     line = f"{done} {count.entries} entries, {count.size_bytes / (1 << 20):.1f} MiB"

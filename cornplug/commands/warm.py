@@ -29,7 +29,7 @@ from cornplug.commands.warm_engine import StoreCounts, WarmedEngine
 from cornplug.commands.warm_file import LineError, WarmLine, read
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.encoder_service.client.sync_client import EncoderClient
-from cornplug.encoder_service.wire.decodings import DECODINGS, DEFAULT, Decoding
+from cornplug.encoder_service.wire.messages import DECODINGS, DEFAULT_DECODING, Decoding
 from cornplug.errors import ConfigError
 
 _SETTLED_S: Final = 1.5
@@ -37,15 +37,14 @@ _SETTLED_S: Final = 1.5
 _SETTLE_S: Final = 15.0
 _LOOK_S: Final = 0.5
 _EPILOG: Final = """\
-FILE has one JSON object per line, in the form in which the app sends it to the engine. Fields such as model,
-cache_salt and tools have the same meaning as in the engine's API:
+FILE has one JSON object per line, as the app sends it to the engine, with the same cache_salt:
   {"messages": [{"role": "system", "content": "..."}]}
   {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "photo.jpg"}}]}]}
   {"prompt": "..."}
   {"images": ["photo.jpg"]}                 to the encoder service only
 
-The cache_salt must be the same as in the app's later requests. Images are only found by engines with the same
-model, preprocessing and dtype. The reported counts include other requests to the engine during this time."""
+Images are only found by engines with the same model, preprocessing and dtype. The reported counts include
+other requests to the engine during this time."""
 
 
 @dataclass(slots=True)
@@ -112,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--decoding", choices=DECODINGS,
         help="decode images like this release of an engine (default: the release of --engine, or "
-        f"{DEFAULT})",
+        f"{DEFAULT_DECODING})",
     )  # fmt: skip
     parser.add_argument("--app", metavar="NAME", help="app under which the encoder service counts the images")
     parser.add_argument(

@@ -12,7 +12,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from cornplug.commands.warm_file import LineError, WarmLine
-from cornplug.encoder_service.wire.decodings import Decoding, decoding_of
+from cornplug.encoder_service.wire.messages import Decoding, decoding_of
 from cornplug.errors import ConfigError
 from cornplug.host import tls_context
 

@@ -32,12 +32,18 @@ from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.http.drain import DrainState
 from cornplug.encoder_service.http.url_fetcher import UrlRules
-from cornplug.encoder_service.models.registry import ModelRegistry, Report
-from cornplug.encoder_service.replicas.pool import ReplicaMetrics, cores, devices_of, open_replicas
-from cornplug.encoder_service.replicas.replica import ReplicaExecutor, ReplicaSettings
+from cornplug.encoder_service.model_registry import ModelRegistry, Report
+from cornplug.encoder_service.replica import (
+    ReplicaExecutor,
+    ReplicaMetrics,
+    ReplicaSettings,
+    cores,
+    devices_of,
+    open_replicas,
+)
+from cornplug.encoder_service.request_observer import open_tracing
 from cornplug.encoder_service.server_flags import check, overrides, parser
-from cornplug.encoder_service.sglang.epd_server import language_only_urls
-from cornplug.encoder_service.telemetry.tracing import open_tracing
+from cornplug.encoder_service.sglang_server import language_only_urls
 from cornplug.encoder_service.unix_server import UnixServer
 from cornplug.errors import CheckpointError, ConfigError, EncoderRefused
 from cornplug.local_socket import SocketClaim
@@ -91,7 +97,7 @@ class HeadTimeoutProtocol(AutoHTTPProtocol):
     """One HTTP connection, with a deadline for request headers and a limit on the number of connections.
 
     By itself, uvicorn waits for headers indefinitely, and accepts connections until the process has no file
-    descriptors left. `body_limits` sets a deadline for bodies, and uvicorn's keep-alive timeout applies
+    descriptors left. `BodyGuard` sets a deadline for bodies, and uvicorn's keep-alive timeout applies
     between requests. The connection checks every `HEAD_S` whether a request has started since the last check.
     """
 

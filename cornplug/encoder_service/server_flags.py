@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cornplug.encoder_service.replicas.pool import devices_of
+from cornplug.encoder_service.replica import devices_of
 from cornplug.errors import ConfigError
 
 
@@ -49,9 +49,9 @@ def parser(description: str) -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         prog="cornplug encoder",
         description=description,
-        epilog="With --sglang, the HTTP port also serves `sglang.launch_server --language-only "
-        "--encoder-urls http://HOST:PORT` with --encoder-transfer-backend zmq_to_scheduler or "
-        "zmq_to_tokenizer. If the service has several models, append /sglang/NAME to the URL.",
+        epilog="With --sglang, start `sglang.launch_server --language-only --encoder-urls http://HOST:PORT` "
+        "with --encoder-transfer-backend zmq_to_scheduler or zmq_to_tokenizer. If the service has several "
+        "models, append /sglang/NAME to the URL.",
     )
     out.add_argument(
         "--model",
@@ -73,13 +73,13 @@ def parser(description: str) -> argparse.ArgumentParser:
         "--replicas",
         type=int,
         default=0,
-        help="number of worker processes, one per GPU; on a CPU they divide the cores. A worker that dies is "
-        "restarted while the other workers take over (default: 0, compute in this process)",
+        help="worker processes, one per GPU; on a CPU they divide the cores (default: 0, compute in this "
+        "process)",
     )
     out.add_argument(
         "--compile",
         action="store_true",
-        help="apply torch.compile to the towers' layers; the first batches then take seconds (default: off)",
+        help="apply torch.compile to the towers; the first batches then take seconds (default: off)",
     )
     out.add_argument(
         "--socket",
@@ -96,14 +96,14 @@ def parser(description: str) -> argparse.ArgumentParser:
     )
     out.add_argument(
         "--receivers",
-        help="comma-separated networks (10.1.0.0/16, ...) of SGLang servers that may receive embeddings "
-        "requested by another host (default: none)",
+        help="comma-separated networks of SGLang servers that may receive embeddings requested by another "
+        "host (default: none)",
     )
     out.add_argument(
         "--require-key",
         action="store_true",
         default=None,
-        help="reject HTTP requests without a key of a class ([qos.classes.NAME]) or of the operator",
+        help="reject HTTP requests without a key of a class or of the operator",
     )
     out.add_argument(
         "--allow-anonymous",
@@ -122,6 +122,6 @@ def parser(description: str) -> argparse.ArgumentParser:
         "--threads",
         type=int,
         help="torch threads of each worker process (default: all cores but one; with replicas, an equal "
-        "share of all cores; 1 on a GPU without replicas)",
+        "share; 1 on a GPU without replicas)",
     )
     return out

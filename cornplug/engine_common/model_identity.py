@@ -1,4 +1,5 @@
-"""Computation of the identities of an engine's model, from its checkpoint's files and the engine's settings.
+"""Computation of the identities of an engine's model, from its checkpoint's files and the engine's settings,
+and of the root of its page keys: a digest of everything that determines KV except the tokens.
 
 The vLLM and SGLang plugins fill an `EngineModel` from the engine's config, so a checkpoint has the same
 identity in both engines.
@@ -10,6 +11,9 @@ settings.
 
 Weights that a trainer sent are not in any file. Their identity combines the checkpoint at start and the
 trainer's version.
+
+MLA latents have the same bytes in both engines only for models on an allow list, for which a test compares
+them.
 """
 
 from __future__ import annotations
@@ -21,23 +25,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from cornplug.checkpoints import numeric_class
 from cornplug.checkpoints.checkpoint import Checkpoint, read_json
 from cornplug.checkpoints.families import FAMILIES
+from cornplug.checkpoints.families.family import PRECISION_VARIABLES, USUAL_NUMERIC_CLASS
 from cornplug.checkpoints.families.generic import PROCESSOR_FILES
 from cornplug.checkpoints.safetensors_digest import folder_fingerprint
-from cornplug.engine_common import engine_state, resolved_config
+from cornplug.engine_common import engine_config, engine_state
 from cornplug.errors import CheckpointError
-from cornplug.identity import canonical, digest, of_trainer, overridden
+from cornplug.identity import canonical, digest, kv_root, of_trainer, overridden
+from cornplug.kv_page import PageGeometry
 
 _UNREAD: Final = ("_name_or_path", "transformers_version")
 """Fields of config.json that do not affect results."""
 
-
-_PRECISION: Final = frozenset(
-    f"environment{mark}{name}" for mark in " ." for name in numeric_class.PRECISION_VARIABLES
-)
-"""Names under which the environment variables of `numeric_class` appear in the overrides of vLLM and
+_PRECISION: Final = frozenset(f"environment{mark}{name}" for mark in " ." for name in PRECISION_VARIABLES)
+"""Names under which the environment variables in `PRECISION_VARIABLES` appear in the overrides of vLLM and
 SGLang."""
 
 
@@ -115,7 +117,7 @@ class EngineModel:
     """Further settings of the engine that change results and are not in the checkpoint, as JSON values by
     name."""
     config_changes: Mapping[str, Any] = field(default_factory=dict)
-    """Result of `resolved_config.changes`: config fields in which this engine differs from the checkpoint's
+    """Result of `engine_config.changes`: config fields in which this engine differs from the checkpoint's
     files."""
     length_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that are part of the key only for models whose KV depends on `max_model_len`."""
@@ -149,7 +151,7 @@ class EngineModel:
             )
         identity = self.checkpoint.identity(self.dtype, processor_kwargs=self.processor_kwargs).identity
         self._refuse_later_files()
-        overrides = self._overrides(name, resolved_config.of_towers(self.config_changes))
+        overrides = self._overrides(name, engine_config.of_towers(self.config_changes))
         # The checkpoint's identity already contains these variables, as in the encoder service.
         overrides = {n: value for n, value in overrides.items() if n not in _PRECISION}
         inputs = self.generic_inputs.get(name) or self.checkpoint.family.inputs.get("image", ())
@@ -179,7 +181,7 @@ class EngineModel:
         spec = {
             "config": {k: v for k, v in self.checkpoint.config.items() if k not in _UNREAD},
             "dtype": self.dtype,
-            "numeric_class": numeric_class.USUAL,  # The settings are in `overrides`.
+            "numeric_class": USUAL_NUMERIC_CLASS,  # The settings are in `overrides`.
             "engine": {"name": self.engine, **engine},
             "overrides": self._overrides(name, self.config_changes),
         }
@@ -221,13 +223,13 @@ class EngineModel:
         Raises CheckpointError.
         """
         text_config = self.checkpoint.kv_spec()
-        changed = resolved_config.of_language_model(self.config_changes)
+        changed = engine_config.of_language_model(self.config_changes)
         spec: dict[str, Any] = {
             "config": text_config,
             "dtype": self.dtype,
             "overrides": self._overrides(str(text_config["model_type"]), changed),
         }
-        if resolved_config.length_matters(text_config, self.checkpoint.config, changed):
+        if engine_config.length_matters(text_config, self.checkpoint.config, changed):
             spec["length"] = {
                 "max_model_len": self.max_model_len,
                 "engine": self.engine,
@@ -347,3 +349,66 @@ def _settings(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
 
 def _unknown(why: str) -> CheckpointError:
     return CheckpointError(f"{why}. Restart the engine to share.", reason="weights_updated")
+
+
+_COMPARED: Final = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"})
+"""Model architectures whose latents in both engines are compared by
+tests/integration/test_latents_of_two_engines.py."""
+
+_YARN: Final = frozenset({"yarn", "deepseek_yarn"})
+"""Names of YaRN rotary embeddings: the published name, and the name that both engines write into the config
+of a loaded model."""
+
+_READ_ALIKE: Final = frozenset(
+    {
+        *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
+        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    }
+)
+"""Config fields of rotary embeddings that both engines interpret in the same way."""
+
+
+def page_root(
+    secret: bytes,
+    identity: tuple[bytes, Mapping[str, Any]],
+    page: PageGeometry,
+    *,
+    adapter: bytes | None,
+    salt: str | None,
+) -> bytes:
+    """Return the root from which page keys are derived (32 bytes), for one model, page geometry, adapter and
+    salt.
+
+    Args:
+        identity: (language model fingerprint, KV spec), from `EngineModel.kv_identity`.
+        page: geometry of the complete model's pages, not of one rank's part.
+        adapter: `LoraDigests.digest` of the request's LoRA adapter, or None.
+        salt: the tenant's salt, or None for the domain that the whole deployment shares. "" is a valid salt.
+    """
+    fingerprint, spec = identity
+    extra: dict[str, Any] = {"page": page.spec()}
+    if adapter is not None:
+        extra["lora"] = adapter.hex()
+    return kv_root(secret, fingerprint, {**spec, **extra}, salt)
+
+
+def engine_of_latents(engine: str, config: Mapping[str, Any]) -> str:
+    """Return the name of the only engine that can share this model's MLA latents, for `PageGeometry.engine`,
+    or "" if both engines can.
+
+    Args:
+        engine: "vllm" or "sglang".
+        config: the complete config that the engine runs, from transformers' `to_dict`.
+    """
+    rope, named = config.get("rope_parameters") or {}, set(config.get("architectures") or ())
+    compared = (
+        len(named) == 1
+        and named <= _COMPARED
+        # Both engines cache the rotary key with interleaved pairs. SGLang reads this field, but vLLM does
+        # not.
+        and config.get("rope_interleave", True) is True
+        # SGLang uses a different class for unscaled rotary embeddings, which is not tested.
+        and rope.get("rope_type") in _YARN
+        and rope.keys() <= _READ_ALIKE
+    )
+    return "" if compared else engine

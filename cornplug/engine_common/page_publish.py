@@ -14,7 +14,7 @@ from cornplug.kv_page import PageGeometry, PageSize
 from cornplug.metrics import Tally
 from cornplug.store.base import Answered, Posted, Reservation, ReserveRefusal, ReserveTerms, WriterPart
 from cornplug.store.daemon.allocator import align_up
-from cornplug.store.validation import MAX_COST_S
+from cornplug.store.messages import MAX_COST_S
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -13,7 +13,7 @@ from cornplug.errors import ConfigError
 SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     "--cornplug-app": (
         "engine.app",
-        "Name of the app that this server works for, used as a label of metrics (default: 'default').",
+        "Name of the app that this server serves, for metrics and namespaces (default: 'default').",
     ),
     "--cornplug-store": (
         "store.socket",
@@ -26,24 +26,24 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "--cornplug-store-disk": (
         "store.disk_path",
-        "Folder on a local disk in which the store keeps its entries across restarts, if this server "
-        "starts the store (default: none).",
+        "Folder on a local disk for entries that survive restarts, if this server starts the store (default: "
+        "none).",
     ),
     "--cornplug-store-far": (
         "store.far",
-        "Comma-separated URLs of far stores that several hosts share: file:///FOLDER, s3://BUCKET/PREFIX, "
-        "valkey://HOST:6379/0. Used if this server starts the store (default: none).",
+        "Comma-separated URLs of far stores that several hosts share, if this server starts the store: "
+        "file:///FOLDER, s3://BUCKET/PREFIX, valkey://HOST:6379/0 (default: none).",
     ),
     "--cornplug-encoder": (
         "encoder.socket",
-        "Unix socket of `cornplug encoder`, which runs the vision tower for all servers of this host; or "
-        "comma-separated URLs of services on other hosts, for example http://HOST:8750. Append #3 to a URL "
-        "to give that service three times the default weight (setting encoder.engine_urls).",
+        "Unix socket of `cornplug encoder`, or comma-separated URLs of services on other hosts "
+        "(encoder.engine_urls), for example http://HOST:8750. #3 after a URL gives it three times the "
+        "default weight.",
     ),
     "--cornplug-tower": (
         "engine.tower",
-        "'service': this server does not load its vision tower, and sends images to the encoder service at "
-        "the URLs of --cornplug-encoder (vLLM only; default: 'engine').",
+        "'service': this server loads no vision tower, and sends images to the URLs of --cornplug-encoder "
+        "(vLLM only; default: 'engine').",
     ),
     "--cornplug-store-deadline": (
         "store.deadline_s",
@@ -66,9 +66,8 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "--cornplug-trust-weight-version": (
         "engine.trust_weight_version",
-        "'true': share again after an update of weights that had a weight_version. The trainer must never "
-        "use the same weight_version for different weights, in any run (default: 'false': share nothing "
-        "after such an update).",
+        "'true': share after an update of weights with a weight_version, which the trainer must never use "
+        "for different weights, in any run (default: 'false': share nothing after such an update).",
     ),
 }
 """(setting "section.field", help text) for each flag."""

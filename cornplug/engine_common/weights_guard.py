@@ -1,17 +1,33 @@
-"""Tracks whether an engine's weights can be identified. While they cannot, the engine shares nothing.
+"""Identification of the weights that an engine runs. While they cannot be identified, it shares nothing.
 
 A checkpoint on disk identifies an engine's weights until a caller replaces them in place (sleep, reload, an
 RL update). Weights that were sent over the network cannot be fingerprinted, so sharing ends in all processes
 of the engine until it restarts (reason "weights_updated"). Weights from another checkpoint begin a new epoch,
 in which the engine shares under that checkpoint's identity. Weights with a trainer's version also begin a new
 epoch, if `engine.trust_weight_version` promises that a version is never used for different weights.
+
+The model is identified on a background thread, because the first fingerprint of a checkpoint takes minutes.
+Another process may fingerprint the files after the engine has read them. Therefore small tensors that are not
+split across ranks and not changed by quantisation (norms) are compared with the files when a model is loaded.
+This detects a folder that was rewritten in between, and a loader that reads other files.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
 
+from cornplug.checkpoints.checkpoint import Checkpoint, Part
+from cornplug.checkpoints.families import FAMILIES
 from cornplug.engine_common import engine_state
+from cornplug.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 _UNNAMED = "default"
 """Weight version that both engines use if the trainer sets none."""
@@ -64,3 +80,202 @@ def unusable_version(version: object, before: object) -> str:
     if len(version.encode("utf-8", errors="surrogatepass")) > engine_state.LONGEST_VERSION_BYTES:
         return "the weight_version is too long"
     return ""
+
+
+T = TypeVar("T")
+
+FIRST_WAIT_S: Final = 2.0
+"""Maximum seconds that all callers together wait for a checkpoint whose fingerprint is not cached."""
+_NOT_SHARED: Final = {
+    "KV": "cornplug: KV of this engine is not shared: %s",
+    "embeddings": "cornplug: embeddings of this engine are not shared: %s",
+}
+
+
+class BackgroundIdentity(Generic[T]):
+    """Identifies a model on a background thread, which starts at construction. Thread-safe.
+
+    Args:
+        identify: returns the model's identity. Raises CheckpointError if the model cannot be identified.
+        shared: kind of entries whose keys need the identity, for the log.
+        log: logger method that logs the reason if the model cannot be identified.
+    """
+
+    def __init__(
+        self,
+        identify: Callable[[], T],
+        shared: Literal["KV", "embeddings"],
+        log: Callable[[str, object], None],
+    ) -> None:
+        self._identify = identify
+        self._failed: CheckpointError | None = None
+        self._log, self._message = log, _NOT_SHARED[shared]
+        self._ended = threading.Event()
+        self._waits_until_s: float | None = None
+        self.found: T | None = None
+        """Identity of the model, or None if it is not identified yet or cannot be identified."""
+        threading.Thread(target=self._run, name="cornplug-identify", daemon=True).start()
+
+    @property
+    def failure(self) -> str:
+        """Reason why the model cannot be identified, or "" if identification has not failed."""
+        return self._failed.reason if self._failed is not None else ""
+
+    def get(self) -> T:
+        """Return the model's identity. Raises CheckpointError: "identifying" until `identify` returns, then
+        the error that `identify` raised. Any other exception from `identify` becomes "identity_error"."""
+        if self.found is not None:
+            return self.found
+        raise self._failed or CheckpointError("the checkpoint is still being read", reason="identifying")
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until `identify` has finished, and return whether it did within the timeout."""
+        return self._ended.wait(timeout_s)
+
+    def first_wait(self) -> bool:
+        """Wait for `identify` for the rest of `FIRST_WAIT_S`, and return whether it has finished."""
+        return self.wait(self.first_wait_s())
+
+    def first_wait_s(self) -> float:
+        """Return how many seconds of `FIRST_WAIT_S` are left since the first call, or 0 after `identify` has
+        finished."""
+        now = time.monotonic()
+        if self._waits_until_s is None:
+            self._waits_until_s = now + FIRST_WAIT_S
+        return 0.0 if self._ended.is_set() else max(0.0, self._waits_until_s - now)
+
+    def _run(self) -> None:
+        failed = CheckpointError("the model could not be identified", reason="identity_error")
+        try:
+            self.found = self._identify()
+        except CheckpointError as e:
+            failed = e
+            self._log(self._message, e)
+        finally:
+            if self.found is None:
+                self._failed = failed
+            self._ended.set()
+
+
+class CurrentIdentity(Generic[T]):
+    """Identity of the weights that an engine currently runs. The identity is computed again after each weight
+    update. Thread-safe.
+
+    The arguments are the same as for `BackgroundIdentity`.
+    """
+
+    def __init__(
+        self,
+        identify: Callable[[], T],
+        shared: Literal["KV", "embeddings"],
+        log: Callable[[str, object], None],
+    ) -> None:
+        self._identify, self._shared, self._log = identify, shared, log
+        self._lock = threading.Lock()
+        self._at = self._begin(epoch())
+
+    def now(self) -> tuple[int, BackgroundIdentity[T]]:
+        """Return (epoch of the weights, identity of the model with these weights). During an update, returns
+        the values for the previous epoch."""
+        current = epoch()
+        if current != self._at[0] and not current & 1:
+            with self._lock:
+                if current != self._at[0]:
+                    self._at = self._begin(current)
+        return self._at
+
+    def get(self) -> tuple[int, T]:
+        """Return (epoch of the weights, identity of the model with these weights). Raises CheckpointError
+        like `BackgroundIdentity.get`, and "weights_updated" during an update or if it is unknown which
+        checkpoint contains the weights."""
+        current, identity = self.now()
+        found = identity.get()
+        if replaced() or epoch() != current:
+            raise _updated()
+        return current, found
+
+    def _begin(self, current: int) -> tuple[int, BackgroundIdentity[T]]:
+        def identify() -> T:
+            found = self._identify()
+            source = engine_state.current().source()
+            # `identify` may have read the weights of a later epoch. In epoch 0, a process without shared
+            # state has no source.
+            if current and (source is None or source.epoch != current):
+                raise _updated()
+            return found
+
+        return current, BackgroundIdentity(identify, self._shared, self._log)
+
+
+def _updated() -> CheckpointError:
+    return CheckpointError("the weights were replaced", reason="weights_updated")
+
+
+_LARGEST_BYTES: Final = 1 << 20
+_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def check_loaded(model: torch.nn.Module, identified: Callable[[], Checkpoint], log: logging.Logger) -> None:
+    """End sharing in all processes of this engine if the loaded weights differ from the checkpoint's files.
+
+    `identified` returns the model's checkpoint. If it raises CheckpointError, the engine does not share
+    anyway.
+    """
+    try:
+        checkpoint = identified()
+        name, compared = differing(model, checkpoint)
+    except CheckpointError as e:
+        log.debug("cornplug: did not compare loaded weights: %s", e)
+        return
+    if name is not None:
+        end_sharing(f"{name} in memory differs from {checkpoint.path}", log)
+    else:
+        log.debug("cornplug: %d tensors in memory match the files", compared)
+
+
+def differing(model: torch.nn.Module, checkpoint: Checkpoint) -> tuple[str | None, int]:
+    """Return (name of the first norm in memory that differs from its file or None, number of compared
+    tensors).
+
+    A tensor from the files is compared if its name is the suffix of exactly one parameter's name and both
+    shapes are equal. Raises CheckpointError.
+    """
+    import torch
+
+    by_end: dict[str, list[torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        for start in range(len(parts)):
+            by_end.setdefault(".".join(parts[start:]), []).append(parameter)
+    compared = 0
+    for name, file, entry in _norms(checkpoint):
+        found = by_end.get(name, [])
+        if len(found) != 1 or tuple(found[0].shape) != tuple(entry.shape) or found[0].is_meta:
+            continue
+        compared += 1
+        here = found[0].detach().cpu()
+        if not torch.equal(_read(file, entry).to(here.dtype), here):
+            return name, compared
+    return None, compared
+
+
+def _norms(checkpoint: Checkpoint) -> Iterator[tuple[str, Path, Any]]:
+    known = str(checkpoint.config.get("model_type")) in FAMILIES
+    parts: tuple[Part, ...] = ("language_model", "tower") if known else ("language_model",)
+    for part in parts:
+        for name, file, entry in checkpoint.tensors(part):
+            small = len(entry.shape) == 1 and entry.size_bytes <= _LARGEST_BYTES
+            if small and "norm" in name and name.endswith(".weight") and entry.dtype in _DTYPES:
+                yield name, file, entry
+
+
+def _read(file: Path, entry: Any) -> torch.Tensor:
+    import torch
+
+    try:
+        with file.open("rb") as f:
+            f.seek(entry.offset)
+            data = bytearray(f.read(entry.size_bytes))
+    except OSError as e:
+        raise CheckpointError(f"cannot read {file}: {e.strerror}.", reason="unreadable") from e
+    return torch.frombuffer(data, dtype=getattr(torch, _DTYPES[entry.dtype]))

@@ -77,15 +77,11 @@ class JobForecast(PlanRecord):
     cost includes idle GPUs of the groups' nodes."""
 
 
-class LatencyForecast(PlanRecord):
-    """Latency bounds of one request class, and its latencies in the simulation of the complete plan."""
+class LatencyTargets(PlanRecord):
+    """Latency bounds and priority of one request class."""
 
     app: str
     request: str
-    rate: float
-    served: float
-    """Requests per second that the plan serves. This is below `rate` only if the objective maximises
-    goodput."""
     priority: int = 0
     """Scheduling priority relative to other classes. Larger is more urgent."""
     prefix_hit_rate: float = 0.0
@@ -97,13 +93,8 @@ class LatencyForecast(PlanRecord):
     slo_e2e_s: float | None = None
     slo_also: list[PercentileSlo] = Field(default_factory=list)
     """Bounds on other percentiles, and on slowdowns."""
-    slowdown: SimulatedSlowdown | None = None
-    """Simulated slowdown, if a slowdown is bounded."""
-    job: JobForecast | None = None
-    ttft: RequestTimes = RequestTimes()
-    """Simulated TTFT. This field and the next two fields are empty if the plan was not simulated."""
-    tpot: RequestTimes = RequestTimes()
     e2e: RequestTimes = RequestTimes()
+    """Simulated E2E latency. Empty if nothing was simulated."""
 
     @property
     def slo(self) -> list[PercentileSlo]:
@@ -115,6 +106,26 @@ class LatencyForecast(PlanRecord):
             e2e_s=self.slo_e2e_s,
         )
         return [first, *self.slo_also]
+
+    @property
+    def ttft_bound_s(self) -> float | None:
+        """Loosest TTFT bound in seconds, or None. A request with a larger TTFT misses all TTFT bounds."""
+        return max((table.ttft_s for table in self.slo if table.ttft_s is not None), default=None)
+
+
+class LatencyForecast(LatencyTargets):
+    """Latency bounds of one request class, and its latencies in the simulation of the complete plan."""
+
+    rate: float
+    served: float
+    """Requests per second that the plan serves. This is below `rate` only if the objective maximises
+    goodput."""
+    slowdown: SimulatedSlowdown | None = None
+    """Simulated slowdown, if a slowdown is bounded."""
+    job: JobForecast | None = None
+    ttft: RequestTimes = RequestTimes()
+    """Simulated TTFT. Empty if the plan was not simulated, like `tpot` and `e2e`."""
+    tpot: RequestTimes = RequestTimes()
 
     @property
     def bounds(self) -> list[ForecastBound]:
@@ -132,8 +143,3 @@ class LatencyForecast(PlanRecord):
                 ("e2e", table.e2e_slowdown, slower.e2e, True),
             )
         ]
-
-    @property
-    def ttft_bound_s(self) -> float | None:
-        """Loosest TTFT bound in seconds, or None. A request with a larger TTFT misses all TTFT bounds."""
-        return max((table.ttft_s for table in self.slo if table.ttft_s is not None), default=None)

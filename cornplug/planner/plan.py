@@ -1,31 +1,36 @@
-"""A plan as stored in `plan.json`. Reading a plan requires no solver, GPU table or engine."""
+"""A deployment, and a plan as stored in `plan.json`. Reading them requires no solver, GPU table or engine.
+
+A deployment is the input of the launcher. A plan is a deployment with the findings of the planner.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from cornplug.errors import ConfigError
-from cornplug.planner.latency_forecast import LatencyForecast, PlanRecord
-from cornplug.planner.parallelism import Parallelism
-
-FORMAT: Final = 1
+from cornplug.planner.latency_forecast import LatencyForecast, LatencyTargets, PlanRecord
 
 
-class PlannedNodes(PlanRecord):
+class Nodes(PlanRecord):
     name: str
     gpu: str
     gpus: int
     count: int
+    hosts: list[str] = Field(default_factory=list)
+
+
+class PlannedNodes(Nodes):
     price_per_hour: float
     """Price of one node."""
     spot: bool = False
     """Whether the provider may reclaim all nodes together."""
     idle_gpus: float = 0.0
     """Number of idle GPUs on all nodes of the class. They are paid for, and are free for other work."""
-    hosts: list[str] = Field(default_factory=list)
 
 
 class PlannedHour(PlanRecord):
@@ -140,15 +145,11 @@ class ReplicaGroup(PlanRecord):
     """Share of a GPU that a replica uses. 1 means that a replica uses one or more complete GPUs."""
     quantisation: str
     replicas: int
-    extra_replicas: int = 0
-    """Number of `replicas` on otherwise idle GPUs. They cost nothing, and are not needed to meet the SLOs."""
     placement: list[list[int]] = Field(default_factory=list)
     """[index of the node in its class, first GPU] for each replica."""
-    utilisation: float
-    """Share of the capacity that is used at the planned rates."""
-    capacity: dict[str, float]
-    """Maximum rate of one replica by request class, if the replica serves only that class."""
-    tier_s: float | None = None
+    capacity: dict[str, float] = Field(default_factory=dict)
+    """Maximum rate of one replica by request class, if the replica serves only that class. Empty if it is
+    not known."""
     queue: QueueForecast | None = None
     """Longest queue of a replica, or None if the plan was not simulated."""
     settings: EngineSettings | None = None
@@ -157,16 +158,12 @@ class ReplicaGroup(PlanRecord):
     """Most urgent workload that the group serves."""
     router: str = "power_of_two"
     apps: list[str] = Field(default_factory=list)
-    profile: str
-    """Source of the replicas' times. "roofline ..." is an estimate, all other sources are measurements."""
-    since: float | None = None
-    """Unix time at which the replicas were started, for the minimum dwell time."""
     ports: list[int] = Field(default_factory=list)
     """Port of each replica. If empty, replicas use consecutive ports on each host."""
     fixed_ports: bool = False
     """Whether an apps file sets the ports, so that `--apply` keeps them."""
     tower: Literal["engine", "service"] = "engine"
-    """Where the vision tower runs if encoder services encode all media of an LLM group."""
+    """Location of the vision tower if encoder services encode all media of an LLM group."""
     flags: list[str] | None = None
     """Flags from an apps file, or None. They replace `settings`, and all other flags keep the engine's
     defaults."""
@@ -184,6 +181,18 @@ class ReplicaGroup(PlanRecord):
     @property
     def parallelism(self) -> Parallelism:
         return Parallelism(self.tp, self.pp, self.dp, self.dcp, self.pcp)
+
+
+class PlannedGroup(ReplicaGroup):
+    profile: str
+    """Source of the replicas' times. "roofline ..." is an estimate, all other sources are measurements."""
+    utilisation: float
+    """Share of the capacity that is used at the planned rates."""
+    extra_replicas: int = 0
+    """Number of `replicas` on otherwise idle GPUs. They cost nothing, and are not needed to meet the SLOs."""
+    tier_s: float | None = None
+    since: float | None = None
+    """Unix time at which the replicas were started, for the minimum dwell time."""
 
 
 class RouteStage(PlanRecord):
@@ -207,9 +216,9 @@ class CacheSize(PlanRecord):
     kind: Literal["embedding", "prefix"]
     component: str
     gib: float | None
-    """Size in GiB. None in a plan from an apps file that does not set the store's size."""
-    hit_rate: dict[str, float]
-    """Expected hit rate by request class."""
+    """Size in GiB. None if an apps file does not set the store's size."""
+    hit_rate: dict[str, float] = Field(default_factory=dict)
+    """Expected hit rate by request class. Empty if it is not known."""
 
 
 class QosReservation(PlanRecord):
@@ -293,24 +302,22 @@ class TimesCorrection(PlanRecord):
         return Parallelism(self.tp, self.pp, self.dp, self.dcp, self.pcp)
 
 
-class Plan(PlanRecord):
-    format: Literal[1] = FORMAT
+class Deployment(PlanRecord):
+    """Processes that the launcher starts on each host, and their settings."""
+
+    format: Literal[1] = 1
     name: str
-    objective: str
-    cost_per_hour: float
-    goodput: float | None = None
-    nodes: list[PlannedNodes]
-    groups: list[ReplicaGroup]
+    nodes: Sequence[Nodes]
+    groups: Sequence[ReplicaGroup]
     routes: list[PlanRoute]
-    hours: list[PlannedHour] = Field(default_factory=list)
-    """Nodes that each hour of the day needs. Empty if the input has no hourly rates."""
-    latency_forecasts: list[LatencyForecast]
+    latency_forecasts: Sequence[LatencyTargets]
+    """Latency targets of each request class. The targets in a plan include the forecast."""
     caches: list[CacheSize] = Field(default_factory=list)
     reservations: list[QosReservation] = Field(default_factory=list)
     applications: list[PlannedApplication] = Field(default_factory=list)
     """Applications that have a tenant, a namespace or prompts."""
     store_flags: list[str] = Field(default_factory=list)
-    """Flags of each host's store, in addition to those that follow from the plan."""
+    """Flags of each host's store, in addition to those that follow from the deployment."""
     listen: str | None = None
     """Address on which servers listen. None means all addresses of each host, or the address of the only
     host."""
@@ -318,17 +325,17 @@ class Plan(PlanRecord):
     """Whether encoder services that other hosts can reach accept requests without a key."""
     router_ports: int = 0
     """Offset of the routers' ports, with which `--apply` starts new routers while the old routers run."""
-    proof: OptimalityProof
-    explanation: PlanExplanation = PlanExplanation()
-    corrections: list[TimesCorrection] = Field(default_factory=list)
-    """Corrections of profiles that `cornplug replan` found. A re-plan from this plan applies them."""
-    input_digest: str
-    """SHA-256 of the input file."""
-    cornplug: str
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _plan_or_deployment(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Deployment:
+        """Read a plan as a plan, with the findings, where a deployment is expected."""
+        planned = cls is Deployment and isinstance(data, dict) and "proof" in data
+        return Plan.model_validate(data) if planned else handler(data)
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a plan. Raises ConfigError if the file cannot be read or is invalid."""
+        """Read a file such as plan.json. Raises ConfigError if the file cannot be read or is invalid."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except OSError as e:
@@ -343,3 +350,52 @@ class Plan(PlanRecord):
 
     def save(self, path: Path) -> None:
         path.write_text(self.model_dump_json(indent=1) + "\n")
+
+
+class Plan(Deployment):
+    """Deployment that the planner chose, and the findings of the planner."""
+
+    objective: str
+    cost_per_hour: float
+    goodput: float | None = None
+    nodes: list[PlannedNodes]
+    groups: list[PlannedGroup]
+    hours: list[PlannedHour] = Field(default_factory=list)
+    """Nodes that each hour of the day needs. Empty if the input has no hourly rates."""
+    latency_forecasts: list[LatencyForecast]
+    proof: OptimalityProof
+    explanation: PlanExplanation = PlanExplanation()
+    corrections: list[TimesCorrection] = Field(default_factory=list)
+    """Corrections of profiles that `cornplug replan` found. A re-plan from this plan applies them."""
+    input_digest: str
+    """SHA-256 of the input file."""
+    cornplug: str
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """Degrees of parallelism that determine how a replica is divided among GPUs."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    """Number of attention-DP groups of `tp` GPUs, each with its own attention weights, requests and KV."""
+    dcp: int = 1
+    """Number of GPUs in a group among which a request's KV is divided."""
+    pcp: int = 1
+    """Number of groups of `tp` GPUs that share the tokens of each prompt and decode different requests."""
+
+    @property
+    def groups(self) -> int:
+        """Number of groups of `tp` GPUs in one pipeline stage."""
+        return self.dp * self.pcp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of GPUs in one pipeline stage. Experts are divided among these GPUs."""
+        return self.tp * self.groups
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes in the replica, one per GPU."""
+        return self.pp * self.expert_ranks

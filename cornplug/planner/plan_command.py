@@ -16,15 +16,15 @@ from rich.console import Console
 from rich.text import Text
 
 from cornplug.errors import ConfigError, PlanInfeasible, PlanUnfinished
+from cornplug.planner import init_command
 from cornplug.planner.inputs import json_schema, toml_reader
 from cornplug.planner.inputs.schema import PlanInput
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.pipeline.hours_of_day import with_hours
 from cornplug.planner.plan import Plan
-from cornplug.planner.report import explanation, load_test, plan_folder, progress
+from cornplug.planner.report import explanation, load_test, plan_folder, terminal
 from cornplug.planner.report import terminal as summary
-from cornplug.planner.starter import init_command
 
 INFEASIBLE: Final = 1
 """Exit status if no plan exists. Status 2 means invalid input, as in all commands."""
@@ -99,7 +99,7 @@ def planned(plan_input: PlanInput, digest: str, console: Console, *, quiet: bool
         console: console that shows progress, unless `quiet` is set.
         reasons: solver work for the explanation, as in `--explain`.
     """
-    with progress.shown(console, quiet=quiet) as line:
+    with terminal.shown_progress(console, quiet=quiet) as line:
         decision = decide(plan_input, digest=digest, progress=line.phase, watch=line.watch)
         plan = with_hours(decision)
         if not reasons:

@@ -2,6 +2,11 @@
 
 SGLang loads plugins in every process of every server. The main process decides whether the server shares
 KV and embeddings (`flags.py`), and sets environment variables, which its child processes inherit.
+
+Front ends compute the keys of images. A single front end loads plugins itself, so it is hooked like the main
+process. The worker processes of `--tokenizer-worker-num` are hooked through the application that they import
+(`http_workers.py`). Other front ends load no plugins. Images that they receive have no key, so neither the
+embeddings of these images nor the KV after them are shared. All other KV is shared.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import secrets
 import threading
 from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
-from typing import Final
+from typing import Any, Final
 
 from cornplug.config import Config
 from cornplug.engine_common.runtime import EngineRuntime
@@ -20,7 +25,7 @@ from cornplug.engine_common.shared_flags import settings
 from cornplug.errors import ConfigError
 from cornplug.identity import digest
 from cornplug.metrics import Tally
-from cornplug.sglang_hooks import tokenizer_workers
+from cornplug.sglang_hooks.compat import logger
 from cornplug.sglang_hooks.stats import ServerTally
 
 ENABLE: Final = "--enable-cornplug"
@@ -28,6 +33,11 @@ ENABLE: Final = "--enable-cornplug"
 _VARIABLE = "CORNPLUG_SGLANG"
 _PARTS = "CORNPLUG_SGLANG_PARTS"
 _GROUP = "CORNPLUG_SGLANG_GROUP"
+
+HTTP_WORKERS: Final = "cornplug.sglang_hooks.http_workers:app"
+_APPLICATION_VARIABLE: Final = "SGLANG_HTTP_SERVER_APP_PATH"
+_IMAGES: Final = "images"
+"""Name of the part (`plugin.py`) that the front ends need."""
 _lock = threading.Lock()
 _tally = ServerTally()
 
@@ -52,11 +62,11 @@ def turn_off() -> None:
     """Disable sharing for the server that this process starts next."""
     os.environ.pop(_VARIABLE, None)
     os.environ.pop(_PARTS, None)
-    tokenizer_workers.unhook()
+    _unhook_front_ends()
 
 
 def need(parts: Iterable[str]) -> None:
-    """Publish to the server's child processes which parts of this package they need (`hook_registry.py`)."""
+    """Publish to the server's child processes which parts of this package they need (`plugin.py`)."""
     os.environ[_PARTS] = ",".join(sorted(parts))
     os.environ[_GROUP] = secrets.token_hex(16)
 
@@ -118,3 +128,44 @@ def runtime() -> EngineRuntime:
 def tally() -> Tally:
     """Return the counters of this process, which the server's `/metrics` shows."""
     return _tally
+
+
+def hook_front_ends(server_args: Any, needed: Iterable[str]) -> None:
+    """Let the tokenizer workers of this server import cornplug's application, if the server shares images.
+
+    Call this in the main process before it starts other processes. If the front end does not load plugins,
+    this logs a warning that names the responsible flag.
+    """
+    _unhook_front_ends()
+    if _IMAGES not in needed:
+        return
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.environ import envs
+
+    settled = resolved_view(server_args)
+    workers = settled.tokenizer_worker_num
+    own_application = workers > 1 and _APPLICATION_VARIABLE in os.environ
+    unhooked = [
+        flag
+        for flag, is_set in (
+            (f"{_APPLICATION_VARIABLE} with --tokenizer-worker-num {workers}", own_application),
+            ("--smg-grpc-mode", settled.smg_grpc_mode),
+            ("--grpc-mode", settled.grpc_mode),
+            ("SGLANG_RUST_SERVER", envs.SGLANG_RUST_SERVER.get()),
+        )
+        if is_set
+    ]
+    if unhooked:
+        logger.warning(
+            "cornplug: images are not shared: SGLang does not load plugins in the process that reads "
+            "images with %s",
+            ", ".join(unhooked),
+        )
+    elif workers > 1:
+        os.environ[_APPLICATION_VARIABLE] = HTTP_WORKERS
+
+
+def _unhook_front_ends() -> None:
+    """Restore SGLang's application for the workers of the server that this process starts next."""
+    if os.environ.get(_APPLICATION_VARIABLE) == HTTP_WORKERS:
+        del os.environ[_APPLICATION_VARIABLE]

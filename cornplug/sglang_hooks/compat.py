@@ -1,8 +1,8 @@
-"""Definitions that depend on SGLang's version: the tested range, the validated families, and the form of
-hooks.
+"""Definitions that depend on SGLang's version: the tested range, the validated families, the form of hooks,
+and the salt of a request.
 
 SGLang loads plugins by entry point, and its hook registry can hook any of its functions. Each module of this
-package lists the hooks that it needs (`HOOKS`), and `hook_registry.py` registers them.
+package lists the hooks that it needs (`HOOKS`), and `plugin.py` registers them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-from cornplug.checkpoints.validated_families import validated
-from cornplug.engine_common.version_range import VersionRange
+from cornplug.checkpoints.tested_releases import VersionRange, validated
 
 logger = logging.getLogger("sglang.cornplug")
 
@@ -80,3 +79,29 @@ def arguments(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     bound = _signature(target).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
+
+
+_SALT_MARK: Final = "\x00"
+"""Prefix of every salt that differs from the request's `cache_salt`. A client's own salt is unlikely to begin
+with this character."""
+
+
+def salt_of(cache_salt: str | None, extra_key: str | None) -> str | None:
+    """Return the salt of a request's embeddings and KV pages, or None for the deployment's shared domain.
+
+    A `cache_salt` without an `extra_key` is used unchanged, so it selects the same domain as in vLLM. A
+    user's `extra_key` (without the LoRA id that SGLang appends) selects another domain. All pairs of a
+    `cache_salt` and an `extra_key` have different salts, including absent and empty values.
+    """
+    if extra_key is None and (cache_salt is None or not cache_salt.startswith(_SALT_MARK)):
+        return cache_salt
+    parts = [_SALT_MARK]
+    for name, value in (("salt", cache_salt), ("extra-key", extra_key)):
+        if value is not None:
+            parts.append(f"{name}:{len(value.encode())}:{value}")
+    return "".join(parts)
+
+
+def salt_of_request(request: Any) -> str | None:
+    """Return the salt (`salt_of`) of an SGLang request, which may be of any request class."""
+    return salt_of(getattr(request, "cache_salt", None), getattr(request, "extra_key", None))

@@ -68,29 +68,6 @@ def _run_as_stock(why: str) -> None:
     logger.warning("cornplug: %s has no effect, and this server runs as stock SGLang: %s", ENABLE, why)
 
 
-def _resolve_once(original: Callable[[Any], None], server_args: Any) -> None:
-    """Select and install the hooks that the server needs, around SGLang's resolution of its settings.
-
-    Resolution is the last point before SGLang freezes the settings and starts processes, both for command
-    lines and for `Engine(...)`.
-    """
-    if not activation.is_on() or getattr(server_args, "_resolution_finished", False):
-        original(server_args)
-        return
-    from cornplug.engine_common import engine_state
-    from cornplug.sglang_hooks import hook_registry, tokenizer_workers
-    from cornplug.sglang_hooks.kv import hicache_config
-
-    engine_state.begin(anew=True)
-    hook_registry.install(hook_registry.RESOLUTION)
-    hicache_config.check(server_args, activation.config())
-    original(server_args)
-    needed = hook_registry.needed(server_args)
-    activation.need(needed)
-    tokenizer_workers.hook(server_args, needed)
-    hook_registry.install(needed)
-
-
 _ADD: Final = Hook("sglang.srt.server_args.ServerArgs.add_cli_args", "after", _add_cli_args)
 STOCK_HOOKS: tuple[Hook, ...] = (
     _ADD,
@@ -100,5 +77,4 @@ STOCK_HOOKS: tuple[Hook, ...] = (
 HOOKS: tuple[Hook, ...] = (
     _ADD,
     Hook("sglang.srt.server_args.ServerArgs.from_cli_args", "around", _from_cli_args),
-    Hook("sglang.srt.server_args.ServerArgs.resolve_once", "around", _resolve_once),
 )

@@ -1,7 +1,7 @@
 """SGLang's HTTP application with hooks, for the worker processes of `--tokenizer-worker-num`.
 
 SGLang 0.5.23 does not load plugins in these worker processes. They import the application that
-`SGLANG_HTTP_SERVER_APP_PATH` names, which the main process sets to this module (`tokenizer_workers.py`).
+`SGLANG_HTTP_SERVER_APP_PATH` names, which the main process sets to this module (`activation.py`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 from cornplug import config as settings
 from cornplug.errors import CheckpointError, ConfigError, LayoutError
 from cornplug.sglang_hooks.kv import exclusions
-from cornplug.sglang_hooks.media.tower_inputs import own_tower
+from cornplug.sglang_hooks.media.media_digests import own_tower
 from cornplug.sglang_hooks.model.model_config import describe as engine_model
 from cornplug.sglang_hooks.model.model_config import runs_generic_backend
 from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, asked, does_not_run

@@ -23,7 +23,6 @@ from cornplug.config import StoreConfig
 from cornplug.errors import StoreUnavailable
 from cornplug.store import messages
 from cornplug.store.arena import MappedArena
-from cornplug.store.autostart import IDLE_EXIT_S
 from cornplug.store.base import (
     PLACE,
     Leases,
@@ -38,12 +37,9 @@ from cornplug.store.base import (
     Unfound,
 )
 from cornplug.store.connection import DaemonConnection
-from cornplug.store.daemon_link import DaemonLink
+from cornplug.store.daemon_link import IDLE_EXIT_S, DaemonLink, PostedCommit, PostedReserve
 from cornplug.store.entry_table import ABSENT, PRESENT, UNLISTED, EntryRecord, MappedEntryTable
-from cornplug.store.posted import PostedCommit, PostedReserve
-from cornplug.store.store_stats import StoreStat
-from cornplug.store.use_notes import ClientNotes
-from cornplug.store.validation import (
+from cornplug.store.messages import (
     check_entries,
     check_keys,
     check_meta,
@@ -51,6 +47,8 @@ from cornplug.store.validation import (
     check_terms,
     check_ttl,
 )
+from cornplug.store.store_stats import StoreStat
+from cornplug.store.use_notes import ClientNotes
 
 SOUGHT_S: Final = 1.0
 """Minimum seconds between two lookups of the same key in far stores."""

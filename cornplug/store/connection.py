@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import socket
@@ -30,7 +31,6 @@ from cornplug.local_socket import foreign_user
 from cornplug.store import messages
 from cornplug.store.arena import MappedArena, MappedFences
 from cornplug.store.base import Reservation
-from cornplug.store.circuit_breaker import CircuitBreaker
 from cornplug.store.entry_table import MappedEntryTable
 from cornplug.store.use_notes import NO_PAGE, ClientNotes
 
@@ -371,3 +371,42 @@ _REMEDIES: Final = {
     "secret": "Use the same secret file for all clients of a store, or another store.socket.",
     "version": "Stop the old store (it ends when it is idle), or use another store.socket.",
 }
+
+
+_PAUSES_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class CircuitBreaker:
+    """Counts late replies by deadline, and rejects requests that would probably fail again.
+
+    Without it, an engine would wait 0.1 s in every step for a store that does not reply in time. The pause
+    grows with each failure. Callers with longer deadlines may still get replies, so failures are counted
+    separately for each binary order of magnitude of the deadline. All times are of one monotonic clock. Not
+    thread-safe, so callers hold a lock.
+    """
+
+    def __init__(self) -> None:
+        self._missed: dict[int, tuple[int, float]] = {}
+
+    def refuses(self, deadline_s: float, now_s: float) -> bool:
+        """Return whether a caller with this deadline should not send a request yet."""
+        missed = self._missed.get(_kind(deadline_s))
+        return missed is not None and now_s < missed[1]
+
+    def missed(self, deadline_s: float, now_s: float) -> None:
+        """Record that a reply was late."""
+        kind = _kind(deadline_s)
+        times, until_s = self._missed.get(kind, (0, 0.0))
+        # Callers that waited at the same time count as one failure.
+        if now_s >= until_s:
+            pause_s = _PAUSES_S[min(times, len(_PAUSES_S) - 1)]
+            self._missed[kind] = (times + 1, now_s + pause_s)
+
+    def answered(self, deadline_s: float) -> None:
+        """Record that a reply arrived in time."""
+        if self._missed:
+            self._missed.pop(_kind(deadline_s), None)
+
+
+def _kind(deadline_s: float) -> int:
+    return math.frexp(deadline_s)[1]

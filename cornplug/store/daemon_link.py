@@ -1,19 +1,33 @@
-"""Keeps a process connected to the host's daemon, and starts the daemon if that is allowed."""
+"""Link of a process to the host's daemon: keeps it connected, starts the daemon if that is allowed, and posts
+requests whose replies are read later, so that a scheduler can continue its step.
+
+The daemon is independent of its clients: it has its own session, no inherited descriptors, and a log file
+next to the socket. It ends automatically some time after its last client.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
-from typing import Final
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, Final
 
-from cornplug.config import StoreConfig
+import cornplug
+from cornplug.config import Config, StoreConfig, portable
 from cornplug.errors import ConfigError, StoreUnavailable
-from cornplug.private_paths import read_secret
+from cornplug.local_socket import try_lock
+from cornplug.private_paths import open_file, open_folder, read_secret
+from cornplug.store import messages
 from cornplug.store.arena import MappedArena
-from cornplug.store.autostart import spawn, start_lock
+from cornplug.store.base import Posted, Reservation, ReserveRefusal, ReserveTerms
 from cornplug.store.connection import DaemonConnection
 
 _FIRST_BACKOFF_S: Final = 0.1
@@ -179,3 +193,174 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+class PostedReserve(Posted[list[Reservation | ReserveRefusal]]):
+    """Posted `reserve`. The daemon truncates long replies. When a truncated reply arrives, the remaining
+    entries are requested."""
+
+    def __init__(
+        self,
+        connection: DaemonConnection,
+        entries: Sequence[tuple[bytes, int]],
+        terms: ReserveTerms,
+        deadline_s: float,
+    ) -> None:
+        self._connection, self._entries, self._terms = connection, entries, terms
+        self._deadline_s, self._end_s = deadline_s, time.monotonic() + deadline_s
+        self._answers: list[Reservation | str] = []
+        self._ask()
+
+    def _ask(self) -> None:
+        wanted = self._entries[len(self._answers) :][: messages.MAX_KEYS]
+        keys, sizes = b"".join([key for key, _ in wanted]), [size for _, size in wanted]
+        terms = self._terms
+        request = messages.ReserveRequest(keys, sizes, terms.app, terms.part, terms.only_seen, terms.cost_s)
+        self._waiter = self._connection.post(request, self._deadline_s)
+
+    def take(self) -> list[Reservation | ReserveRefusal] | None:
+        try:
+            reply = self._connection.taken(self._waiter, messages.ReserveReply, self._end_s)
+            return None if reply is None or not self._whole(reply) else self._given()
+        except StoreUnavailable:
+            self._give_back()
+            raise
+
+    def wait(self) -> list[Reservation | ReserveRefusal]:
+        """Wait for the reply until the deadline, and return it."""
+        try:
+            while not self._whole(self._connection.awaited(self._waiter, messages.ReserveReply, self._end_s)):
+                pass
+        except StoreUnavailable:
+            self._give_back()
+            raise
+        return self._given()
+
+    def _whole(self, reply: messages.ReserveReply) -> bool:
+        """Add a reply to the result and return whether the result is complete. If not, request the remaining
+        entries."""
+        if not reply.answers and self._entries:
+            raise StoreUnavailable("the store's reply covers too few keys", reason="store_fault")
+        self._answers += reply.answers
+        if len(self._answers) >= len(self._entries):
+            return True
+        self._ask()
+        return False
+
+    def _given(self) -> list[Reservation | ReserveRefusal]:
+        return [ReserveRefusal(each) if isinstance(each, str) else each for each in self._answers]
+
+    def _give_back(self) -> None:
+        tokens = [each.token for each in self._answers if isinstance(each, Reservation)]
+        with contextlib.suppress(StoreUnavailable):
+            self._connection.release(tokens)
+
+
+class PostedCommit(Posted[list[bool]]):
+    """Posted `commit`, split into several messages if it is large."""
+
+    def __init__(
+        self, connection: DaemonConnection, written: Sequence[tuple[Reservation, bytes]], deadline_s: float
+    ) -> None:
+        self._connection, self._end_s = connection, time.monotonic() + deadline_s
+        self._asked = [
+            connection.post(
+                messages.CommitRequest([r.token for r, _ in some], [meta for _, meta in some]), deadline_s
+            )
+            for some in messages.commit_batches(written)
+        ]
+        self._done: list[bool] = []
+
+    def take(self) -> list[bool] | None:
+        while self._asked:
+            reply = self._connection.taken(self._asked[0], messages.CommitReply, self._end_s)
+            if reply is None:
+                return None
+            self._done += reply.done
+            del self._asked[0]
+        return self._done
+
+    def wait(self) -> list[bool]:
+        """Wait for the reply until the deadline, and return it."""
+        for asked in self._asked:
+            self._done += self._connection.awaited(asked, messages.CommitReply, self._end_s).done
+        return self._done
+
+
+IDLE_EXIT_S: Final = 600.0
+_SPAWN_S: Final = 20.0
+"""Time limit in seconds for the process that starts the daemon. That process returns when the daemon's
+interpreter has started, which is before the daemon accepts clients."""
+LOG_BYTES: Final = 1 << 20
+"""Size beyond which the log of an auto-started daemon is emptied."""
+
+# The daemon's module is run directly. It starts in a third of the time that cornplug's command line takes,
+# and a broken optional package cannot prevent its start. cornplug's folder is last on the module search path,
+# and the engine's folder is not on it, so that a user's secrets.py does not replace the standard library's
+# module.
+_START: Final = (
+    "import json, sys; sys.path.append(sys.argv.pop(1)); "
+    "from cornplug.store.daemon.main import main; sys.exit(main(sys.argv[1:], json.load(sys.stdin)))"
+)
+
+
+@contextlib.contextmanager
+def start_lock(socket_path: Path) -> Iterator[bool]:
+    """Lock the start of a daemon, and yield whether this client holds the lock and may start a daemon.
+
+    Raises ConfigError if other users have access to the socket's folder, and OSError if no file can be
+    created.
+    """
+    folder = open_folder(socket_path.parent, setting="store.socket")
+    try:
+        fd = open_file(folder, socket_path.name + ".start", os.O_RDWR)
+    finally:
+        os.close(folder)
+    try:
+        yield try_lock(fd)
+    finally:
+        os.close(fd)
+
+
+def log_path(socket_path: Path) -> Path:
+    """Return the path of the log of a daemon that was started automatically."""
+    return socket_path.with_suffix(".log")
+
+
+def _log_file(path: Path) -> BinaryIO:
+    folder = open_folder(path.parent, setting="store.socket")
+    try:
+        fd = open_file(folder, path.name, os.O_WRONLY | os.O_APPEND)
+    finally:
+        os.close(folder)
+    if os.fstat(fd).st_size > LOG_BYTES:
+        os.ftruncate(fd, 0)
+    return os.fdopen(fd, "ab")
+
+
+def spawn(config: StoreConfig, *, idle_exit_s: float) -> None:
+    """Start a daemon and return. The daemon is ready a moment later, or logs why it failed.
+
+    Raises OSError if no process can be created, and ConfigError if other users have access to the socket's
+    folder.
+    """
+    command = [sys.executable, "-P", "-c", _START, str(Path(cornplug.__file__).parents[1])]
+    command += ["--clamp", "--detach", "--idle-exit-s", str(idle_exit_s)]
+    # The socket is on the command line so that users who list the processes can see it.
+    command += ["--socket", str(config.socket.absolute())]
+    # The settings are not on the command line, which any user can read: a URL may have a password.
+    settings = json.dumps(portable(Config(store=config))).encode()
+    path = log_path(config.socket)
+    with _log_file(path) as log:
+        try:
+            done = subprocess.run(
+                command, input=settings, stdout=log, stderr=log, timeout=_SPAWN_S, cwd="/",
+                start_new_session=True, close_fds=True, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            _log.warning("starting a store took more than %.0f s, see %s", _SPAWN_S, path)
+            return
+    if done.returncode:
+        _log.warning("the store did not start (exit status %d), see %s", done.returncode, path)
+    else:
+        _log.info("started a store at %s; it logs to %s", config.socket, path)

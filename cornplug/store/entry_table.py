@@ -44,7 +44,7 @@ import xxhash
 
 from cornplug.errors import StoreUnavailable
 from cornplug.store.base import KEY_BYTES
-from cornplug.store.validation import check_keys
+from cornplug.store.messages import check_keys
 
 WORD_BYTES: Final = 8
 LANES: Final = 8

@@ -26,14 +26,14 @@ from cornplug.store.base import (
 )
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, ReservationTimes
-from cornplug.store.store_stats import StoreStat
-from cornplug.store.validation import (
+from cornplug.store.messages import (
     check_entries,
     check_keys,
     check_meta,
     check_terms,
     check_ttl,
 )
+from cornplug.store.store_stats import StoreStat
 
 
 class MemoryStore:

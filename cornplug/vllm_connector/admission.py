@@ -332,14 +332,14 @@ def _path(scope: Scope) -> str:
 def _meters(registry: CollectorRegistry) -> tuple[Counter, Gauge]:
     outcomes = Counter(
         "cornplug_admission_total",
-        "Generation requests by class and outcome: admitted, blind (admitted because vLLM's metrics were "
-        "not available), over_share (status 429), overloaded (status 503).",
+        "Generation requests: admitted, blind (admitted without vLLM's metrics), over_share (status 429), "
+        "overloaded (status 503).",
         ("qos", "outcome"),
         registry=registry,
     )
     predicted = Gauge(
         "cornplug_admission_predicted_seconds",
-        "Predicted time to the first token of the last request, 0 if there was no queue.",
+        "Predicted seconds to the first token of the last request, 0 without a queue.",
         multiprocess_mode="mostrecent",
         registry=registry,
     )

@@ -34,9 +34,8 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
-from cornplug.checkpoints.validated_families import validated
-from cornplug.encoder_service.wire.decodings import decoding_of
-from cornplug.engine_common.version_range import VersionRange
+from cornplug.checkpoints.tested_releases import VersionRange, validated
+from cornplug.encoder_service.wire.messages import decoding_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

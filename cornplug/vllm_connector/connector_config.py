@@ -18,12 +18,13 @@ from cornplug.engine_common.shared_flags import settings
 from cornplug.sharing_verdict import first_line
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
-from cornplug.vllm_connector.media import no_tower_settings
+from cornplug.vllm_connector.media import partial_models
 from cornplug.vllm_connector.several_connectors import (
     connectors,
     has_ours,
     is_ours,
     our_settings,
+    settings_in,
     with_offloading,
 )
 
@@ -58,7 +59,7 @@ def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -
     # vLLM sets this flag itself for every engine with a connector that loads embeddings, so read the user's
     # value first.
     by_value = bool(getattr(args, "enable_mm_embeds", False))
-    without_tower = no_tower_settings.leave_out(args)
+    without_tower = partial_models.leave_out_tower(args)
     # vLLM writes resolved values into the arguments, so a second attempt needs a copy of the original
     # arguments.
     given = copy.deepcopy(args)
@@ -84,7 +85,7 @@ def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -
     _settle(config)
     _complete_settings(config)
     if without_tower:
-        no_tower_settings.check_model(config)
+        partial_models.check_model(config)
     return config
 
 
@@ -219,7 +220,7 @@ def _complete_settings(config: Any) -> None:
     # The caller may reuse these objects for another engine in another environment.
     config.kv_transfer_config = copy.deepcopy(config.kv_transfer_config)
     config.ec_transfer_config = copy.deepcopy(config.ec_transfer_config)
-    for extra in no_tower_settings.settings_in(config):
+    for extra in settings_in(config):
         extra.update(portable(settings(extra)))
 
 

@@ -14,12 +14,11 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 from cornplug.engine_common.runtime import EMBEDDING
 from cornplug.metrics import Tally
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.fence import fenced
 from cornplug.vllm_connector.media.early_prefill import early_prefill
 from cornplug.vllm_connector.media.metadata import CornplugECMetadata, CornplugECWorkerMetadata
 from cornplug.vllm_connector.media.scheduler import ECScheduler
 from cornplug.vllm_connector.media.worker import ECWorker
-from cornplug.vllm_connector.runtime import runtime
+from cornplug.vllm_connector.runtime import fenced, runtime
 from cornplug.vllm_connector.stats import ECProm, ECStats, drained_ec
 
 if TYPE_CHECKING:

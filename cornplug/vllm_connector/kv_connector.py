@@ -20,19 +20,22 @@ from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, log_store_siz
 from cornplug.errors import ConfigError, LayoutError
 from cornplug.metrics import Tally
 from cornplug.store.base import NO_LEASES
-from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.engine_alarm import IdleRest
-from cornplug.vllm_connector.fence import called_again, fenced
-from cornplug.vllm_connector.kv import cpu_use, resets
-from cornplug.vllm_connector.kv.cache_geometry import in_page_order, rank_slice
+from cornplug.vllm_connector import compat, cpu_use
+from cornplug.vllm_connector.cpu_use import IdleRest
+from cornplug.vllm_connector.kv import pauses
+from cornplug.vllm_connector.kv.cache_geometry import (
+    Scales,
+    checkpoint_scales,
+    in_page_order,
+    rank_slice,
+    scales_of_layers,
+)
+from cornplug.vllm_connector.kv.groups_worker import GroupsWorker, StateWorker
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata, PageLoad
+from cornplug.vllm_connector.kv.page_kinds import PageKind, page_kinds, whole_page
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
 from cornplug.vllm_connector.kv.worker import DisabledKVWorker, KVWorker
-from cornplug.vllm_connector.kv_groups.groups_scheduler import GroupsScheduler
-from cornplug.vllm_connector.kv_groups.groups_worker import GroupsWorker, StateWorker
-from cornplug.vllm_connector.kv_groups.page_kinds import PageKind, page_kinds, whole_page
-from cornplug.vllm_connector.model.cache_specs import Scales, checkpoint_scales, scales_of_layers
-from cornplug.vllm_connector.runtime import runtime
+from cornplug.vllm_connector.runtime import called_again, fenced, runtime
 from cornplug.vllm_connector.stats import KVProm, KVStats, drained_kv
 
 if TYPE_CHECKING:
@@ -60,7 +63,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             )
         self._tally = Tally()
         self._runtime: EngineRuntime = runtime(self._kv_transfer_config.kv_connector_extra_config)
-        self._scheduler: KVScheduler | GroupsScheduler | None = None
+        self._scheduler: KVScheduler | None = None
         self._worker: KVWorker | GroupsWorker | DisabledKVWorker | None = None
         self._rest = IdleRest()
         self._detached: dict[str, list[KVCacheBlock]] = {}
@@ -78,11 +81,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             quantised = any(kind.geometry.quantised for kind in kinds)
             scales = checkpoint_scales(vllm_config) if quantised else {}
             if role == KVConnectorRole.SCHEDULER:
-                self._scheduler = (
-                    GroupsScheduler(vllm_config, self._runtime, kinds, self._tally)
-                    if self._several_groups
-                    else KVScheduler(vllm_config, self._runtime, kinds[0].geometry, self._tally)
-                )
+                self._scheduler = KVScheduler(vllm_config, self._runtime, kinds, self._tally)
                 # Each token occupies one slot per cache group.
                 own_tokens = kv_cache_config.num_blocks * kinds[0].block_size // len(kinds)
                 log_store_size(self._runtime, whole_page(kinds), own_tokens, compat.logger)
@@ -137,7 +136,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _end_copies(self) -> None:
         """Wait for all copies to end before the engine's sleep mode frees the KV cache
-        (`kv/copies_in_flight.py`)."""
+        (`kv/pauses.py`)."""
         if self._worker is not None:
             self._worker.drain()
 
@@ -193,11 +192,9 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        specs = [group.kv_cache_spec for group in self._kv_cache_config.kv_cache_groups]
-        if isinstance(self._scheduler, GroupsScheduler):
+        if self._scheduler is not None:
+            specs = [group.kv_cache_spec for group in self._kv_cache_config.kv_cache_groups]
             self._scheduler.bind(kv_cache_manager, specs)
-        elif self._scheduler is not None:
-            self._scheduler.bind(kv_cache_manager, specs[0])
 
     def _fail_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Send the worker half a load that fails. After an error, the engine would otherwise wait for a load
@@ -235,13 +232,11 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        if isinstance(self._scheduler, GroupsScheduler):
+        if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
-        elif self._scheduler is not None:
-            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def _another_connector_loads(self) -> None:
-        """Record that another KV connector of this engine will load KV (`kv/provenance.py`)."""
+        """Record that another KV connector of this engine will load KV (`kv/page_keys.py`)."""
         if self._scheduler is not None:
             self._scheduler.another_connector_loads()
 
@@ -274,17 +269,15 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        if isinstance(self._scheduler, GroupsScheduler):
+        if self._scheduler is not None:
             self._scheduler.finished(request, block_ids)
-        elif self._scheduler is not None:
-            self._scheduler.finished(request, block_ids[0] if block_ids else ())
         # Do not let vLLM keep the blocks, because a later request may have the same id, and a cache reset
         # does not wait for saves.
         return False, None
 
     def _detach_load(self, request: Request) -> bool:
         """Let the load of a finished request complete after vLLM has removed the request
-        (`kv/copies_in_flight.py`). Returns False if the request has no load in flight."""
+        (`kv/pauses.py`). Returns False if the request has no load in flight."""
         manager, half = self._kv_cache_manager, self._scheduler
         if half is None or manager is None or not half.detach_load(request):
             return False
@@ -296,11 +289,11 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     @fenced(lambda *_: False)
     def has_pending_block_frees(self) -> bool:
-        return isinstance(self._scheduler, GroupsScheduler) and self._scheduler.frees_pending()
+        return self._scheduler is not None and self._scheduler.frees_pending()
 
     @fenced(lambda *_: True)
     def reset_cache(self) -> bool:
-        if self._scheduler is not None and not resets.part_of_pause():
+        if self._scheduler is not None and not pauses.part_of_pause():
             self._scheduler.forget_stored()
         return True
 

@@ -3,7 +3,7 @@ calls `register`, and some processes call it twice.
 
 vLLM does not catch exceptions from this call, so an exception would also stop engines that do not use
 cornplug. With an unsupported version of vLLM, `register` only logs a warning, and engines run as stock vLLM
-(`as_stock.py`).
+(`flags.stock_wraps`).
 """
 
 from __future__ import annotations
@@ -51,25 +51,23 @@ def _install_flags(why: str) -> None:
     """Add flags that are parsed and then ignored, so that command lines with cornplug's flags still start
     stock engines. Logs a warning if this vLLM's functions cannot be wrapped."""
     try:
-        from cornplug.vllm_connector import as_stock
+        from cornplug.vllm_connector import flags
 
-        compat.wrap_all(as_stock.wraps(why))
+        compat.wrap_all(flags.stock_wraps(why))
     except (AttributeError, ImportError) as e:
         compat.logger.warning("cornplug: cannot add cornplug's flags to this release of vLLM: %s", e)
 
 
 def _seams() -> list[tuple[str, str, Callable[..., Any]]]:
     """Return (module, function's qualified name, wrapper) for each vLLM function that cornplug wraps."""
-    from cornplug.vllm_connector import connector_config, engine_alarm, flags, rendered_elsewhere
-    from cornplug.vllm_connector.kv import copies_in_flight, cpu_use, page_keys, provenance, resets
-    from cornplug.vllm_connector.media import encoder_only, left_out_weights, mm_identifiers, served_images
+    from cornplug.vllm_connector import connector_config, cpu_use, flags
+    from cornplug.vllm_connector.kv import page_keys, pauses
+    from cornplug.vllm_connector.media import mm_identifiers, partial_models, served_images
     from cornplug.vllm_connector.model import reloads, weight_updates
 
-    kv = cpu_use, copies_in_flight, page_keys, provenance, resets
-    ec = encoder_only, mm_identifiers
-    no_tower = left_out_weights, served_images
-    weights = reloads, weight_updates
-    rooms = (flags, connector_config, engine_alarm, rendered_elsewhere, *ec, *kv, *no_tower, *weights)
+    kv = page_keys, pauses
+    media = mm_identifiers, partial_models, served_images
+    rooms = (flags, connector_config, cpu_use, *kv, *media, reloads, weight_updates)
     return [seam for room in rooms for seam in room.WRAPS]
 
 

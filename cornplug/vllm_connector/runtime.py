@@ -1,11 +1,18 @@
-"""Access to the vLLM process's `EngineRuntime`, which the KV and encoder-cache connectors share."""
+"""Code that the KV and encoder-cache connectors share: the process's `EngineRuntime`, and error handling of
+their hooks.
+
+vLLM does not catch exceptions from connector hooks, so an exception in its engine core or in a worker would
+end the engine. Expected errors are counted as misses where they occur. `fenced` handles all other errors:
+sharing stops, and the engine continues without sharing.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar, cast
 
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.engine_common.shared_flags import settings
@@ -32,3 +39,36 @@ def runtime(extra: Mapping[str, Any]) -> EngineRuntime:
         if name not in _runtimes:
             _runtimes[name] = EngineRuntime(settings(extra))
         return _runtimes[name]
+
+
+class Fenced(Protocol):
+    """Connector whose hooks `fenced` can guard, because it can stop sharing after an error."""
+
+    def _stop_sharing(self, hook: str, error: Exception) -> None: ...
+
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def fenced(answer: Callable[..., Any]) -> Callable[[_Hook], _Hook]:
+    """Return a decorator for connector hooks. If a decorated hook raises, sharing stops and the hook returns
+    `answer(self, ...)` instead."""
+
+    def decorate(hook: _Hook) -> _Hook:
+        @functools.wraps(hook)
+        def guarded(self: Fenced, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception as e:  # noqa: BLE001 - any error
+                self._stop_sharing(hook.__name__, e)
+                return answer(self, *args, **kwargs)
+
+        return cast(_Hook, guarded)
+
+    return decorate
+
+
+def called_again(hook: _Hook) -> _Hook:
+    """Decorate a connector hook so that if it raises, sharing stops and the hook is called again, now without
+    sharing."""
+    return fenced(hook)(hook)

@@ -1,4 +1,4 @@
-"""Configuration of engines that run cornplug alongside other KV connectors, using vLLM's MultiConnector.
+"""cornplug's connectors in vLLM's configuration, also alongside other KV connectors (vLLM's MultiConnector).
 
 MultiConnector loads a request's prefix from the first connector that offers any of its tokens, and saves to
 all connectors. The other connectors are listed before cornplug, so that a decode server loads KV from its
@@ -11,7 +11,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
-from cornplug.vllm_connector.compat import KV_CONNECTOR
+from cornplug.config import Config
+from cornplug.engine_common.shared_flags import settings
+from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
 
 _MULTI: Final = "MultiConnector"
 _OF_THE_WHOLE: Final = ("engine_id", "kv_buffer_device", "kv_port")
@@ -46,6 +48,21 @@ def our_settings(kv: Any) -> dict[str, Any] | None:
 def has_ours(kv: Any) -> bool:
     """Return whether a KVTransferConfig configures cornplug, alone or together with other connectors."""
     return our_settings(kv) is not None
+
+
+def settings_in(config: Any) -> list[dict[str, Any]]:
+    """Return cornplug's settings from each of its connectors in engine arguments or a VllmConfig."""
+    kv, ec = getattr(config, "kv_transfer_config", None), getattr(config, "ec_transfer_config", None)
+    found = [our_settings(kv)]
+    if ec is not None and ec.ec_connector == EC_CONNECTOR:
+        found.append(ec.ec_connector_extra_config)
+    return [said for said in found if said is not None]
+
+
+def config_of(said: list[dict[str, Any]]) -> Config:
+    """Return the Config for a nonempty result of `settings_in`. The encoder-cache connector's settings take
+    precedence."""
+    return settings(dict(said[-1]))
 
 
 def beside(other: Any, ours: Any) -> Any:

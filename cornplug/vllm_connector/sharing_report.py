@@ -20,13 +20,12 @@ import msgspec
 from cornplug import config as settings
 from cornplug.errors import ConfigError, LayoutError
 from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, asked, does_not_run, first_line
-from cornplug.vllm_connector import rendered_elsewhere
 from cornplug.vllm_connector.connector_config import why_not
 from cornplug.vllm_connector.flags import NAME
-from cornplug.vllm_connector.kv.cache_geometry import rank_slice
-from cornplug.vllm_connector.kv_groups.page_kinds import DRAFT_PREFIX, page_kinds
+from cornplug.vllm_connector.kv.cache_geometry import checkpoint_scales, rank_slice
+from cornplug.vllm_connector.kv.page_kinds import DRAFT_PREFIX, page_kinds
+from cornplug.vllm_connector.media import mm_identifiers
 from cornplug.vllm_connector.media.encoder_requests import IN_WORKERS_ONLY, in_workers_only
-from cornplug.vllm_connector.model.cache_specs import checkpoint_scales
 from cornplug.vllm_connector.model.model_config import drafts_with_kv, kv_identity, tower_identity
 from cornplug.vllm_connector.several_connectors import has_ours, our_settings
 
@@ -53,7 +52,7 @@ def describe(model: str, flags: Sequence[str] = ()) -> list[SharingVerdict]:
 
     try:
         args = _arguments(model, flags)
-        rendered = rendered_elsewhere.are_taken(args)
+        rendered = mm_identifiers.takes_processed_inputs(args)
         config = EngineArgs.from_cli_args(args).create_engine_config()
     except (ValueError, OSError, NotImplementedError, ConfigError) as e:
         return does_not_run("vLLM", e)
@@ -80,7 +79,7 @@ def _embeddings(config: VllmConfig, *, rendered: bool) -> SharingVerdict:
         return SharingVerdict(what="embeddings", shared=False, why=NO_TOWER)
     found = asked("embeddings", lambda: tower_identity(config))
     limits = [f"The encoder service is not used: {IN_WORKERS_ONLY}."] if in_workers_only(config) else []
-    limits += [f"But {rendered_elsewhere.NOT_SHARED}."] if rendered else []
+    limits += [f"But {mm_identifiers.PROCESSED_NOT_SHARED}."] if rendered else []
     return msgspec.structs.replace(found, remedy=" ".join(limits)) if found.shared else found
 
 

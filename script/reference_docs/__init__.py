@@ -34,7 +34,7 @@ PAGES: Final[Mapping[str, Callable[[], str]]] = {
     "sglang-kinds.md": sglang_kinds.page,
     "support-matrix.md": support_matrix.page,
     "troubleshooting.md": troubleshooting.page,
-    "../cornplug/checkpoints/validated_families.py": validated_families.page,
+    "../cornplug/checkpoints/tested_releases.py": validated_families.page,
     **{f"../deploy/grafana/{name}": partial(boards.board, name) for name in boards.BOARDS},
 }
 """File of docs/, a module of data, or a board, by its path from docs/ -> its text."""

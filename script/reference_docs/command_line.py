@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 from typing import Final
 from unittest import mock
 
 from cornplug import cli
-from cornplug.engine_common.shared_flags import SETTINGS
-from cornplug.sglang_hooks.flags import ENABLE
 
-from .markdown import notice, table
+from .markdown import notice
 
 # Widths, folders and devices of the machine that writes the page must not show in it.
 _ENVIRONMENT: Final = {
@@ -22,33 +21,33 @@ _ENVIRONMENT: Final = {
     "XDG_CACHE_HOME": "/home/USER/.cache",
 }
 _SUBCOMMANDS: Final = {"store": ("purge",), "plan": ("init", "schema"), "profile": ("llm", "encoder")}
+_WITHOUT_OPTIONS: Final = frozenset({"store"})
+"""Commands that have subcommands only."""
 _PURPOSE: Final = (
-    "This page lists the flags that cornplug adds to engines, and the help of each `cornplug` command."
+    "This page lists the flags of each `cornplug` command. `--help` explains them, with their units and "
+    "defaults.\n[Configuration](configuration.md) has the flags of the engines (`--cornplug-*`)."
 )
-_ENGINES: Final = """## Engines
-
-`--kv-connector cornplug` turns on cornplug in vLLM, and `{enable}` does so in SGLang. Both engines
-then accept these flags:
-"""
+_OPTIONS: Final = re.compile(r"^(?:positional arguments|options):\n(?:  .*\n)*\n?", re.MULTILINE)
+"""A group of arguments and their explanations."""
 
 
 def page() -> str:
     """The text of docs/command-line.md."""
-    parts = [
-        f"# Command line\n\n{_PURPOSE}\n\n{notice('the help of each command')}\n",
-        _ENGINES.format(enable=ENABLE),
-    ]
-    rows = [(f"`{flag}`", f"`{setting}`", text) for flag, (setting, text) in SETTINGS.items()]
-    parts.append(table(("flag", "setting", "meaning"), rows) + "\n")
-    parts.append(_section(()))
+    parts = [f"# Command line\n\n{_PURPOSE}\n\n{notice('the help of each command')}\n"]
     for name in cli.COMMANDS:
-        parts.append(_section((name,)))
+        if name not in _WITHOUT_OPTIONS:
+            parts.append(_section((name,)))
         parts += [_section((name, sub)) for sub in _SUBCOMMANDS.get(name, ())]
     return "\n".join(parts)
 
 
 def _section(words: tuple[str, ...]) -> str:
-    return f"## `{' '.join(('cornplug', *words))}`\n\n```text\n{help_of(words)}```\n"
+    return f"## `{' '.join(('cornplug', *words))}`\n\n```text\n{_short(help_of(words))}```\n"
+
+
+def _short(text: str) -> str:
+    """A command's help without the explanations of its arguments."""
+    return _OPTIONS.sub("", text).replace(" [-h]", "", 1).rstrip() + "\n"
 
 
 def help_of(words: tuple[str, ...]) -> str:

@@ -7,7 +7,7 @@ import ast
 import inspect
 import os
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from unittest import mock
 
 from pydantic import BaseModel, SecretStr
@@ -18,16 +18,15 @@ from cornplug.encoder_service import server_flags as encoder_flags
 from cornplug.engine_common.shared_flags import SETTINGS
 from cornplug.store.daemon.main import store_parser
 
-from .markdown import notice, table
+from .markdown import notice
 
 _UNITS: Final = {
+    "_bytes_s": "bytes/s",
     "_s": "s",
     "_bytes": "bytes",
     "_tokens": "tokens",
     "_pixels": "pixels",
     "_threads": "threads",
-    "share": "fraction",
-    "ceiling": "fraction",
 }
 # `cornplug serve-store` names its flags after the settings whose defaults they take.
 _STORE_FLAGS: Final = {
@@ -40,37 +39,33 @@ _STORE_FLAGS: Final = {
     "store.disk_size_bytes": "--disk-size",
     "store.far": "--far",
 }
+_TABLES: Final = frozenset({"store.namespaces", "qos.classes"})
+"""Settings whose tables have sections of their own."""
 _NAMED: Final[tuple[tuple[type[BaseModel], str], ...]] = (
     (config.NamespaceConfig, "store.namespaces.NAME"),
     (config.ClassConfig, "qos.classes.NAME"),
 )
 """Tables of a section, one for each name that an operator chooses."""
-_HEAD: Final = ("setting, environment variable", "type", "default", "unit", "flag", "meaning")
 _INTRO: Final = """# Configuration
 
-This page lists every setting of cornplug.
+This page lists every setting of cornplug, with its default and flags.
 
 {notice}
 
-You can set a value in four places. The first one that is present wins:
-
-1. A flag of the engine or command, shown in the *flag* column. Engine flags begin with `--cornplug-`.
-2. An environment variable, `CORNPLUG_<SECTION>_<SETTING>`.
-3. The TOML file named by `CORNPLUG_CONFIG`, with one table per section below.
-4. The default.
-
-An invalid value stops the command. The error names the setting, the value and the remedy.
+A value comes from the first of these places that has it: a flag, the environment variable
+(`CORNPLUG_STORE_SIZE_BYTES` for `size_bytes` in `[store]`), the TOML file named by `CORNPLUG_CONFIG`, the
+default. Flags that begin with `--cornplug-` are flags of the engines. Other processes of an engine, and a
+store that it starts, use the settings of its main process.
 
 - Sizes may have a unit: `64GiB` or `1.5GB`.
-- Lists in environment variables are separated by commas.
-- Relative paths in the TOML file are relative to that file. Elsewhere they are relative to the working
-  directory.
-- All worker processes of an engine, Ray workers included, use the settings of its main process. So does a
-  store that the engine starts.
-
-Sockets are created in `/tmp/cornplug-UID`, where UID is the user's id. To use another directory, set
-`CORNPLUG_RUNTIME_DIR` for all processes that share.
+- Lists in environment variables and flags are separated by commas.
+- Relative paths in the TOML file are relative to that file.
+- Sockets are created in `/tmp/cornplug-UID`, where UID is the user's id. To use another directory, set
+  `CORNPLUG_RUNTIME_DIR` for all processes that share.
 """
+_EXAMPLE: Final = (
+    "Only the TOML file can set it ([example](deploy-one-host.md#divide-resources-between-applications))."
+)
 
 
 def page() -> str:
@@ -80,9 +75,9 @@ def page() -> str:
         model = field.annotation
         assert isinstance(model, type)
         assert issubclass(model, BaseModel)
-        parts.append(f"## `[{section}]`\n\n{inspect.getdoc(model)}\n\n{_table(model, section)}\n")
+        parts.append(f"## `[{section}]`\n\n{inspect.getdoc(model)}\n\n{_list(model, section)}\n")
     for model, section in _NAMED:
-        parts.append(f"## `[{section}]`\n\n{inspect.getdoc(model)}\n\n{_table(model, section)}\n")
+        parts.append(f"## `[{section}]`\n\n{inspect.getdoc(model)} {_EXAMPLE}\n\n{_list(model, section)}\n")
     return "\n".join(parts)
 
 
@@ -98,24 +93,18 @@ def descriptions(model: type[BaseModel]) -> dict[str, str]:
     return found
 
 
-def _table(model: type[BaseModel], section: str) -> str:
+def _list(model: type[BaseModel], section: str) -> str:
+    """Each setting with its default, flags and meaning."""
     said = descriptions(model)
-    rows = []
+    lines = []
     for name, field in model.model_fields.items():
         dotted = f"{section}.{name}"
-        by_environment = "NAME" not in section and name not in ("classes", "namespaces")
-        variable = f"<br>`CORNPLUG_{dotted.replace('.', '_').upper()}`" if by_environment else ""
-        rows.append(
-            (
-                f"`{name}`{variable}",
-                _type(field),
-                _default(field),
-                _unit(name),
-                "<br>".join(f"`{flag}`" for flag in flags(dotted)),
-                said[name],
-            )
-        )
-    return table(_HEAD, rows)
+        if dotted in _TABLES:
+            continue
+        aliases = ", ".join(f"`{flag}`" for flag in flags(dotted))
+        head = f"- **`{name}`**, {_default(field, _unit(name))}" + (f" ({aliases})" if aliases else "")
+        lines.append(f"{head}: {' '.join(said[name].split())}")
+    return "\n".join(lines)
 
 
 def flags(dotted: str) -> list[str]:
@@ -141,36 +130,8 @@ def store_flags() -> set[str]:
     return {flag for a in store_parser(config.StoreConfig())._actions for flag in a.option_strings}
 
 
-def _type(field: FieldInfo) -> str:
-    annotation: Any = field.annotation
-    text = (
-        annotation.__name__
-        if isinstance(annotation, type) and not hasattr(annotation, "__args__")
-        else str(annotation)
-    )
-    for long, short in (
-        ("pathlib.", ""),
-        ("typing.", ""),
-        ("cornplug.config.", ""),
-        ("cornplug.settings.", ""),
-        ("NoneType", "None"),
-    ):
-        text = text.replace(long, short)
-    # Optional[Annotated[int, ...]], as a size has it.
-    inner = [one for one in getattr(annotation, "__args__", ()) if hasattr(one, "__metadata__")]
-    if type(None) in getattr(annotation, "__args__", ()) and inner:
-        text = f"{inner[0].__origin__.__name__} | None"
-    if text.startswith("tuple["):
-        return "list of text"
-    names = {"Path": "path", "SecretStr": "text", "str": "text"}
-    if text.startswith("dict["):
-        return "table"
-    if text.startswith("Literal["):
-        return " or ".join(f'"{one}"' for one in annotation.__args__)
-    return names.get(text, text)
-
-
-def _default(field: FieldInfo) -> str:
+def _default(field: FieldInfo, unit: str) -> str:
+    """The default with its unit, or what the value is if it has none."""
     if field.default_factory is None:
         value = field.default
     else:
@@ -178,16 +139,19 @@ def _default(field: FieldInfo) -> str:
         with mock.patch.dict(os.environ, places):
             value = field.default_factory()  # type: ignore[call-arg]
         if not isinstance(value, (Path, dict)):
-            return "computed"
+            return f"computed ({unit})" if unit else "computed"
     if isinstance(value, SecretStr):
         value = value.get_secret_value()
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if value in ("", (), {}):
         return "empty"
+    if value is None:
+        return f"None ({unit})" if unit else "None"
     if isinstance(value, tuple):
         value = ", ".join(value)
-    return f"`{value:,}`".replace(",", "_") if isinstance(value, int) and value > 9999 else f"`{value}`"
+    text = f"`{value:,}`".replace(",", "_") if isinstance(value, int) and value > 9999 else f"`{value}`"
+    return f"{text} {unit}".strip()
 
 
 def _unit(name: str) -> str:

@@ -34,7 +34,7 @@ script/test
 {notice}
 
 The demo runs [two apps](../examples/two_apps_one_encoder/README.md) with different language models and the
-same vision tower. See [more measurements](measured.md).
+same vision tower. More numbers are in [measured](measured.md).
 
 {guide}
 """
@@ -69,7 +69,7 @@ def page() -> str:
     return _PAGE.format(
         demo=_demo(),
         notice=notice("`docs/demo.json`"),
-        guide=table(("goal", "page"), ((want, ", ".join(pages)) for want, pages in _GUIDE.items())),
+        guide="\n".join(f"- {want}: {', '.join(pages)}" for want, pages in _GUIDE.items()),
     )
 
 

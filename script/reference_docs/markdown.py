@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 def notice(source: str) -> str:
     """The line under a generated page's title."""
-    return f"*Generated from {source} by `script/docs`; a test compares the two.*"
+    return f"*Generated from {source} by `script/docs`.*"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -7,21 +7,20 @@ from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry
 
-from cornplug.encoder_service.replicas.pool import ReplicaMetrics
-from cornplug.encoder_service.telemetry.service_metrics import ServiceGauges, ServiceMetrics
+from cornplug.encoder_service.replica import ReplicaMetrics
+from cornplug.encoder_service.service_metrics import ServiceGauges, ServiceMetrics
 from cornplug.metrics import LABELS, METRICS, STORE_METRICS
 from cornplug.vllm_connector.admission import _meters as admission_meters
 
-from .markdown import notice, table
+from .markdown import notice
 
 _INTRO: Final = """# Metrics
 
-This page lists every Prometheus metric of cornplug.
+This page lists every Prometheus metric of cornplug. Names that end in `_total` are counters, histograms are
+marked, and the others are gauges. [Troubleshooting](troubleshooting.md) explains `reason` and `outcome`, and
+[operate](operate.md#monitor) has scrape targets, dashboards and alerts.
 
 {notice}
-
-[Troubleshooting](troubleshooting.md) explains each value of `reason` and `outcome`. [Operate](operate.md)
-describes the Grafana dashboards and alert rules.
 """
 _ENGINES: Final = """## Engines
 
@@ -36,15 +35,27 @@ It also sends OpenTelemetry traces, which join the caller's `traceparent`. Insta
 """
 _ADMISSION: Final = """## Admission middleware in vLLM
 
-vLLM exports these at `/metrics` when it runs with
-`--middleware cornplug.vllm_connector.admission.Admission`.
+vLLM exports these with `--middleware cornplug.vllm_connector.admission.Admission`.
 """
 
 
 _STORE: Final = """## Store
 
-The store exports these at `/metrics` of the address in `store.metrics` (`cornplug serve-store --metrics`).
+The store exports these at the address in `store.metrics`.
 """
+_EXPLAINED: Final = (
+    "app",
+    "kind",
+    "source",
+    "direction",
+    "namespace",
+    "tier",
+    "far",
+    "origin",
+    "identity",
+    "spec_fp",
+)
+"""Labels that the page explains. The names of the others say what they are."""
 
 
 class Series(NamedTuple):
@@ -59,13 +70,16 @@ def page() -> str:
     parts = [_INTRO.format(notice=notice("`cornplug/metrics.py` and the services' registries"))]
     rooms = ((_ENGINES, engines()), (_SERVICE, service()), (_STORE, store()), (_ADMISSION, admission()))
     for head, series in rooms:
-        rows = [
-            (f"`{s.name}`", s.kind, ", ".join(f"`{label}`" for label in s.labels), s.help) for s in series
-        ]
-        parts.append(f"{head}\n{table(('series', 'type', 'labels', 'meaning'), rows)}\n")
-    rows = [(f"`{label}`", meaning) for label, meaning in LABELS.items()]
-    parts.append(f"## Labels\n\n{table(('label', 'meaning'), rows)}\n")
+        lines = [f"- {_name(one)}: {one.help}" for one in series]
+        parts.append("\n".join([head, *lines, ""]))
+    lines = [f"- `{label}`: {LABELS[label]}" for label in _EXPLAINED]
+    parts.append("\n".join(["## Labels\n", *lines, ""]))
     return "\n".join(parts)
+
+
+def _name(series: Series) -> str:
+    labels = f"{{{','.join(series.labels)}}}" if series.labels else ""
+    return f"`{series.name}{labels}`" + (" (histogram)" if series.kind == "histogram" else "")
 
 
 def engines() -> list[Series]:

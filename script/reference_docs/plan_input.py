@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from cornplug.planner.inputs.json_schema import plan_schema
-from cornplug.planner.starter.known_models import known_models
+from cornplug.planner.known_models import known_models
 
-from .markdown import notice, table
+from .markdown import notice
 
 Json = Mapping[str, Any]
 
-_HEAD: Final = ("key", "value", "default", "meaning")
 _LENGTHS: Final = {"LogNormal": "log-normal", "Histogram": "histogram"}
 _INTRO: Final = """# Plan input
 
 {notice}
 
-This page lists every table and key of the file that [`cornplug plan`](planner.md) reads. `cornplug plan init`
-writes a first file.
+This page lists the keys of the file that [`cornplug plan`](planner.md) reads. `cornplug plan init` writes a
+first file.
 
 To have your editor complete and check the file, save the output of `cornplug plan schema` as
 `plan.schema.json` and put this into the first line (for Even Better TOML or Taplo):
@@ -28,10 +28,10 @@ To have your editor complete and check the file, save the output of `cornplug pl
 #:schema ./plan.schema.json
 ```
 
-- Times are in seconds, rates in requests per second, money in dollars per hour, memory in GiB (2^30
-  bytes).
+- `key = value` shows the default. All keys without "required" are optional.
+- Sizes in GiB (2^30 bytes) may be text with a unit, such as `"64GiB"`. 1 GB/s is 10^9 bytes per second.
 - Paths are relative to the file.
-- A key whose default is "required" must be present.
+- A GPU type is a name from cornplug's table or from `[[gpus]]`.
 - `[[NAME]]` may occur several times, and `[NAME]` once in its parent table.
 """
 _LENGTH_TEXT: Final = """## Lengths
@@ -44,8 +44,8 @@ A length (tokens, items or units) is one of these:
 """
 _MODELS_TEXT: Final = """## Models known by hub id
 
-`cornplug plan init MODEL --gpus GPU,GPU` knows the shapes of these models. It reads other models from a
-checkpoint's folder or the local Hugging Face cache. Parameters are in billions and include the tower.
+`cornplug plan init MODEL --gpus GPU,GPU` knows the shapes of these models, and reads others from a
+checkpoint's folder or the local Hugging Face cache. Numbers are billions of parameters, including the tower.
 """
 
 
@@ -58,27 +58,36 @@ def page() -> str:
     """The text of docs/plan-input.md."""
     schema = plan_schema()
     parts = [_INTRO.format(notice=notice("`cornplug/planner/inputs/schema.py`"))]
-    for title, of in sections(schema):
-        parts.append(f"## {title}\n\n{of['description']}\n\n{_table(of)}\n")
+    shown: dict[str, InputSection] = {}
+    for section in sections(schema):
+        title, of = section
+        path = title.partition(",")[0]
+        parts.append(f"## {title}\n\n{of['description']}\n\n{_keys(of, _earlier(section, shown))}")
+        shown.setdefault(path, section)
     parts.append(_LENGTH_TEXT)
     for name, kind in _LENGTHS.items():
         of = schema["$defs"][name]
-        parts.append(f"### {kind}\n\n{of['description']}\n\n{_table(of)}\n")
-    parts += [_MODELS_TEXT, _models() + "\n"]
+        parts.append(f"### {kind}\n\n{of['description']}\n\n{_keys(of)}")
+    parts += [_MODELS_TEXT, _models()]
     return "\n".join(parts)
 
 
+def _earlier(section: InputSection, shown: Mapping[str, InputSection]) -> InputSection | None:
+    """The table whose equal keys this section does not repeat: the first one at the same place, or the one in
+    which it is nested."""
+    path = section.title.partition(",")[0]
+    return shown.get(path) or shown.get(f"`[{path.strip('`[]').rpartition('.')[0]}]`")
+
+
 def _models() -> str:
-    """A table of the rows of data/models.toml."""
+    """The rows of data/models.toml as a list."""
     rows = []
     for name, model in known_models().items():
-        if name != model.ids[0]:
-            continue
-        total = (model.llm.parameters + (model.tower.parameters if model.tower else 0)) / 1e9
-        tower = f"{model.tower.parameters / 1e9:.2f}" if model.tower else "none"
-        weights = "16 bits" if model.quantisation == "none" else model.quantisation
-        rows.append(("<br>".join(f"`{one}`" for one in model.ids), f"{total:.1f}", tower, weights))
-    return table(("hub ids", "parameters", "tower", "weights"), rows)
+        if name == model.ids[0]:
+            total = (model.llm.parameters + (model.tower.parameters if model.tower else 0)) / 1e9
+            weights = "" if model.quantisation == "none" else f", {model.quantisation}"
+            rows.append(f"- {', '.join(f'`{one}`' for one in model.ids)}: {total:.1f}{weights}\n")
+    return "".join(rows)
 
 
 def sections(schema: Json) -> Iterator[InputSection]:
@@ -109,13 +118,33 @@ def _tables_of(value: Json) -> Iterator[str]:
             yield from _tables_of(one)
 
 
-def _table(of: Json) -> str:
-    required = of.get("required", ())
-    rows = []
+def _keys(of: Json, earlier: InputSection | None = None) -> str:
+    """A list of a table's keys, each with its type and meaning. Keys that are equal in the earlier table are
+    only named. The title contains the key `kind` of a table with several kinds."""
+    required, before = of.get("required", ()), earlier.table["properties"] if earlier else {}
+    rows, same = [], []
     for key, value in of["properties"].items():
-        default = "required" if key in required else _default(value)
-        rows.append((f"`{key}`", _type(value), default, value.get("description", "")))
-    return table(_HEAD, rows)
+        if key == "kind" and "const" in value:
+            continue
+        if before.get(key) == value:
+            same.append(f"`{key}`")
+            continue
+        meaning = " ".join(value.get("description", "").split())
+        rows.append(f"- {_head(key, value, required=key in required)}: {meaning}\n")
+    if earlier and same:
+        names = f"{same[0]} to {same[-1]}" if len(same) > 2 else ", ".join(same)
+        rows.insert(0, f"- {names}: as in {earlier.title}\n")
+    return "".join(rows)
+
+
+def _head(key: str, value: Json, *, required: bool) -> str:
+    """The key with its default and its type. A boolean's or a text's default already shows the type."""
+    if required:
+        return f"`{key}` ({_type(value)}, required)"
+    default = _default(value)
+    if default and value.get("type") in ("boolean", "string") and "enum" not in value:
+        return f"`{key}{default}`"
+    return f"`{key}{default}` ({_type(value)})"
 
 
 def _type(value: Json) -> str:
@@ -130,39 +159,39 @@ def _type(value: Json) -> str:
     if "enum" in value:
         return ", ".join(f'`"{one}"`' if isinstance(one, str) else f"`{one:g}`" for one in value["enum"])
     if value["type"] == "array":
-        each = _type(value["items"]).replace("number", "numbers")
-        return "tables" if next(_tables_of(value), None) else f"list of {each}"
+        return "tables" if next(_tables_of(value), None) else f"list of {_plural(value['items'])}"
     if value["type"] == "object":
-        return f"table, each value a {_type(value['additionalProperties'])}"
+        return f"table of {_plural(value['additionalProperties'])}"
     if value["type"] == "string":
         words = {"path": "path", "size": "size with a unit"}
         return words.get(value.get("format", ""), "name" if "pattern" in value else "text")
     if value["type"] == "boolean":
         return "`true` or `false`"
-    return ("whole number" if value["type"] == "integer" else "number") + _range(value)
+    return ("integer" if value["type"] == "integer" else "number") + _range(value)
+
+
+def _plural(value: Json) -> str:
+    return re.sub("number|integer|name|text", r"\g<0>s", _type(value))
 
 
 def _range(value: Json) -> str:
-    if "maximum" in value and "exclusiveMinimum" in value:
-        return f" over {value['exclusiveMinimum']:g}, up to {value['maximum']:g}"
-    if "maximum" in value:
-        return f", {value['minimum']:g} to {value['maximum']:g}"
-    if "exclusiveMinimum" in value:
-        return f" over {value['exclusiveMinimum']:g}"
-    return f" from {value['minimum']:g}" if "minimum" in value else ""
+    low = f" >{value['exclusiveMinimum']:g}" if "exclusiveMinimum" in value else ""
+    if "minimum" in value:
+        low = f" ≥{value['minimum']:g}"
+    return low + (f" ≤{value['maximum']:g}" if "maximum" in value else "")
 
 
 def _default(value: Json) -> str:
     said = value.get("default")
-    if isinstance(said, Mapping) or (
-        isinstance(said, list) and any(isinstance(one, Mapping) for one in said)
+    if (
+        said is None
+        or isinstance(said, Mapping)
+        or (isinstance(said, list) and any(isinstance(one, Mapping) for one in said))
     ):
-        return "its defaults"
-    if said is None:
-        return "none"
+        return ""
     if isinstance(said, bool):
-        return f"`{str(said).lower()}`"
+        return f" = {str(said).lower()}"
     if isinstance(said, str):
-        return f'`"{said}"`'
+        return f' = "{said}"'
     text = f"{said:_}" if isinstance(said, int) and said > 9999 else str(said)
-    return f"`{text}`".replace("'", '"')
+    return f" = {text}".replace("'", '"')

@@ -22,13 +22,14 @@ from cornplug.sglang_hooks.kv.exclusions import (
 )
 from cornplug.sglang_hooks.kv.hicache_config import RIVALS
 from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS
-from devkit.sglang_kinds import KINDS, ServerKind
+from devkit.sglang_kinds import KINDS
 
-from .markdown import notice, table
+from .markdown import notice
 
 _INTRO: Final = """# SGLang server flags and KV sharing
 
-This page lists which SGLang flags and models work with KV sharing.
+This page lists which SGLang flags and models work with KV sharing. [Limits](limits.md#kv-cache-by-model)
+compares both engines.
 
 {notice}
 
@@ -41,18 +42,22 @@ Models with sliding windows in a separate pool (GPT-OSS, Mellum 2) share KV with
 
 ## KV is not shared
 
-With these settings and models the server keeps its stock KV configuration and logs the reason. It can still
-share embeddings.
+With these settings and models the server keeps its stock KV configuration, but can share embeddings.
 
 {excluded}
 
+With a draft (`EAGLE`, `STANDALONE`), these settings and models are not shared:
+
+{drafts}
+
 ## The server does not start
 
-These flags also control the host side of the KV cache. Combined with cornplug they stop the server with an
-error that names both flags. To share only embeddings, set `CORNPLUG_ENGINE_SHARE_KV=false`.
-
-{rivals}
+{rivals} also control the host side of the KV cache, so they stop the server with an error. To share only
+embeddings, set `CORNPLUG_ENGINE_SHARE_KV=false`.
 """
+_NOT_TESTED: Final = "not tested"
+_BESIDE: Final = {"mla": "MLA models", "images": "multimodal models", "fp8": "an fp8 KV cache"}
+"""Key of `BESIDE_DRAFT` -> its name on the page."""
 
 
 def page() -> str:
@@ -69,17 +74,14 @@ def page() -> str:
     excluded += [
         (
             "`--load-format`",
-            f"only {_words(sorted(READS_SAFETENSORS))} are shared. Other formats read other files",
+            f"only {_words(sorted(READS_SAFETENSORS))} are shared",
         ),
         ("`--speculative-algorithm`", DRAFTS),
         ("`--speculative-algorithm NGRAM`", TREES),
-        *((f"`EAGLE`, `STANDALONE` with `{each.flag}`", each.why) for each in DRAFT_SETTINGS),
-        ("`EAGLE`, `STANDALONE` with `--speculative-eagle-topk`", DRAFT_TREES),
-        *(("`EAGLE`, `STANDALONE`", why) for why in BESIDE_DRAFT.values()),
         (
             "`--kv-cache-dtype`",
             f"only {_words(ITEM_BYTES)} are shared and, without scales in the checkpoint and without MLA, "
-            f"{_words(sorted(QUANTISED))}. Other dtypes store scales separately",
+            f"{_words(sorted(QUANTISED))}",
         ),
         ("some models with sliding windows", WINDOWS),
         ("`--speculative-algorithm` or an fp8 KV cache, with sliding windows", BESIDE_WINDOWS),
@@ -89,12 +91,27 @@ def page() -> str:
         ),
         ("models in SGLang's generic transformers backend", "SGLang has no prefix cache for their images"),
     ]
+    drafts = [
+        *((f"`{each.flag}`", each.why) for each in DRAFT_SETTINGS),
+        ("`--speculative-eagle-topk`", DRAFT_TREES),
+        *((kind, _NOT_TESTED) for kind in _BESIDE.values()),
+    ]
+    assert _BESIDE.keys() == BESIDE_DRAFT.keys()
+    shared: dict[str, list[str]] = {}
+    for kind in KINDS:
+        if not kind.excluded_by:
+            shared.setdefault(kind.remark, []).append(f"`{' '.join(kind.args)}`")
     return _INTRO.format(
         notice=notice("`cornplug/sglang_hooks/kv/exclusions.py`"),
-        shared=table(("server", "flags", "remark"), [_row(kind) for kind in KINDS if not kind.excluded_by]),
-        excluded=table(("setting or model", "reason"), _merged(excluded)),
-        rivals=table(("flag",), [(f"`{flag}`",) for _, _, flag in RIVALS]),
+        shared=_list((", ".join(flags), remark) for remark, flags in shared.items()),
+        excluded=_list(_merged(excluded)),
+        drafts=_list(_merged(drafts)),
+        rivals=_words(flag for _, _, flag in RIVALS),
     )
+
+
+def _list(rows: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(f"- {left}" + (f": {right}" if right else "") for left, right in rows)
 
 
 def _merged(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
@@ -108,10 +125,6 @@ def _merged(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 def _flag(each: ExcludedFlag) -> str:
     """A flag and, where several values of it are shared, which are not."""
     return f"`{each.flag}`" + (f" but {_words(map(str, each.also))}" if each.also else "")
-
-
-def _row(kind: ServerKind) -> tuple[str, str, str]:
-    return kind.name, f"`{' '.join(kind.args)}`", kind.remark
 
 
 def _words(names: Iterable[str]) -> str:

@@ -17,36 +17,19 @@ RESULTS: Final = TREE / "docs" / "support-matrix.json"
 LABELS: Final[Mapping[str, str]] = {"vllm": "vLLM", "sglang": "SGLang"}
 OLD_AFTER: Final = 100
 """A result is old after this many commits to `COVERED`."""
-COVERED: Final = ("cornplug", ":!cornplug/apps", ":!cornplug/planner", ":!cornplug/replay")
+COVERED: Final = ("cornplug", ":!cornplug/apps", ":!cornplug/planner", ":!cornplug/replay.py")
 """The code that runs in or beside an engine, as git pathspecs."""
 _INTRO: Final = f"""# Support matrix
 
-This page lists the engine releases and dtypes in which each feature was tested with a real engine.
+This page lists the engine releases and dtypes in which each feature was tested with a real engine. It is
+generated from `docs/support-matrix.json`, which has the test, commit and vLLM configuration of each result.
 
-*Generated: `script/test-more` records test results in `docs/support-matrix.json`, and `script/docs` writes
-this page from that file.*
+A cell has the dtypes in which the tests passed: float32 (f32), float16 (f16) or bfloat16 (bf16). It is empty
+if no test ran. † means that a test is older than {OLD_AFTER} commits to engine-related code.
 
-| cell | meaning |
-|---|---|
-| a dtype, with [beds](#beds) | The tests passed in this dtype, in these vLLM configurations. |
-| - | No test ran. |
-| **fails** | A test failed. |
-| (old) | A test last ran more than {OLD_AFTER} commits ago. Only commits to engine-related code count. |
-
-An engine shares the media of a family only in the releases and dtypes of the first three tables. Otherwise it
-encodes the media itself and logs the reason.
+An engine shares the media of a family only in the releases and dtypes of the rows **Families**.
 """
-_BEDS: Final = """## Beds
-
-A bed is a configuration of vLLM without a GPU:
-
-| bed | model runner | KV layout | processes | scheduling |
-|---|---|---|---|---|
-| v1 | V1 | CPU's | several | synchronous |
-| v1-one | V1 | CPU's | one | synchronous |
-| v2 | V2 | CPU's | several | synchronous |
-| v2-gpu | V2 | Triton attention's, as on a GPU | one | asynchronous |
-"""
+_SHORT: Final[Mapping[str, str]] = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
 class Column(NamedTuple):
@@ -64,38 +47,35 @@ class Column(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Results of one promise in one release and dtype, on one bed."""
+    """Results of one promise in one release and dtype."""
 
     passed: bool = True
     old: bool = False
 
-    def mark(self) -> str:
-        return ("" if self.passed else " **fails**") + (" (old)" if self.old else "")
 
-
-Cell = dict[str, dict[str, Outcome]]
-"""Dtype -> bed -> outcome."""
+Cell = dict[str, Outcome]
+"""Dtype -> outcome."""
 
 
 def page(file: Path = RESULTS) -> str:
-    """The page's text."""
+    """The page's text. Promises with equal cells share a row."""
     results = json.loads(file.read_text())
     columns = sorted({_column(result) for result in results}, key=Column.place)
     sections: dict[str, dict[str, dict[Column, Cell]]] = defaultdict(lambda: defaultdict(dict))
     for result in results:
         cell = sections[result["section"]][result["promise"]].setdefault(_column(result), {})
-        beds = cell.setdefault(result["dtype"], {})
-        before = beds.get(result["bed"], Outcome())
+        before = cell.get(result["dtype"], Outcome())
         old = before.old or result.get("old", False)
-        beds[result["bed"]] = Outcome(before.passed and result["passed"], old)
-    parts = [_INTRO]
+        cell[result["dtype"]] = Outcome(before.passed and result["passed"], old)
+    head = ["", *(column.title() for column in columns)]
+    rows: list[list[str]] = []
     for section in sorted(sections, key=lambda name: (not name.startswith("Families"), name)):
-        rows = [
-            [promise, *(_text(cells.get(column, {})) for column in columns)]
-            for promise, cells in sections[section].items()
-        ]
-        parts.append(f"## {section}\n\n{table(['', *(column.title() for column in columns)], rows)}\n")
-    return "\n".join([*parts, _BEDS])
+        rows.append([f"**{section}**", *("" for _ in columns)])
+        merged: dict[tuple[str, ...], list[str]] = {}
+        for promise, cells in sections[section].items():
+            merged.setdefault(tuple(_text(cells.get(column, {})) for column in columns), []).append(promise)
+        rows += [["<br>".join(promises), *texts] for texts, promises in merged.items()]
+    return f"{_INTRO}\n{table(head, rows)}\n"
 
 
 def _column(result: Mapping[str, Any]) -> Column:
@@ -103,12 +83,12 @@ def _column(result: Mapping[str, Any]) -> Column:
 
 
 def _text(cell: Cell) -> str:
-    """A cell as the page shows it: "float32: v1, v2 (old); bfloat16: v1", or "float32" without beds."""
+    """A cell as the page shows it, such as "f32, bf16†"."""
     parts = []
     for dtype in sorted(cell, reverse=True):
-        beds = ", ".join(f"{bed}{outcome.mark()}" for bed, outcome in sorted(cell[dtype].items()))
-        parts.append(dtype + (beds if "" in cell[dtype] else f": {beds}"))
-    return "; ".join(parts) or "-"
+        fails = "" if cell[dtype].passed else " **fails**"
+        parts.append(_SHORT.get(dtype, dtype) + fails + ("†" if cell[dtype].old else ""))
+    return ", ".join(parts)
 
 
 def mark_old(file: Path = RESULTS, tree: Path = TREE) -> None:

@@ -1,4 +1,4 @@
-"""Rows of cornplug/checkpoints/validated_families.py, from the results in docs/support-matrix.json."""
+"""Rows of cornplug/checkpoints/tested_releases.py, from the results in docs/support-matrix.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VIDEOS: Final = "Families: videos equal the engine's"
 """Section of `tests/integration/test_family_videos.py`."""
 OWN: Final = "Families: stored embeddings equal the engine's"
 """Section of `tests/integration/test_own_towers.py`; its promises read "FAMILY, MODALITY"."""
-_MODULE: Final = TREE / "cornplug" / "checkpoints" / "validated_families.py"
+_MODULE: Final = TREE / "cornplug" / "checkpoints" / "tested_releases.py"
 _ROWS: Final = re.compile(r"(?<=    \{\n).*?(?=    \}\n\))", re.DOTALL)
 
 

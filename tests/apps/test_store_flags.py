@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 from cornplug import config
-from cornplug.apps import plan_of
+from cornplug.apps import deployment_of
 from cornplug.apps.launch_checks import STORE_FLAGS
 from cornplug.errors import ConfigError
 from cornplug.planner.launch.command_lines import commands
-from cornplug.planner.plan import Plan
+from cornplug.planner.plan import Deployment
 from cornplug.store.daemon.main import store_parser
 
 from .services import services
 
 
-def store_flags(folder: Path, *flags: str) -> Plan:
-    """The plan of the services with these flags."""
+def store_flags(folder: Path, *flags: str) -> Deployment:
+    """The deployment of the services with these flags."""
     written = ", ".join(f"'{flag}'" for flag in flags)
-    return plan_of(services(folder, ("store_gib = 2.0", f"store_gib = 2.0\nstore_flags = [{written}]")))
+    return deployment_of(services(folder, ("store_gib = 2.0", f"store_gib = 2.0\nstore_flags = [{written}]")))
 
 
 def test_store_flags_reach_the_launched_store(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_store_flags_reach_the_launched_store(tmp_path: Path) -> None:
 def test_store_flags_outlive_a_plan_file(tmp_path: Path) -> None:
     plan = store_flags(tmp_path, "--clamp")
     plan.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json").store_flags == ["--clamp"]
+    assert Deployment.load(tmp_path / "plan.json").store_flags == ["--clamp"]
 
 
 @pytest.mark.parametrize(

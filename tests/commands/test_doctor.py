@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 
 from cornplug import config
+from cornplug.checkpoints.tested_releases import VersionRange
 from cornplug.commands import doctor
 from cornplug.commands.engine_checks import ENGINES
 from cornplug.commands.fingerprint import describe
 from cornplug.encoder_service.wire.messages import ServedModel
-from cornplug.engine_common.version_range import VersionRange
 from cornplug.errors import EncoderUnavailable
 from cornplug.private_paths import read_secret
 from devkit import checkpoints

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from cornplug.checkpoints.tested_releases import VersionRange
 from cornplug.commands import engine_checks
 from cornplug.commands.engine_checks import SGLANG, VLLM, CheckedEngine, CheckResult
-from cornplug.engine_common.version_range import VersionRange
 from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, last_line
 
 HERE = [engine for engine in (VLLM, SGLANG) if importlib.util.find_spec(engine.name) is not None]

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from cornplug import cli
-from cornplug.commands.store_command import parse_age, told
+from cornplug.commands.store_command import parse_age, purge_summary
 from cornplug.config import StoreConfig
 from cornplug.store.base import PurgeCount
 from cornplug.store.client import PoolStore
@@ -68,6 +68,6 @@ def test_parse_age_other_text_is_an_error(text: str) -> None:
 
 
 def test_told_names_entries_that_were_being_written() -> None:
-    assert told(PurgeCount(2, 3 << 20, 0, 1), dry_run=False) == (
+    assert purge_summary(PurgeCount(2, 3 << 20, 0, 1), dry_run=False) == (
         "purged 2 entries, 3.0 MiB; 1 more were being written"
     )

@@ -23,8 +23,8 @@ from cornplug.config import Config, load
 from cornplug.encoder_service.execution.encoder import EncoderCore, EncoderLimits
 from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.http.models import ModelsRoute
-from cornplug.encoder_service.models.registry import ModelRegistry
-from cornplug.encoder_service.preprocess.image import ImagePreprocessor
+from cornplug.encoder_service.model_registry import ModelRegistry
+from cornplug.encoder_service.preprocess.prepared_media import ImagePreprocessor
 from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
 from cornplug.encoder_service.preprocess.whole_processor import WholeProcessor
 from cornplug.encoder_service.scheduling.batcher import EncodeJob

@@ -19,7 +19,7 @@ import pytest
 from time_limits import TimeLimits
 
 from cornplug.config import Config, load
-from cornplug.encoder_service.http import body_limits
+from cornplug.encoder_service.http import requests
 from cornplug.encoder_service.wire.engine_seal import MEDIA_TYPE, PATH, EngineSeal
 from cornplug.encoder_service.wire.messages import MediumRefusal, Reply
 from cornplug.qos import QosClasses
@@ -99,7 +99,7 @@ def test_body_guard_classes_have_a_part_of_the_bytes_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before: bodies of anyone that do not end kept everyone out for `BODY_DEADLINE_S`."""
-    monkeypatch.setattr(body_limits, "_HELD_BYTES", 1)
+    monkeypatch.setattr(requests, "_HELD_BYTES", 1)
     qos = QosClasses(load({"qos.classes": {"premium": {"share": 0.5, "api_keys": ["k"]}}}, environ={}).qos)
     limits = config.encoder.model_copy(update={"max_body_bytes": 100_000})
     service = Service(make_encoder(classes=qos), config.model_copy(update={"encoder": limits}))

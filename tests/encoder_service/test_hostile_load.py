@@ -21,12 +21,11 @@ from time_limits import TimeLimits
 
 from cornplug.config import Config, load
 from cornplug.encoder_service.execution import encoder, media_intake
-from cornplug.encoder_service.http import body_limits
+from cornplug.encoder_service.http import requests
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.models.registry import ModelRegistry
+from cornplug.encoder_service.model_registry import ModelRegistry
 from cornplug.encoder_service.preprocess import decode_lanes
-from cornplug.encoder_service.preprocess.byte_budget import ByteBudget
-from cornplug.encoder_service.preprocess.decode_lanes import DecodeLimits
+from cornplug.encoder_service.preprocess.decode_lanes import ByteBudget, DecodeLimits
 from cornplug.errors import EncoderRefused
 from cornplug.qos import QosClasses, ServiceClass
 from devkit import checkpoints
@@ -244,7 +243,7 @@ def test_http_deadline_of_a_request_is_limited(
 
 
 def test_http_body_that_never_comes_is_cut_off(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_limits, "BODY_DEADLINE_S", 0.5)
+    monkeypatch.setattr(requests, "BODY_DEADLINE_S", 0.5)
     port = serve().listener.getsockname()[1]
     with socket.create_connection(("127.0.0.1", port), timeout=30) as s:
         s.sendall(

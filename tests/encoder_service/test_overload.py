@@ -19,7 +19,7 @@ from cornplug import identity
 from cornplug.config import QosConfig
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.executor import BatchResult, EncodeBatch
-from cornplug.encoder_service.models.registry import LoadedModel
+from cornplug.encoder_service.model_registry import LoadedModel
 from cornplug.encoder_service.scheduling.batcher import Answer
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, EncodeRequest
 from cornplug.qos import QosClasses

@@ -20,12 +20,11 @@ from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.executor import InProcessExecutor
 from cornplug.encoder_service.execution.result_cache import ResultCache
-from cornplug.encoder_service.models.loader import LoadedModel
-from cornplug.encoder_service.models.registry import ModelRegistry
+from cornplug.encoder_service.model_loader import LoadedModel
+from cornplug.encoder_service.model_registry import ModelRegistry
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediumSource, PreprocessedMedium
 from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
-from cornplug.encoder_service.replicas.pool import open_replicas
-from cornplug.encoder_service.replicas.replica import ReplicaSettings
+from cornplug.encoder_service.replica import ReplicaSettings, open_replicas
 from cornplug.encoder_service.scheduling.batcher import Answer
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, EncodeRequest
 from cornplug.errors import CheckpointError, EncoderRefused

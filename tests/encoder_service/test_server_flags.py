@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from cornplug.checkpoints.numeric_class import PRECISION_VARIABLES
+from cornplug.checkpoints.families.family import PRECISION_VARIABLES
 from cornplug.encoder_service import server, server_flags
-from cornplug.encoder_service.replicas.pool import cores
+from cornplug.encoder_service.replica import cores
 from cornplug.encoder_service.server import main
 from cornplug.errors import ConfigError
 

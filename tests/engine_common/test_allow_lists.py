@@ -11,7 +11,7 @@ import pytest
 from pydantic import Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from cornplug.engine_common.allow_lists import (
+from cornplug.engine_common.engine_config import (
     AS_OVERRIDE,
     FieldTables,
     SettingsVerdict,

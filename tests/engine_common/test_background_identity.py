@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 from time_limits import TimeLimits
 
-from cornplug.engine_common import background_identity, engine_state
-from cornplug.engine_common.background_identity import BackgroundIdentity, CurrentIdentity
+from cornplug.engine_common import engine_state, weights_guard
+from cornplug.engine_common.weights_guard import BackgroundIdentity, CurrentIdentity
 from cornplug.errors import CheckpointError
 
 LOG = logging.getLogger("cornplug.test")
@@ -67,7 +67,7 @@ def test_background_identity_unexpected_error_is_identity_error() -> None:
 def test_first_wait_of_all_callers_is_bounded_together(
     monkeypatch: pytest.MonkeyPatch, within: TimeLimits
 ) -> None:
-    monkeypatch.setattr(background_identity, "FIRST_WAIT_S", 0.2)
+    monkeypatch.setattr(weights_guard, "FIRST_WAIT_S", 0.2)
     go = threading.Event()
     identity = made(lambda: b"model" if go.wait(60) else b"")
     began = time.monotonic()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cornplug.encoder_service.wire.messages import EncodeReply, WireTensor
-from cornplug.engine_common.embedding_fetch import EncoderRequestPolicy, ExpectedEmbedding
+from cornplug.engine_common.embeddings import EncoderRequestPolicy, ExpectedEmbedding
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.errors import (
     CodecError,

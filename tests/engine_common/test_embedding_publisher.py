@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cornplug.engine_common import embedding_publisher
-from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
+from cornplug.engine_common import embeddings
+from cornplug.engine_common.embeddings import EmbeddingPublisher
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 
@@ -32,7 +32,7 @@ def test_embedding_publisher_tells_the_store_what_an_embedding_cost() -> None:
 def test_embedding_publisher_flush_waits_for_offers_and_patience_for_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(embedding_publisher, "_MAX_WAITING", 1)
+    monkeypatch.setattr(embeddings, "_MAX_WAITING", 1)
     store, outcomes = MemoryStore(capacity_bytes=1 << 20), list[str]()
     here: Any = SimpleNamespace(app="test", background_timeout_s=1.0, store=store.connect())
     offers = EmbeddingPublisher(here, lambda outcome, size: outcomes.append(outcome))
@@ -41,7 +41,7 @@ def test_embedding_publisher_flush_waits_for_offers_and_patience_for_room(
     offers.flush(20)
     assert outcomes == ["stored"] * 3
     go = threading.Event()
-    monkeypatch.setattr(embedding_publisher, "put_payload", lambda *_, **__: go.wait(20) and "stored")
+    monkeypatch.setattr(embeddings, "put_payload", lambda *_, **__: go.wait(20) and "stored")
     offers.offer(b"n" * 32, torch.zeros(2, 8))
     offers.flush(0.01)
     assert len(outcomes) == 3, "it waited longer than its timeout"
@@ -51,14 +51,14 @@ def test_embedding_publisher_flush_waits_for_offers_and_patience_for_room(
 
 def test_embedding_publisher_queue_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 embeddings of a large page are 1.9 GB of an accelerator's memory."""
-    monkeypatch.setattr(embedding_publisher, "_MAX_WAITING_BYTES", 10_000)
+    monkeypatch.setattr(embeddings, "_MAX_WAITING_BYTES", 10_000)
     go, outcomes = threading.Event(), list[str]()
 
     def put(*args: Any, **kwargs: Any) -> str:
         assert go.wait(20)
         return "stored"
 
-    monkeypatch.setattr(embedding_publisher, "put_payload", put)
+    monkeypatch.setattr(embeddings, "put_payload", put)
 
     class Here:
         app, background_timeout_s, store = "test", 1.0, FaultyStore

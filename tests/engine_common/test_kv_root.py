@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cornplug.engine_common.kv_root import engine_of_latents
+from cornplug.engine_common.model_identity import engine_of_latents
 
 ROPE: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "mscale": 1.0}
 COMPARED: dict[str, Any] = {"architectures": ["DeepseekV2ForCausalLM"], "rope_parameters": ROPE}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from time_limits import TimeLimits
 
-from cornplug.engine_common.embedding_publisher import TowerClock
+from cornplug.engine_common.embeddings import TowerClock
 
 
 def test_tower_clock_measures_time_of_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Final
 
 from harmless_settings import Run
 
-from cornplug.engine_common.allow_lists import FieldTables
+from cornplug.engine_common.engine_config import FieldTables
 from cornplug.sglang_hooks.model.environment import ENVIRONMENT
 from cornplug.sglang_hooks.model.server_args_fields import SERVER_ARGS
 

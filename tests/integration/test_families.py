@@ -8,7 +8,7 @@ In bfloat16 and float16 an answer says little of a row, so the rows themselves a
 engine stores must be as near to the float32 service's as the rows of a service of the engine's dtype are.
 
 The families that a release of an engine shares in a dtype are the lines that passed here: script/docs writes
-`cornplug/checkpoints/validated_families.py` from the results that a run keeps. Here each line is shared on
+`cornplug/checkpoints/tested_releases.py` from the results that a run keeps. Here each line is shared on
 trial (`devkit/family_trials.py`).
 """
 
@@ -28,7 +28,7 @@ import pytest
 from integration.stack import Pairs, Stack, count, same_answers, selected, settle_saves
 from PIL import Image
 
-from cornplug.checkpoints.validated_families import VALIDATED
+from cornplug.checkpoints.tested_releases import VALIDATED
 from cornplug.encoder_service.client.sync_client import EncoderClient
 from cornplug.host import free_port
 from devkit import checkpoints

@@ -1,7 +1,7 @@
 """Videos on real engines: the rows and the KV that a fresh engine takes are those that it would compute.
 
 The families whose videos a release of vLLM shares in a dtype are the lines that passed here: script/docs
-writes `cornplug/checkpoints/validated_families.py` from the results that a run keeps. Here each line is
+writes `cornplug/checkpoints/tested_releases.py` from the results that a run keeps. Here each line is
 shared on trial (`devkit/family_trials.py`). A video comes as JPEG frames in a data URL, its rate as an option
 of the request.
 
@@ -26,7 +26,7 @@ import pytest
 from integration.stack import Stack, count, same_answers, services, settle_saves
 from PIL import Image
 
-from cornplug.checkpoints.validated_families import VALIDATED
+from cornplug.checkpoints.tested_releases import VALIDATED
 from devkit import checkpoints
 from devkit.engines import Answer, EngineServer, VllmServer, wait_until
 from devkit.family_trials import trial_environment

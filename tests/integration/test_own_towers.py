@@ -1,7 +1,7 @@
 """Embeddings of towers that only SGLang computes with: rows out of the store equal those of the tower.
 
 The families that SGLang's servers share so in a dtype are the lines that passed here: script/docs writes
-`cornplug/checkpoints/validated_families.py` from the results that a run keeps. Here each line is shared on
+`cornplug/checkpoints/tested_releases.py` from the results that a run keeps. Here each line is shared on
 trial (`devkit/family_trials.py`).
 
 No encoder service runs. The server keeps no embeddings itself, so that a repeated medium comes out of the
@@ -23,7 +23,7 @@ import pytest
 from integration.stack import count, forget_prefixes, same_answers, services
 from PIL import Image
 
-from cornplug.checkpoints.validated_families import VALIDATED
+from cornplug.checkpoints.tested_releases import VALIDATED
 from devkit import checkpoints
 from devkit.engines import Answer, EngineServer, data_url, wait_until
 from devkit.family_trials import trial_environment

@@ -13,11 +13,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from vllm.multimodal.inputs import PlaceholderRange
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.engine_common import resolved_config
-from cornplug.engine_common.background_identity import CurrentIdentity
-from cornplug.engine_common.kv_root import page_root
+from cornplug.engine_common import engine_config
 from cornplug.engine_common.lora_digests import LoraDigests
-from cornplug.engine_common.model_identity import EngineModel, TowerIdentity
+from cornplug.engine_common.model_identity import EngineModel, TowerIdentity, page_root
+from cornplug.engine_common.weights_guard import CurrentIdentity
 from cornplug.kv_page import PageGeometry
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import validated_families
@@ -35,7 +34,7 @@ def engine_model(deployment: Deployment, folder: Path) -> EngineModel:
     changed = {}
     if deployment.hf_overrides:
         running = _as_read(updated(deployment.config, deployment.hf_overrides))
-        changed = resolved_config.changes(running, _as_read(deployment.config))
+        changed = engine_config.changes(running, _as_read(deployment.config))
     return EngineModel(
         checkpoint=Checkpoint.open(str(folder)),
         dtype=deployment.dtype,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from cornplug.planner.perf_model.queueing import erlang_c
+from cornplug.planner.perf_model.analytic_load import erlang_c
 
 
 def wait_exceeds(

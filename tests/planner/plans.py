@@ -14,10 +14,10 @@ from cornplug.planner.plan import (
     KVGeometry,
     OptimalityProof,
     Plan,
+    PlannedGroup,
     PlannedNodes,
     PlanRoute,
     QosReservation,
-    ReplicaGroup,
     RouteStage,
 )
 
@@ -136,7 +136,7 @@ def _requests(case: Case) -> list[str]:
     return ["short", "nightly"] if case.classes else ["short"]
 
 
-def _route(case: Case, groups: list[ReplicaGroup], request: str) -> PlanRoute:
+def _route(case: Case, groups: list[PlannedGroup], request: str) -> PlanRoute:
     stages = [RouteStage(tasks=g.tasks, groups={g.name: 1.0}) for g in groups]
     return PlanRoute(app="chat", request=request, structure=case.structure, rate=2.0, stages=stages)
 
@@ -155,7 +155,7 @@ def _forecast(case: Case, request: str) -> LatencyForecast:
     )
 
 
-def _group(case: Case, tasks: str) -> ReplicaGroup:
+def _group(case: Case, tasks: str) -> PlannedGroup:
     tp = (case.decode_tp or case.tp) if tasks == "D" else case.tp
     apart = tasks == "D" and case.decode_gpu is not None
     common: dict[str, Any] = {
@@ -170,7 +170,7 @@ def _group(case: Case, tasks: str) -> ReplicaGroup:
         "share": case.share,
     }
     if tasks == "E":
-        return ReplicaGroup(
+        return PlannedGroup(
             name="vit/E@nodes", service="vit/E", tasks="E", components=["vit"], model=case.model,
             encoder_models=[case.model], engine="cornplug", tp=1, pp=1, quantisation="none", **common,
         )  # fmt: skip
@@ -184,7 +184,7 @@ def _group(case: Case, tasks: str) -> ReplicaGroup:
             "memory_share": SETTINGS.memory_share * case.share,
         }
     )
-    return ReplicaGroup(
+    return PlannedGroup(
         name=f"llm7+vit/{tasks}@nodes", service=f"llm7+vit/{tasks}", tasks=tasks,
         components=["llm7", "vit"] if "E" in tasks else ["llm7"], model=case.model, engine=case.engine,
         tp=tp, pp=case.pp, dp=case.dp, dcp=case.dcp, pcp=case.pcp, expert_parallel=case.expert_parallel,
@@ -193,7 +193,7 @@ def _group(case: Case, tasks: str) -> ReplicaGroup:
     )  # fmt: skip
 
 
-def _placed(case: Case, groups: list[ReplicaGroup]) -> tuple[list[ReplicaGroup], list[PlannedNodes]]:
+def _placed(case: Case, groups: list[PlannedGroup]) -> tuple[list[PlannedGroup], list[PlannedNodes]]:
     """One replica after the other over nodes of eight GPUs; with `hosts` 2 each group has its own."""
     placed, node, first = [], 0, 0
     for number, group in enumerate(groups):

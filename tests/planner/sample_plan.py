@@ -13,15 +13,15 @@ from cornplug.planner.plan import (
     Plan,
     PlanAlternative,
     PlanExplanation,
+    PlannedGroup,
     PlannedNodes,
     PlanRoute,
     QosReservation,
-    ReplicaGroup,
     RouteStage,
 )
 
 
-def group(name: str, tasks: str, **changes: Any) -> ReplicaGroup:
+def group(name: str, tasks: str, **changes: Any) -> PlannedGroup:
     given: dict[str, Any] = {
         "name": name,
         "service": name.partition("@")[0],
@@ -42,7 +42,7 @@ def group(name: str, tasks: str, **changes: Any) -> ReplicaGroup:
         "apps": ["chat"],
         "profile": "measured: 2026-11, H100",
     }
-    return ReplicaGroup(**(given | changes))
+    return PlannedGroup(**(given | changes))
 
 
 def plan(**changes: Any) -> Plan:

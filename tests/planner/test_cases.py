@@ -12,7 +12,7 @@ from cornplug.planner.inputs import toml_reader
 from cornplug.planner.inputs.schema import PlanInput
 from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.plan import Plan
-from cornplug.planner.report import slo_checks
+from cornplug.planner.report import formatting
 
 CASES = Path(__file__).parent / "cases"
 
@@ -113,7 +113,7 @@ def test_decide_a08_splitwise_s_own_slowdowns_are_kept() -> None:
     count = replicas(found)
     assert 45 <= count["bloom/P@H100"] <= 60
     assert count["bloom/D@H100"] == 2
-    checks = [c for c in slo_checks.of(found) if c.bound is not None]
+    checks = [c for c in formatting.slo_checks(found) if c.bound is not None]
     assert len(checks) == 9
     assert all(c.slowdown and c.kept for c in checks)
 

@@ -1,6 +1,6 @@
 """The simulator against queues whose answers are known: M/M/c and M/D/1 within 2 %.
 
-Service times and gaps are their distributions' quantiles in random order (`arrivals.py`), which
+Service times and gaps are their distributions' quantiles in random order (`simulator`), which
 halves the spread from seed to seed: the standard error of the means below is under 0.5 %.
 """
 
@@ -13,8 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 from cornplug.planner.inputs.request_classes import SampledRequest
-from cornplug.planner.perf_model.queueing import erlang_c
-from cornplug.planner.simulator import arrivals
+from cornplug.planner.perf_model.analytic_load import erlang_c
+from cornplug.planner.simulator import traffic
 from cornplug.planner.simulator.simulator import JobOutcomes, Station, StationJob, StationVisit, simulate
 from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
 
@@ -33,7 +33,7 @@ def exponential(n: int, rng: np.random.Generator) -> NDArray[np.float64]:
 def queue(
     servers: int, rate: float, service_s: NDArray[np.float64], rng: np.random.Generator, **station: str
 ) -> JobOutcomes:
-    at = arrivals.times(rate, 1.0, len(service_s), rng)
+    at = traffic.arrival_times(rate, 1.0, len(service_s), rng)
     jobs = [
         StationJob(t, 0, SampledRequest(1, 0, (), 1, units), HERE)
         for t, units in zip(at.tolist(), service_s.tolist(), strict=True)
@@ -101,7 +101,7 @@ ONE_AT_A_TIME = {
 def test_simulate_serial_replicas_of_every_kind_are_one_queue(tasks: str) -> None:
     """So that the closed forms speak of all of them."""
     station, draw = ONE_AT_A_TIME[tasks]
-    at = arrivals.times(0.8, 1.0, 3000, np.random.default_rng(1)).tolist()
+    at = traffic.arrival_times(0.8, 1.0, 3000, np.random.default_rng(1)).tolist()
     got = simulate([station], [StationJob(t, 0, draw, HERE) for t in at]).e2e
     free, expected = 0.0, []
     for t in at:

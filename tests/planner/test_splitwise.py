@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cornplug.planner.inputs import traces
+from cornplug.planner.inputs import request_sampling
 from cornplug.planner.inputs.request_classes import SampledRequest
-from cornplug.planner.simulator import arrivals
+from cornplug.planner.simulator import traffic
 from cornplug.planner.simulator.simulator import JobOutcomes, Station, StationJob, StationVisit, simulate
 from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
 
@@ -33,7 +33,7 @@ A100_TOKEN_S = 0.04761
 KV_TOKENS = 89_235
 """8 x 80 GiB less 329 GB of weights, over 4 014 080 bytes a token."""
 RATE = 70.0
-TRACE = traces.read(Path(__file__).parent / "cases" / "splitwise_code.csv", "csv")
+TRACE = request_sampling.read_trace(Path(__file__).parent / "cases" / "splitwise_code.csv", "csv")
 SLOWDOWNS: Mapping[str, tuple[float, float, float]] = {
     "ttft": (2, 3, 6),
     "tpot": (1.25, 1.5, 5),
@@ -45,8 +45,8 @@ SLOWDOWNS: Mapping[str, tuple[float, float, float]] = {
 def requests(seconds: float, seed: int, visits: tuple[StationVisit, ...]) -> list[StationJob]:
     """Poisson arrivals of requests of the trace."""
     rng = np.random.default_rng(seed)
-    at = arrivals.within(RATE, 1.0, seconds, rng)
-    rows = arrivals.evenly(len(TRACE.at_s), len(at), rng)
+    at = traffic.arrivals_within(RATE, 1.0, seconds, rng)
+    rows = traffic.evenly(len(TRACE.at_s), len(at), rng)
     return [
         StationJob(
             t, 0, SampledRequest(int(TRACE.prompt_tokens[i]), 0, (), int(TRACE.output_tokens[i]), 0.0), visits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cornplug.replay.trace_readers import TraceRequest
+from cornplug.replay import TraceRequest
 
 
 class LRU:

@@ -11,8 +11,16 @@ from pathlib import Path
 import pytest
 
 from cornplug.config import NamespaceConfig
-from cornplug.replay.scores import ReplayScore, StoreReplay, replay
-from cornplug.replay.trace_readers import TokenCost, TraceAccess, TraceRequest, distinct_bytes, read_trace
+from cornplug.replay import (
+    ReplayScore,
+    StoreReplay,
+    TokenCost,
+    TraceAccess,
+    TraceRequest,
+    distinct_bytes,
+    read_trace,
+    replay,
+)
 
 from .lru import LRU
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from cornplug.replay.scores import StoreReplay, replay
-from cornplug.replay.trace_readers import TraceAccess, TraceRequest, distinct_bytes
+from cornplug.replay import StoreReplay, TraceAccess, TraceRequest, distinct_bytes, replay
 
 from .lru import LRU
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cornplug import cli
-from cornplug.replay.replay_command import main
+from cornplug.replay import main
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.replay.trace_readers import TokenCost, TraceAccess, TraceRequest, distinct_bytes, read_trace
+from cornplug.replay import TokenCost, TraceAccess, TraceRequest, distinct_bytes, read_trace
 from cornplug.store.base import ReserveTerms
 from cornplug.store.daemon.access_log import AccessLog
 from cornplug.store.daemon.entry_watchers import EntryWatchers

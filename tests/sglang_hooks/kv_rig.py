@@ -32,7 +32,8 @@ from cornplug.engine_common.shared_flags import settings
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
-from cornplug.sglang_hooks.kv import hicache_config, hicache_storage, page_hash_hooks
+from cornplug.sglang_hooks.kv import hicache_config, hicache_storage
+from cornplug.sglang_hooks.kv_pages import page_hash_index
 from cornplug.sglang_hooks.kv_pages.costs import LoadPace
 from cornplug.sglang_hooks.kv_pages.layout import (
     HostPages,
@@ -46,16 +47,15 @@ from cornplug.sglang_hooks.kv_pages.layout import (
 )
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
-from cornplug.sglang_hooks.kv_pages.pool_context import PoolContext, RankPool
-from cornplug.sglang_hooks.kv_pages.reader import PageReader
+from cornplug.sglang_hooks.kv_pages.reader import PageReader, PoolContext, RankPool
 from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
 from cornplug.store.base import Store
 from cornplug.testing import FaultyStore
 
 from .hooked import hook_of
 
-storage_hash = hook_of(page_hash_hooks, "get_storage_hash_str")
-attach_storage_backend = hook_of(page_hash_hooks, "HybridCacheController.attach_storage_backend")
+storage_hash = hook_of(page_hash_index, "get_storage_hash_str")
+attach_storage_backend = hook_of(page_hash_index, "HybridCacheController.attach_storage_backend")
 
 # The copies between device and host that SGLang has for GPUs only.
 sglang_hicache_cpu.register()

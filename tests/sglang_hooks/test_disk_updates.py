@@ -22,15 +22,15 @@ from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.model_identity import EngineModel, StartedModel
 from cornplug.errors import CheckpointError
 from cornplug.identity import placeholder_tokens as values_of
-from cornplug.sglang_hooks import disk_updates
+from cornplug.sglang_hooks import weight_epochs
 from cornplug.sglang_hooks.media import placeholder_tokens
 from cornplug.sglang_hooks.model import model_config
 from devkit import checkpoints
 
 from .hooked import hook_of
 
-tokenizer_update = hook_of(disk_updates, "TokenizerManager.update_weights_from_disk")
-scheduler_update = hook_of(disk_updates, "SchedulerWeightUpdaterManager.update_weights_from_disk")
+tokenizer_update = hook_of(weight_epochs, "TokenizerManager.update_weights_from_disk")
+scheduler_update = hook_of(weight_epochs, "SchedulerWeightUpdaterManager.update_weights_from_disk")
 
 
 def described(folder: Path) -> EngineModel:
@@ -217,7 +217,7 @@ def test_disk_update_that_raised_votes_no(new: Path, rank: Rank) -> None:
 
 
 def test_disk_update_after_update_by_wire_stays_off(new: Path, rank: Rank) -> None:
-    weights_guard.note_replaced("update_weights_from_tensor", disk_updates.logger)
+    weights_guard.note_replaced("update_weights_from_tensor", weight_epochs.logger)
     rank.update(new)
     assert weights_guard.replaced()
 

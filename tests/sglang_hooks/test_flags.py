@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.pool_host import base as pool_base
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-from cornplug.engine_common.version_range import VersionRange
+from cornplug.checkpoints.tested_releases import VersionRange
 from cornplug.errors import ConfigError
 from cornplug.sglang_hooks import activation, compat, flags
 from cornplug.sglang_hooks.kv import exclusions, hicache_config
@@ -605,7 +605,7 @@ def test_share_in_untested_sglang_leaves_it_stock(
 
 _UNTESTED = """
 import json
-from cornplug.engine_common.version_range import VersionRange
+from cornplug.checkpoints.tested_releases import VersionRange
 VersionRange.installed = lambda self: "0.5.99"
 from sglang.srt.plugins import load_plugins
 load_plugins()

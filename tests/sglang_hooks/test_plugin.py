@@ -10,7 +10,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from cornplug.errors import ConfigError
-from cornplug.sglang_hooks import activation, hook_registry
+from cornplug.sglang_hooks import activation, plugin
 from cornplug.sglang_hooks.compat import Hook
 
 from .zygote import Zygote
@@ -59,18 +59,18 @@ def test_plugin_in_child_installs_needed_hooks(
     zygote: Zygote, said: str, hooked: str, free: tuple[str, ...]
 ) -> None:
     targets, _ = loaded_process(zygote, CORNPLUG_SGLANG="{}", CORNPLUG_SGLANG_PARTS=said)
-    assert targets >= {hook.target for hook in hook_registry.hooks(said.split(","))}
+    assert targets >= {hook.target for hook in plugin.hooks(said.split(","))}
     assert any(target.endswith(hooked) for target in targets)
     assert not any(other in target for target in targets for other in free)
 
 
 def test_install_repeated_hooks_every_target_once() -> None:
     load_plugins()
-    hook_registry.install(hook_registry.ALL)
-    hook_registry.install(hook_registry.ALL)
-    for hook in hook_registry.hooks(hook_registry.ALL):
-        assert hook_registry.is_applied(hook), hook
-        assert hook_registry.misfit(hook) == "", hook
+    plugin.install(plugin.ALL)
+    plugin.install(plugin.ALL)
+    for hook in plugin.hooks(plugin.ALL):
+        assert plugin.is_applied(hook), hook
+        assert plugin.misfit(hook) == "", hook
         ours = [f for _, f, _ in HookRegistry._hooks[hook.target] if f is hook.function]
         assert len(ours) == 1, hook
 
@@ -95,14 +95,14 @@ def test_verify_uncallable_hook_is_config_error(
     kind: Any, function: Any, reads: tuple[str, ...], fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook = Hook(f"{__name__}._grown", kind, function, reads)
-    assert (hook_registry.misfit(hook) == "") is fits
-    monkeypatch.setattr(hook_registry, "is_applied", lambda hook: True)
-    monkeypatch.setattr(hook_registry, "_registered", {"grown": hook})
+    assert (plugin.misfit(hook) == "") is fits
+    monkeypatch.setattr(plugin, "is_applied", lambda hook: True)
+    monkeypatch.setattr(plugin, "_registered", {"grown": hook})
     if fits:
-        hook_registry.verify()
+        plugin.verify()
     else:
         with pytest.raises(ConfigError, match="grown"):
-            hook_registry.verify()
+            plugin.verify()
 
 
 def test_hooks_in_inactive_server_change_nothing() -> None:
@@ -110,7 +110,7 @@ def test_hooks_in_inactive_server_change_nothing() -> None:
     from sglang.srt.server_args import prepare_server_args
 
     load_plugins()
-    hook_registry.install(hook_registry.ALL)
+    plugin.install(plugin.ALL)
     activation.turn_off()
     record = prepare_server_args(["--model-path", "dummy", "--device", "cpu"])
     record.resolve_once()
@@ -119,9 +119,9 @@ def test_hooks_in_inactive_server_change_nothing() -> None:
 
 def test_verify_missing_target_is_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = Hook("sglang.srt.managers.scheduler.Scheduler.no_such_method", "before", lambda *_: None)
-    monkeypatch.setitem(hook_registry._registered, "gone", gone)
+    monkeypatch.setitem(plugin._registered, "gone", gone)
     with pytest.raises(ConfigError, match="gone"):
-        hook_registry.verify()
+        plugin.verify()
 
 
 def test_is_applied_tells_installed_hook_from_other() -> None:
@@ -133,8 +133,8 @@ def test_is_applied_tells_installed_hook_from_other() -> None:
 
     HookRegistry.register(f"{__name__}._seam", theirs)
     HookRegistry.apply_hooks()
-    assert hook_registry.is_applied(Hook(f"{__name__}._seam", "after", theirs))
-    assert not hook_registry.is_applied(Hook(f"{__name__}._seam", "after", ours))
+    assert plugin.is_applied(Hook(f"{__name__}._seam", "after", theirs))
+    assert not plugin.is_applied(Hook(f"{__name__}._seam", "after", ours))
 
 
 def _seam() -> None:

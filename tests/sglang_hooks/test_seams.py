@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-from cornplug.sglang_hooks import hook_registry
+from cornplug.sglang_hooks import plugin
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sglang_seams.txt"
@@ -32,7 +32,7 @@ def parameters(function: Any) -> str:
 
 
 def seams() -> Iterator[str]:
-    for hook in hook_registry.hooks(hook_registry.ALL):
+    for hook in plugin.hooks(plugin.ALL):
         try:
             yield f"{hook.target}({parameters(pkgutil.resolve_name(hook.target))})"
         except (AttributeError, ImportError):

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from sglang.srt.plugins import load_plugins
 
-from cornplug.sglang_hooks import activation, compat, tokenizer_workers
+from cornplug.sglang_hooks import activation, compat
 from cornplug.sglang_hooks.kv import hicache_config
 from devkit import checkpoints
 
@@ -39,7 +39,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(checkpoints.qwen2_text(tmp_path_factory.mktemp("models") / "text"))
 
 
-@pytest.mark.parametrize(("workers", "application"), [("1", None), ("2", tokenizer_workers.APPLICATION)])
+@pytest.mark.parametrize(("workers", "application"), [("1", None), ("2", activation.HTTP_WORKERS)])
 def test_tokenizer_workers_of_server_with_images_import_hooked_application(
     images: str, workers: str, application: str | None
 ) -> None:
@@ -96,7 +96,7 @@ print(json.dumps([app is http_server.app, sorted(HookRegistry._patched)]))
 
 def test_http_workers_application_is_sglangs_with_hooks_in_place(zygote: Zygote) -> None:
     env = {
-        VARIABLE: tokenizer_workers.APPLICATION,
+        VARIABLE: activation.HTTP_WORKERS,
         "CORNPLUG_SGLANG": "{}",
         "CORNPLUG_SGLANG_PARTS": "images,weights",
     }

@@ -22,7 +22,7 @@ from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWei
 from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.model_identity import StartedModel
 from cornplug.identity import placeholder_tokens as values_of
-from cornplug.sglang_hooks import disk_updates, trainer_updates
+from cornplug.sglang_hooks import weight_epochs
 from cornplug.sglang_hooks.media import placeholder_tokens
 from cornplug.sglang_hooks.model import model_config, weight_updates
 from devkit import checkpoints
@@ -30,11 +30,11 @@ from devkit import checkpoints
 from .hooked import hook_of
 from .test_disk_updates import described
 
-scheduler_releases = hook_of(trainer_updates, "SchedulerWeightUpdaterManager.release_memory_occupation")
+scheduler_releases = hook_of(weight_epochs, "SchedulerWeightUpdaterManager.release_memory_occupation")
 note_release = hook_of(weight_updates, "SchedulerWeightUpdaterManager.release_memory_occupation")
-update_from_disk = hook_of(disk_updates, "SchedulerWeightUpdaterManager.update_weights_from_disk")
-make_flush_wrapper = hook_of(trainer_updates, "SchedulerFlushWrapper.__init__")
-update_weight_version = hook_of(trainer_updates, "Scheduler.handle_update_weight_version")
+update_from_disk = hook_of(weight_epochs, "SchedulerWeightUpdaterManager.update_weights_from_disk")
+make_flush_wrapper = hook_of(weight_epochs, "SchedulerFlushWrapper.__init__")
+update_weight_version = hook_of(weight_epochs, "Scheduler.handle_update_weight_version")
 
 
 class Runner:
@@ -106,7 +106,7 @@ class Server:
     def call(self, name: str, request: Any) -> Any:
         """As SGLang calls its manager with the hooks of both modules in place."""
         function: Any = inspect.unwrap(getattr(SchedulerWeightUpdaterManager, name))
-        for hook in (*trainer_updates.HOOKS, *weight_updates.HOOKS):
+        for hook in (*weight_epochs.TRAINER_HOOKS, *weight_updates.HOOKS):
             if hook.target.endswith(f"SchedulerWeightUpdaterManager.{name}"):
                 if hook.kind == "before":
                     hook.function(self.weight_updater, request)
@@ -162,8 +162,8 @@ def made(patch: pytest.MonkeyPatch) -> Server:
     """A server before its first update."""
     server = Server()
     engine_state.current().note_replaced(False)
-    patch.setattr(trainer_updates, "_rank", type(trainer_updates._rank)())
-    patch.setattr(disk_updates, "_trained", set())
+    patch.setattr(weight_epochs, "_rank", type(weight_epochs._rank)())
+    patch.setattr(weight_epochs, "_trained", set())
     model = SimpleNamespace(hf_config=SimpleNamespace())
     patch.setattr(runtime_context, "get_server_args", lambda: None)
     patch.setattr(runtime_context, "get_serving", lambda: SimpleNamespace(weight_version=server.version))

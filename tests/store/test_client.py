@@ -19,7 +19,7 @@ from time_limits import TimeLimits
 
 from cornplug.config import StoreConfig
 from cornplug.errors import StoreUnavailable
-from cornplug.store import autostart
+from cornplug.store import daemon_link
 from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms, Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
@@ -394,7 +394,7 @@ def test_pool_store_two_starters_get_one_daemon_that_ends_idle(store_config: Sto
         fill(stores[0], "a", b"x")
         assert [present(store, "a") for store in stores] == [b"\1"] * 3
         assert len(_daemons_of(store_config.socket)) == 1
-        assert "serving" in autostart.log_path(store_config.socket).read_text()
+        assert "serving" in daemon_link.log_path(store_config.socket).read_text()
     finally:
         for store in stores:
             store.close()

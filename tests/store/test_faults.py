@@ -27,10 +27,9 @@ from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms
 from cornplug.store.client import PoolStore
 from cornplug.store.connection import CircuitBreaker
 from cornplug.store.daemon.entry_table_writer import EntryTableWriter
-from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
 from cornplug.store.daemon.index import SWEEP, StoreIndex
 from cornplug.store.daemon.placement import MAX_LOOKS
-from cornplug.store.daemon.reservations import ReservationTimes
+from cornplug.store.daemon.reservations import ExpiryBuckets, ReservationTimes
 from cornplug.store.entry_table import TableShape
 from cornplug.store.store_stats import OTHER_APPS
 from cornplug.store.use_notes import NO_PAGE

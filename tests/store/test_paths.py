@@ -15,7 +15,7 @@ from cornplug import codec, private_paths
 from cornplug.config import StoreConfig, load
 from cornplug.errors import CodecError, ConfigError, StoreUnavailable
 from cornplug.local_socket import SocketClaim
-from cornplug.store import autostart
+from cornplug.store import daemon_link
 from cornplug.store.base import Reservation
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.main import EXIT_TAKEN
@@ -37,18 +37,18 @@ def stranger(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _start(config: StoreConfig) -> None:
-    with autostart.start_lock(config.socket) as ours:
+    with daemon_link.start_lock(config.socket) as ours:
         assert ours
-        autostart.spawn(config, idle_exit_s=1)
+        daemon_link.spawn(config, idle_exit_s=1)
 
 
 @pytest.mark.usefixtures("stranger")
 def test_autostart_in_strangers_folder_opens_and_makes_nothing(store_config: StoreConfig) -> None:
-    log = autostart.log_path(store_config.socket)
+    log = daemon_link.log_path(store_config.socket)
     log.write_bytes(b"x" * (2 << 20))
     for attempt in (
         lambda: _start(store_config),
-        lambda: autostart.spawn(store_config, idle_exit_s=1),
+        lambda: daemon_link.spawn(store_config, idle_exit_s=1),
         lambda: SocketClaim(store_config.socket, setting="store.socket"),
     ):
         with pytest.raises(ConfigError, match=r"store\.socket: .*belongs to user .*0700"):
@@ -97,7 +97,7 @@ def test_pool_store_strangers_folder_costs_sharing_only(
     def refuse(path: Path, *, setting: str) -> int:
         raise ConfigError(setting, f"{path} belongs to user 1", "Name a folder of yours.")
 
-    monkeypatch.setattr(autostart, "open_folder", refuse)
+    monkeypatch.setattr(daemon_link, "open_folder", refuse)
     store = PoolStore(store_config, autostart=True, connect_timeout_s=0.5)
     try:
         with pytest.raises(StoreUnavailable, match="belongs to user 1") as e:
@@ -171,7 +171,7 @@ def test_autostart_relative_settings_reach_the_daemon(
     config = load().store
     store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)
     try:
-        assert store.connected, autostart.log_path(config.socket).read_text()
+        assert store.connected, daemon_link.log_path(config.socket).read_text()
         fill(store, "a", b"x")
     finally:
         store.close()
@@ -194,7 +194,7 @@ def test_autostart_daemon_has_its_starters_settings(
     ).store  # fmt: skip
     store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)
     try:
-        assert store.connected, autostart.log_path(config.socket).read_text()
+        assert store.connected, daemon_link.log_path(config.socket).read_text()
         assert set(store.stat(deadline_s=20).namespaces) == {"chat", "default"}
     finally:
         store.close()
@@ -222,7 +222,7 @@ def test_autostart_users_modules_are_not_the_daemons(store_config: StoreConfig, 
         str(tmp_path),
     ]
     out = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert out.stdout == "True\n", autostart.log_path(store_config.socket).read_text()
+    assert out.stdout == "True\n", daemon_link.log_path(store_config.socket).read_text()
     eventually(lambda: not store_config.socket.exists())
 
 

@@ -12,7 +12,7 @@ import torch
 
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.vllm_connector.kv.arena_moves import ArenaMoves
-from cornplug.vllm_connector.kv.move_reports import MoveReports
+from cornplug.vllm_connector.kv.metadata import MoveReports
 from cornplug.vllm_connector.kv_copies import device_checksums
 from cornplug.vllm_connector.kv_copies.arena_copies import ArenaCopies
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
-from cornplug.vllm_connector.engine_alarm import ALARM, EngineAlarm, _run_busy_loop
+from cornplug.vllm_connector.cpu_use import ALARM, EngineAlarm, _run_busy_loop
 
 
 @pytest.fixture

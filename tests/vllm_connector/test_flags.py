@@ -11,8 +11,8 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from cornplug.checkpoints.tested_releases import VersionRange
 from cornplug.engine_common.shared_flags import settings
-from cornplug.engine_common.version_range import VersionRange
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.vllm_connector import flags, plugin
 from cornplug.vllm_connector import runtime as runtime_module

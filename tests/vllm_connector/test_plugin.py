@@ -22,9 +22,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.core import EngineCore
 
+from cornplug.checkpoints.tested_releases import VersionRange
 from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.lora_digests import LoraDigests
-from cornplug.engine_common.version_range import VersionRange
 from cornplug.errors import CheckpointError
 from cornplug.metrics import METRICS, Tally
 from cornplug.vllm_connector import compat, plugin, stats

@@ -19,20 +19,19 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
-from cornplug.vllm_connector import connector_config, engine_alarm, flags, plugin, rendered_elsewhere
+from cornplug.vllm_connector import connector_config, cpu_use, flags, plugin
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
-from cornplug.vllm_connector.kv import copies_in_flight, cpu_use, page_keys, provenance, resets
+from cornplug.vllm_connector.kv import page_keys, pauses
 from cornplug.vllm_connector.kv_connector import CornplugConnector
-from cornplug.vllm_connector.media import encoder_only, left_out_weights, mm_identifiers, served_images
+from cornplug.vllm_connector.media import mm_identifiers, partial_models, served_images
 from cornplug.vllm_connector.media.early_prefill import InFlightEncoderCacheManager
 from cornplug.vllm_connector.model import reloads, weight_updates
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm_seams.txt"
-KV = (cpu_use, page_keys, provenance, resets, copies_in_flight)
-EC = (encoder_only, mm_identifiers)
+KV = (page_keys, pauses)
+MEDIA = (mm_identifiers, partial_models, served_images)
 WEIGHTS = (reloads, weight_updates)
-NO_TOWER = (left_out_weights, served_images)
-WRAPPING = (flags, connector_config, engine_alarm, rendered_elsewhere, *EC, *KV, *WEIGHTS, *NO_TOWER)
+WRAPPING = (flags, connector_config, cpu_use, *KV, *MEDIA, *WEIGHTS)
 CONNECTOR = "vllm.multimodal.media.connector"
 REGISTER = "vllm.v1.kv_offload.cpu.host_register"
 CALLED = (

@@ -1,18 +1,17 @@
 """Model families: names of tower and projector tensors in a checkpoint, and settings that affect their
 results.
 
-Each family is described by a module with a variable `FAMILY`. Other modules contain shared code. `FAMILIES`
-maps the `model_type` of config.json to the family.
+Each module with a variable `FAMILIES` describes the families of one kind of tower. `FAMILIES` of this
+package maps the `model_type` of config.json to the family.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+from cornplug.checkpoints.families import internvl, llava, qwen_vl, whisper
 from cornplug.checkpoints.families.family import (
     Json,
     Modality,
@@ -25,12 +24,7 @@ from cornplug.checkpoints.families.family import (
 
 __all__ = ["FAMILIES", "Json", "Modality", "ModelFamily", "Part", "Spec", "unusual_classes", "without_inert"]
 
-
-def _families() -> Iterator[ModelFamily]:
-    for module in pkgutil.iter_modules(__path__):
-        family = getattr(importlib.import_module(f"{__name__}.{module.name}"), "FAMILY", None)
-        if family is not None:
-            yield family
-
-
-FAMILIES: Final[Mapping[str, ModelFamily]] = MappingProxyType({family.name: family for family in _families()})
+_ALL: Final = (*internvl.FAMILIES, *llava.FAMILIES, *qwen_vl.FAMILIES, *whisper.FAMILIES)
+FAMILIES: Final[Mapping[str, ModelFamily]] = MappingProxyType(
+    {family.name: family for family in sorted(_ALL, key=lambda family: family.name)}
+)

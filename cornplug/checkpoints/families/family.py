@@ -8,6 +8,8 @@ because an unnecessary field only causes cache misses, but a missing field cause
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -34,7 +36,6 @@ torch_dtype torchscript transformers_version typical_p use_bfloat16 use_cache vi
 vision_end_token_id vision_start_token_id vision_token_id
 """
 _INERT: Final = frozenset(_INERT_WORDS.split())
-
 
 _INERT_WHERE_OFF: Final = frozenset(
     {"add_cross_attention", "auto_map", "is_decoder", "is_encoder_decoder", "tie_encoder_decoder"}
@@ -259,3 +260,25 @@ def known_sides(spec: Spec) -> Spec:
         if isinstance(spec.get(name), Mapping):
             spec[name] = {k: v for k, v in spec[name].items() if v is not None}
     return spec
+
+
+# -- numeric class -------------------------------------------------------------------------------
+#
+# Settings of a process, other than the dtype, that change the results of torch's libraries. The class is part
+# of embedding keys, in engines and in the encoder service. Only processes of the same class share embeddings.
+
+PRECISION_VARIABLES: Final = (
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+"""Environment variables that change the precision in which torch's libraries compute."""
+USUAL_NUMERIC_CLASS: Final = "any"
+"""Numeric class of a process in which none of these variables is set."""
+
+
+def this_numeric_class() -> str:
+    """Return the numeric class of this process. Processes of the same class compute the same embeddings."""
+    given = {name: os.environ[name] for name in PRECISION_VARIABLES if os.environ.get(name)}
+    return f"{USUAL_NUMERIC_CLASS} {json.dumps(given, sort_keys=True)}" if given else USUAL_NUMERIC_CLASS

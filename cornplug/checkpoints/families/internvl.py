@@ -86,8 +86,8 @@ def _before_cut(config: Json, name: str) -> bool:
     return name != "embeddings.mask_token"
 
 
-FAMILY: Final[ModelFamily] = replace(
-    llava.FAMILY,
+INTERNVL: Final[ModelFamily] = replace(
+    llava.LLAVA,
     name="internvl",
     tower_class="internvl:InternVl",
     tower_prefixes=("vision_tower.", "model.vision_tower."),
@@ -98,3 +98,5 @@ FAMILY: Final[ModelFamily] = replace(
     processor_defaults={"image": {"crop_to_patches": True}},
     before_cut=_before_cut,
 )
+
+FAMILIES: Final = (INTERNVL,)

@@ -9,32 +9,40 @@ A retry is always safe, because an embedding's key is a digest of the medium's c
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
 import itertools
+import os
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 import httpx
+from PIL import Image
 
+from cornplug.checkpoints.families import Modality
 from cornplug.config import load
-from cornplug.encoder_service.client import endpoints, http_transport, responses
+from cornplug.encoder_service.client import endpoints, retry
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.encoder_service.client.endpoints import configured, is_here, local_store
-from cornplug.encoder_service.client.media_payload import Item, MediaPayload, Medium, Result
-from cornplug.encoder_service.client.responses import RemoteFailure, RetryLater
 from cornplug.encoder_service.client.retry import (
     LEAST_S,
     CircuitBreakers,
+    RemoteFailure,
+    RetryLater,
     RetryPause,
     RetrySequence,
     SendAttempt,
 )
-from cornplug.encoder_service.wire import decodings, embedding_file
-from cornplug.encoder_service.wire.decodings import Decoding
-from cornplug.errors import CornplugError, EncoderError, EncoderUnavailable
+from cornplug.encoder_service.wire import embedding_file, messages
+from cornplug.encoder_service.wire.messages import Decoding
+from cornplug.errors import CornplugError, EncoderError, EncoderUnavailable, MediaError
 from cornplug.host import tls_context
+from cornplug.identity import pixels_digest
 from cornplug.qos import APP_HEADER, CLASS_HEADER
 from cornplug.store.base import Store
 
@@ -63,7 +71,7 @@ class AsyncEncoderClient:
         app: Name under which the service counts and classifies the requests. By default the service's
             default.
         service_class: Class of service to request. By default the class of the key or app.
-        decoding: Engine that will use the embeddings (`wire.decodings`), which determines how images are
+        decoding: Engine that will use the embeddings (`messages.Decoding`), which determines how images are
             decoded. By default the newest vLLM that cornplug supports.
         transport: httpx transport for tests and proxies. Proxies from the environment (`http_proxy`) are not
             used.
@@ -98,7 +106,7 @@ class AsyncEncoderClient:
         if service_class is not None:
             headers[CLASS_HEADER] = service_class
         if decoding is not None:
-            headers[decodings.HEADER] = decoding
+            headers[messages.DECODING_HEADER] = decoding
         self._http = httpx.AsyncClient(
             headers=headers,
             transport=transport,
@@ -189,9 +197,7 @@ class AsyncEncoderClient:
         """
 
         async def send(url: str, timeout_s: float) -> list[dict[str, Any]]:
-            return responses.models(
-                await http_transport.exchange(self._http, "GET", f"{url}/v1/models", timeout_s)
-            )
+            return retry.models(await endpoints.exchange(self._http, "GET", f"{url}/v1/models", timeout_s))
 
         return await self._attempt(b"", send, None, time.monotonic())
 
@@ -271,16 +277,16 @@ class AsyncEncoderClient:
         store = self._stores[url]
         # The second attempt requests the bytes in the response, in case the entry was evicted from the store.
         for source in [store, None] if store is not None else [None]:
-            answer = await http_transport.exchange(
+            answer = await endpoints.exchange(
                 self._http,
                 "POST",
                 f"{url}/v1/encode",
                 timeout_s,
-                data=http_transport.form(model, cache_salt, timeout_s, inline=source is None),
+                data=endpoints.form(model, cache_salt, timeout_s, inline=source is None),
                 files={medium.modality: (medium.name, medium.data)},
             )
             # The store responds in microseconds, and the read has its own deadline, so no thread is needed.
-            ref = responses.embedding(answer, source)
+            ref = retry.embedding(answer, source)
             if ref is not None:
                 return ref
         raise EncoderUnavailable(f"{url} sent a response without the data", reason="encoder_bad_response")
@@ -293,3 +299,74 @@ def _unavailable(url: str, e: Exception) -> EncoderUnavailable:
         else f"no encoder service at {url}: {e!r}; start one with: cornplug encoder --model ...",
         reason="encoder_timeout" if late else "encoder_down",
     )  # fmt: skip
+
+
+Medium = str | os.PathLike[Any] | bytes | Image.Image
+"""A path, the bytes of a file, or a PIL image."""
+Item = Medium | Mapping[Modality, Medium]
+"""An image, or {"image" | "video" | "audio": medium}."""
+Result = tuple[int, EmbeddingRef | CornplugError]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaPayload:
+    """One medium, ready to be sent as a file."""
+
+    modality: Modality
+    name: str
+    data: bytes = field(repr=False)
+    content: bytes
+    """Digest by which services are ranked, which is not sent. It is the SHA-256 of the bytes, or the digest
+    of a PIL image's pixels, because a PNG's bytes depend on the encoder."""
+
+    @classmethod
+    def of(cls, item: Item) -> Self:
+        """Create the payload for an item. Reads a path, and encodes a PIL image as PNG without loss.
+
+        Raises MediaError: "not_found" if a path cannot be read; "unprocessable" if a PIL image is damaged,
+        has a mode that PNG lacks, or is passed as video or audio; "bad_input" if the item has another type
+        or does not have exactly one medium.
+        """
+        modality: Modality
+        medium: Medium
+        if not isinstance(item, Mapping):
+            modality, medium = "image", item
+        else:
+            if len(item) != 1:
+                raise MediaError(
+                    f'an item needs one of "image", "video" and "audio", not {list(item) or "none"}',
+                    reason="bad_input",
+                )
+            ((modality, medium),) = item.items()
+        if isinstance(medium, Image.Image):
+            return cls._packed(modality, medium)
+        if isinstance(medium, bytes):
+            name, data = str(modality), medium
+        elif isinstance(medium, str | os.PathLike):
+            try:
+                path = Path(os.fsdecode(medium))
+                name, data = path.name, path.read_bytes()
+            except (OSError, ValueError) as e:  # ValueError for a null byte in the path
+                problem = (isinstance(e, OSError) and e.strerror) or e
+                raise MediaError(f"cannot read {medium!r}: {problem}", reason="not_found") from e
+        else:
+            raise MediaError(
+                f"a medium is a path, bytes or a PIL image, not {type(medium).__name__}", reason="bad_input"
+            )
+        return cls(modality=modality, name=name, data=data, content=hashlib.sha256(data).digest())
+
+    @classmethod
+    def _packed(cls, modality: Modality, image: Image.Image) -> Self:
+        if modality != "image":
+            raise MediaError(f"{modality}: send a path or the bytes of a file", reason="unprocessable")
+        out = io.BytesIO()
+        try:
+            image.save(out, "PNG", compress_level=1)
+            content = pixels_digest(image.mode, image.width, image.height, image.tobytes())
+        except MemoryError:
+            raise
+        except Exception as e:
+            raise MediaError(
+                f"cannot encode the image as PNG; convert it to RGB first: {e}", reason="unprocessable"
+            ) from e
+        return cls(modality=modality, name="image.png", data=out.getvalue(), content=content)

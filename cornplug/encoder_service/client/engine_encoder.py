@@ -55,7 +55,7 @@ def check_remote(config: Config) -> None:
 def engine_encoder(config: Config, secret: bytes) -> EngineEncoder:
     """Return a client for the services at `encoder.engine_urls`, or else for the service at `encoder.socket`.
 
-    Raises ConfigError as `check_remote` does.
+    Raises the same errors as `check_remote`.
     """
     if not config.encoder.engine_urls:
         return SocketEncoder(config.encoder.socket, secret)

@@ -27,11 +27,12 @@ from typing import Any, Final, Self, cast
 import httpx
 import msgspec
 
-from cornplug.encoder_service.client import endpoints, http_transport
-from cornplug.encoder_service.client.responses import HttpAnswer
+from cornplug.encoder_service.client import endpoints
+from cornplug.encoder_service.client.retry import HttpAnswer
 from cornplug.encoder_service.client.unix_client import MAX_OUTBOX_BYTES
 from cornplug.encoder_service.wire.engine_seal import MEDIA_TYPE, PATH, EngineSeal, SealBroken
 from cornplug.encoder_service.wire.messages import (
+    OF_THE_FETCH,
     DescribeReply,
     DescribeRequest,
     EncodeRefusal,
@@ -43,8 +44,8 @@ from cornplug.encoder_service.wire.messages import (
     MediumReply,
     MediumRequest,
     ServedModel,
+    is_of_medium,
 )
-from cornplug.encoder_service.wire.status_codes import OF_THE_FETCH, is_of_medium
 from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable
 from cornplug.host import tls_context
 
@@ -173,7 +174,7 @@ class RemoteEncoder:
         """Send one medium, or its URL, for a service to decode and encode. Returns immediately.
 
         The future fails as for `submit`, and with EncoderRefused if no service would accept the medium (with
-        a reason for which `status_codes.is_of_medium` is true).
+        a reason for which `messages.is_of_medium` is true).
         """
         named = hashlib.sha256(request.data or request.url.encode()).digest()
         order = endpoints.ranking(named, self._weights)
@@ -340,7 +341,7 @@ class RemoteEncoder:
             async with asyncio.timeout(timeout_s):
                 body = seal.seal_request(self._encode(request))
                 headers = {"authorization": seal.authorization}
-                answer = await http_transport.exchange(
+                answer = await endpoints.exchange(
                     self._http, "POST", url + PATH, timeout_s, content=body, headers=headers
                 )
         except httpx.ConnectTimeout as e:

@@ -19,11 +19,17 @@ from typing import Any, Final, Self, TypeVar
 
 import httpx
 
-from cornplug.encoder_service.client.async_client import CONCURRENCY, AsyncEncoderClient, Services
+from cornplug.encoder_service.client.async_client import (
+    CONCURRENCY,
+    AsyncEncoderClient,
+    Item,
+    Medium,
+    Result,
+    Services,
+)
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
-from cornplug.encoder_service.client.media_payload import Item, Medium, Result
 from cornplug.encoder_service.client.unix_client import SocketEncoder
-from cornplug.encoder_service.wire.decodings import Decoding
+from cornplug.encoder_service.wire.messages import Decoding
 from cornplug.errors import CornplugError, EncoderUnavailable
 from cornplug.store.base import Store
 

@@ -25,14 +25,13 @@ import torch
 from cornplug.codec import PayloadKind
 from cornplug.encoder_service.execution.executor import BatchExecutor, BatchResult, EncodeBatch
 from cornplug.encoder_service.execution.result_cache import ResultCache
-from cornplug.encoder_service.models.registry import LoadedModel
+from cornplug.encoder_service.model_registry import LoadedModel
+from cornplug.encoder_service.request_observer import RequestObserver
 from cornplug.encoder_service.scheduling.admission import EncodeAdmission
 from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
-from cornplug.encoder_service.telemetry.observer import RequestObserver
 from cornplug.encoder_service.towers.base import TowerItem
 from cornplug.encoder_service.towers.tower_turn import PassAbandoned
-from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, WireTensor
-from cornplug.encoder_service.wire.status_codes import A_FAULT
+from cornplug.encoder_service.wire.messages import A_FAULT, EncodeRefusal, EncodeReply, WireTensor
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import ReplicaLost
 

@@ -25,18 +25,20 @@ from cornplug.encoder_service.execution.dispatcher import BatchDispatcher, JobPa
 from cornplug.encoder_service.execution.executor import BatchExecutor, InProcessExecutor
 from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.execution.weight_reload import WeightReloader
-from cornplug.encoder_service.models.registry import LoadedModel, ModelRegistry
-from cornplug.encoder_service.preprocess.byte_budget import BudgetShare, ByteBudget
-from cornplug.encoder_service.preprocess.decode_lanes import DecodeLanes, DecodeLimits
+from cornplug.encoder_service.model_registry import LoadedModel, ModelRegistry
+from cornplug.encoder_service.preprocess.decode_lanes import (
+    BudgetShare,
+    ByteBudget,
+    DecodeLanes,
+    DecodeLimits,
+)
+from cornplug.encoder_service.request_observer import OFF, RequestObserver, RequestTracing
 from cornplug.encoder_service.scheduling.admission import AdmissionRefusal, EncodeAdmission
 from cornplug.encoder_service.scheduling.batcher import Answer, Batcher, EncodeJob, PendingRequest
 from cornplug.encoder_service.scheduling.fair_queue import MAX_WAITING, QueueLimit
-from cornplug.encoder_service.telemetry.observer import RequestObserver
-from cornplug.encoder_service.telemetry.service_metrics import ServiceGauges, ServiceMetrics
-from cornplug.encoder_service.telemetry.tracing import OFF, RequestTracing
+from cornplug.encoder_service.service_metrics import ServiceGauges, ServiceMetrics
 from cornplug.encoder_service.towers.base import TowerInput, TowerItem
-from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, ServedModel
-from cornplug.encoder_service.wire.status_codes import A_FAULT
+from cornplug.encoder_service.wire.messages import A_FAULT, EncodeReply, EncodeRequest, ServedModel
 from cornplug.errors import EncoderRefused
 from cornplug.qos import QosCaller, QosClasses, ServiceClass
 

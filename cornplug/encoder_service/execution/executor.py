@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 import torch
 
-from cornplug.encoder_service.models.registry import LoadedModel
+from cornplug.encoder_service.model_registry import LoadedModel
 from cornplug.encoder_service.towers.base import TowerItem
 from cornplug.encoder_service.towers.tower_turn import TowerPass, TowerTurn
 

@@ -23,8 +23,8 @@ from cornplug.checkpoints.families import Modality
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.media.image import BROKEN
-from cornplug.encoder_service.preprocess.byte_budget import BudgetShare
-from cornplug.encoder_service.preprocess.decode_lanes import work_of
+from cornplug.encoder_service.preprocess.decode_lanes import BudgetShare, work_of
+from cornplug.encoder_service.preprocess.decoders import MediumHeader
 from cornplug.encoder_service.preprocess.preparer import (
     MediaPreparer,
     MediumSource,
@@ -32,7 +32,6 @@ from cornplug.encoder_service.preprocess.preparer import (
     PreprocessedMedium,
 )
 from cornplug.encoder_service.preprocess.preprocessor import PreprocessContext
-from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
 from cornplug.encoder_service.scheduling.admission import AdmissionRefusal
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 from cornplug.errors import EncoderRefused

@@ -22,13 +22,13 @@ from typing import Final
 import torch
 
 from cornplug.codec import PayloadKind
-from cornplug.encoder_service.towers.input_checks import from_bytes
+from cornplug.encoder_service.towers.base import from_bytes
 from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes, to_wire
 from cornplug.errors import CodecError, StoreError
 from cornplug.store.base import Store, Tier
+from cornplug.store.messages import MAX_COST_S
 from cornplug.store.payload import NewPayload, get_payload, put_payload, recalled
-from cornplug.store.validation import MAX_COST_S
 
 _CAPACITY_TTL_S: Final = 30.0
 _MAX_ENTRIES: Final = 1 << 17

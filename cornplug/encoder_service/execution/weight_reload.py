@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence, Set
 from typing import Final
 
 from cornplug.encoder_service.execution.executor import BatchExecutor
-from cornplug.encoder_service.models.loader import LoadedModel
-from cornplug.encoder_service.models.registry import ModelRegistry
+from cornplug.encoder_service.model_loader import LoadedModel
+from cornplug.encoder_service.model_registry import ModelRegistry
 from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import CheckpointError, EncoderRefused
 

@@ -4,8 +4,8 @@
     POST /v1/engine   sealed requests from engines of other hosts that have the secret: see `engines`
     POST /v1/reload   for the operator: see `models`
     GET  /v1/models   GET /health   GET /ready   GET /metrics   GET /openapi.json
-    GET  /            status page: see `dashboard`   GET /v1/status
-    POST /encode ...  SGLang's language-only servers, with `encoder.sglang`: see `epd_server`
+    GET  /            status page: see `models`   GET /v1/status
+    POST /encode ...  SGLang's language-only servers, with `encoder.sglang`: see `sglang_server`
 
 Clients send no ids. Media are fetched only from hosts that the operator allows, see `url_fetcher`.
 """
@@ -26,26 +26,30 @@ from starlette.requests import ClientDisconnect
 
 from cornplug import __version__
 from cornplug.config import EncoderConfig
+from cornplug.encoder_service import sglang_server
 from cornplug.encoder_service.access import AuditLog
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake
-from cornplug.encoder_service.http import dashboard, openapi
+from cornplug.encoder_service.http import openapi
 from cornplug.encoder_service.http.access_control import AccessControlMiddleware, json_only
-from cornplug.encoder_service.http.body_limits import BodyGuard, body_budget
-from cornplug.encoder_service.http.dashboard import StatusReport
 from cornplug.encoder_service.http.drain import CLOSED, DrainMiddleware, DrainState
-from cornplug.encoder_service.http.encode import EncodeRoute
-from cornplug.encoder_service.http.engines import EngineRoute
-from cornplug.encoder_service.http.models import ModelList, ModelsRoute, Status, reload_router
-from cornplug.encoder_service.http.requests import BodyParser
+from cornplug.encoder_service.http.encode import EncodeRoute, EngineRoute
+from cornplug.encoder_service.http.models import (
+    ModelList,
+    ModelsRoute,
+    Status,
+    StatusReport,
+    reload_router,
+    status_router,
+)
+from cornplug.encoder_service.http.requests import BodyGuard, BodyParser, body_budget
 from cornplug.encoder_service.http.responses import EncodeAnswer, FailedMedium, refused
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer
 from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
-from cornplug.encoder_service.sglang import epd_server
-from cornplug.encoder_service.telemetry.tracing import TraceRequests
+from cornplug.encoder_service.request_observer import TraceRequests
 from cornplug.encoder_service.wire import engine_seal
 from cornplug.encoder_service.wire.engine_seal import SealChecker
-from cornplug.encoder_service.wire.status_codes import A_FAULT
+from cornplug.encoder_service.wire.messages import A_FAULT
 from cornplug.errors import EncoderRefused, MediaError
 
 
@@ -64,7 +68,7 @@ def create_app(
     held = body_budget(encoder.classes, config)
     encodes = EncodeRoute(encoder, preparer, parser, config, door, held, secret=secret)
     audit = AuditLog()
-    parts = epd_server.SglangParts(encoder, preparer, threads, config, door, secret=secret)
+    parts = sglang_server.SglangParts(encoder, preparer, threads, config, door, secret=secret)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -86,8 +90,8 @@ def create_app(
         dependencies=[Depends(json_only)],
     )
     if config.sglang:
-        app.include_router(epd_server.router(parts, encoder, parser, audit))
-    app.include_router(dashboard.router(StatusReport(encoder, gate, served)))
+        app.include_router(sglang_server.router(parts, encoder, parser, audit))
+    app.include_router(status_router(StatusReport(encoder, gate, served)))
     app.include_router(reload_router(encoder, served, config, audit))
     app.add_middleware(
         BodyGuard,

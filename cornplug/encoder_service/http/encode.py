@@ -3,7 +3,12 @@ without a tower.
 
 The work on a request is cancelled when its client disconnects, because uvicorn does not do this.
 
-read ─> fetch or decode base64 ─> MediaIntake: prepare ─> EncoderCore.submit ─> Outcome
+    read ─> fetch or decode base64 ─> MediaIntake: prepare ─> EncoderCore.submit ─> Outcome
+
+Also the route `POST /v1/engine`, for engines on other hosts that have the secret. Its requests and replies
+are sealed (`wire.messages`), and `access_control` has checked the proof in their headers. The service trusts
+the embedding keys that these engines send. It returns the embedding itself, because the engines use another
+store. Engines without a tower send the medium and get the handle and the embedding.
 """
 
 from __future__ import annotations
@@ -11,7 +16,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -23,10 +30,11 @@ from cornplug.encoder_service.access import salt_of
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake, limited_deadline_s
 from cornplug.encoder_service.http import requests, responses
+from cornplug.encoder_service.http.access_control import ENGINES, SEAL
 from cornplug.encoder_service.http.requests import BodyParser, ParsedRequest, RequestMedium
 from cornplug.encoder_service.http.responses import EncodedMedium, FailedMedium, Outcome
 from cornplug.encoder_service.http.url_fetcher import UrlFetcher
-from cornplug.encoder_service.preprocess.byte_budget import BudgetShare, ByteBudget
+from cornplug.encoder_service.preprocess.decode_lanes import BudgetShare, ByteBudget
 from cornplug.encoder_service.preprocess.preparer import (
     APP,
     ENGINE_SAMPLING,
@@ -35,10 +43,21 @@ from cornplug.encoder_service.preprocess.preparer import (
     PreprocessedMedium,
     unknown_model,
 )
-from cornplug.encoder_service.wire import decodings
-from cornplug.encoder_service.wire.decodings import Decoding
-from cornplug.encoder_service.wire.embedding_handle import LIFETIME_S, EmbeddingHandle
-from cornplug.encoder_service.wire.messages import EncodeRefusal, MediumRefusal, MediumReply, MediumRequest
+from cornplug.encoder_service.wire import messages
+from cornplug.encoder_service.wire.embedding_file import LIFETIME_S, EmbeddingHandle
+from cornplug.encoder_service.wire.engine_seal import MEDIA_TYPE, EngineSeal, SealBroken
+from cornplug.encoder_service.wire.messages import (
+    PROTOCOL_VERSION,
+    Decoding,
+    DescribeReply,
+    DescribeRequest,
+    EncodeRefusal,
+    EncodeReply,
+    EncodeRequest,
+    MediumRefusal,
+    MediumReply,
+    MediumRequest,
+)
 from cornplug.errors import EncoderRefused, MediaError
 from cornplug.qos import QosCaller
 
@@ -120,7 +139,7 @@ class EncodeRoute:
         salt = salt_of(caller, asked.cache_salt, self._config)
         wanted_s = asked.deadline_s or caller.qos.deadline_s or self._config.deadline_s
         deadline_s = limited_deadline_s(wanted_s)
-        decoding = _decoding(request.headers.get(decodings.HEADER, decodings.DEFAULT))
+        decoding = _decoding(request.headers.get(messages.DECODING_HEADER, messages.DEFAULT_DECODING))
         end = time.monotonic() + deadline_s
         job = _HttpRequest(asked=asked, caller=caller, salt=salt, end=end, decoding=decoding)
         outcome = await unless_gone(request, self._outcome(job))
@@ -136,7 +155,7 @@ class EncodeRoute:
                 reason="unknown_model",
                 message=f"no tower has the identity {asked.identity.hex()[:12]}; this service has {served}",
             )
-        decoding = decodings.known(asked.decoding)
+        decoding = messages.known_decoding(asked.decoding)
         if decoding is None:
             # The medium may be valid, and another service may support this decoding.
             return MediumRefusal(
@@ -270,10 +289,11 @@ class EncodeRoute:
 
 
 def _decoding(name: str) -> Decoding:
-    found = decodings.known(name)
+    found = messages.known_decoding(name)
     if found is None:
         raise EncoderRefused(
-            f"{decodings.HEADER}: {name[:100]!r} is unknown; use one of {', '.join(decodings.DECODINGS)}",
+            f"{messages.DECODING_HEADER}: {name[:100]!r} is unknown; "
+            f"use one of {', '.join(messages.DECODINGS)}",
             reason="bad_input",
         )
     return found
@@ -283,3 +303,60 @@ def _without_pixels(prepared: PreprocessedMedium) -> PreprocessedMedium:
     """Return the medium with its grid only, so that the encoder can free the pixels when it is done."""
     kept = {name: tensor for name, tensor in prepared.inputs.items() if name.endswith("_grid_thw")}
     return replace(prepared, inputs=kept)
+
+
+class EngineRoute:
+    """Route for engines on other hosts. Use it from one event loop."""
+
+    def __init__(
+        self,
+        encoder: EncoderCore,
+        threads: Executor,
+        parser: BodyParser,
+        encodes: EncodeRoute,
+    ) -> None:
+        self._encoder = encoder
+        self._threads = threads
+        self._parser = parser
+        self._encodes = encodes
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(messages.HttpRequest).decode
+
+    async def __call__(self, request: Request) -> Response:
+        """Return the sealed reply. Raises EncoderRefused if the seal is invalid, and ClientDisconnect."""
+        seal: EngineSeal = request.scope[SEAL]
+        asked = await self._parser.parse(request, partial(self._read, seal), ENGINES)
+        reply: messages.HttpReply | None = None
+        if isinstance(asked, EncodeRequest):
+            reply = await unless_gone(request, self._encoded(asked))
+        elif isinstance(asked, MediumRequest):
+            reply = await unless_gone(request, self._encodes.of_engine(asked))
+        elif isinstance(asked, DescribeRequest):
+            reply = DescribeReply(version=PROTOCOL_VERSION, models=self._encoder.registry.served())
+        elif asked is not None:
+            reply = asked
+        sealed = await asyncio.get_running_loop().run_in_executor(self._threads, self._write, seal, reply)
+        return Response(sealed, media_type=MEDIA_TYPE)
+
+    async def _encoded(self, request: EncodeRequest) -> messages.Reply:
+        deadline_s = limited_deadline_s(request.deadline_s)
+        request = msgspec.structs.replace(request, deadline_s=deadline_s)
+        # Cancelling this task cancels the future, so that no tower runs for an engine that has disconnected.
+        answer = await asyncio.wrap_future(self._encoder.submit(request, inline=True))
+        # `stored` refers to this host's store. The engine saves the rows in its own store.
+        return msgspec.structs.replace(answer, stored=False) if isinstance(answer, EncodeReply) else answer
+
+    def _read(self, seal: EngineSeal, body: bytes) -> messages.HttpRequest | EncodeRefusal | None:
+        """Decode a sealed request. Returns None if the engine uses another protocol version. The engine then
+        gets an empty reply."""
+        try:
+            message = seal.open_request(body)
+        except SealBroken as e:
+            raise EncoderRefused(f"body: {e}", reason="unauthorized") from e
+        try:
+            return None if message is None else self._decode(message)
+        except (msgspec.MsgspecError, RecursionError) as e:
+            return EncodeRefusal(id=0, reason="bad_input", message=f"body: {e}")
+
+    def _write(self, seal: EngineSeal, reply: messages.HttpReply | None) -> bytes:
+        return seal.seal_answer(b"" if reply is None else self._encode(reply))

@@ -12,8 +12,7 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 
 from cornplug.encoder_service.wire import embedding_file
-from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply
-from cornplug.encoder_service.wire.status_codes import status_of
+from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, status_of
 from cornplug.errors import EncoderRefused, MediaError
 
 

@@ -31,7 +31,7 @@ import httpx
 from cornplug import __version__
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.http.fetch_slots import FetchSlot, FetchSlots
-from cornplug.encoder_service.preprocess.byte_budget import BudgetShare
+from cornplug.encoder_service.preprocess.decode_lanes import BudgetShare
 from cornplug.encoder_service.scheduling.fair_queue import MAX_WAITING
 from cornplug.errors import ConfigError, EncoderRefused
 from cornplug.qos import ServiceClass

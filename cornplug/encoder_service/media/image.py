@@ -3,7 +3,7 @@
 The rules are those of the engines, so that an engine and the service compute the same digest for an image.
 Only the first frame of an animation is used, and colour profiles are ignored. The rules differ in two points:
 
-| rule (`wire.decodings`) | EXIF orientation | images with transparency |
+| rule (`wire.messages.Decoding`) | EXIF orientation | images with transparency |
 |---|---|---|
 | `vllm-0.32` | applied | laid on white, unless the mode is "RGB" |
 | `vllm-0.33` | applied | laid on white |
@@ -29,7 +29,7 @@ from typing import Final
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from cornplug.encoder_service.wire.decodings import DEFAULT, Decoding
+from cornplug.encoder_service.wire.messages import DEFAULT_DECODING, Decoding
 from cornplug.errors import MediaError
 from cornplug.identity import pixels_digest
 
@@ -171,7 +171,7 @@ def check_scans(data: bytes) -> None:
         )
 
 
-def as_received(image: Image.Image, decoding: Decoding = DEFAULT) -> Image.Image:
+def as_received(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
     """Return the RGB image that an engine passes to its processor, by one of the rules of this module."""
     if decoding != "sglang-0.5.23":
         image = _upright(image)

@@ -5,7 +5,7 @@ the service compute the same digest for a video:
 
 1. The first video stream is used. Frames are numbered in display order. A frame's time is its number divided
    by the stream's rate. Time stamps are ignored.
-2. The model (`preprocess.video`) and the request determine the sampled frames.
+2. The model (`preprocess.prepared_media`) and the request determine the sampled frames.
 3. Pixels are converted as OpenCV does with FFmpeg, and rotated upright as the file's metadata specifies.
 
 The digest covers the sampled frames and their times, not the sampling options.
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from cornplug.encoder_service.media import image
 from cornplug.encoder_service.media.audio import BROKEN, announced_duration_s, frames, opened
-from cornplug.encoder_service.wire.decodings import DEFAULT, Decoding
+from cornplug.encoder_service.wire.messages import DEFAULT_DECODING, Decoding
 from cornplug.errors import MediaError
 from cornplug.identity import frames_digest
 
@@ -109,7 +109,7 @@ def decode_frames(
     fps: float,
     limits: VideoLimits,
     *,
-    decoding: Decoding = DEFAULT,
+    decoding: Decoding = DEFAULT_DECODING,
     before: Callable[[VideoHeader], None] = _no_objection,
 ) -> VideoFrames:
     """Decode all frames of a video that was sent as images of the same size, at `fps` frames per second.

@@ -31,9 +31,12 @@ from PIL import features
 
 from cornplug import identity
 from cornplug.checkpoints.families import Modality
-from cornplug.encoder_service.models.registry import LoadedModel, ModelRegistry
-from cornplug.encoder_service.preprocess.audio import AudioPreprocessor
-from cornplug.encoder_service.preprocess.image import ImagePreprocessor
+from cornplug.encoder_service.model_registry import LoadedModel, ModelRegistry
+from cornplug.encoder_service.preprocess.prepared_media import (
+    AudioPreprocessor,
+    ImagePreprocessor,
+    VideoPreprocessor,
+)
 from cornplug.encoder_service.preprocess.preprocessor import (
     IN_PROCESS,
     FrameSampling,
@@ -43,10 +46,8 @@ from cornplug.encoder_service.preprocess.preprocessor import (
     MediumLimits,
     PreprocessContext,
 )
-from cornplug.encoder_service.preprocess.video import VideoPreprocessor
-from cornplug.encoder_service.wire import decodings
-from cornplug.encoder_service.wire.decodings import Decoding
-from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
+from cornplug.encoder_service.wire import messages
+from cornplug.encoder_service.wire.messages import Decoding, EncodeReply, EncodeRequest
 from cornplug.errors import CheckpointError, EncoderRefused
 
 REMEMBERED_FILES: Final = 32_768
@@ -185,7 +186,7 @@ class MediumSource:
     deadline_s: float
     sampling: FrameSampling = ENGINE_SAMPLING
     """Frames to sample from a video. The cache key depends on the frames and their times."""
-    decoding: Decoding = decodings.DEFAULT
+    decoding: Decoding = messages.DEFAULT_DECODING
     """Decoding rule for an image, or for the images of a video. It depends on the engine that will use the
     embedding.
     """

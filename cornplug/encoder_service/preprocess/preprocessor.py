@@ -13,13 +13,13 @@ import torch
 
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.media.video import MAX_FRAMES, VideoLimits
-from cornplug.encoder_service.preprocess.sandbox.decoders import (
+from cornplug.encoder_service.preprocess.decoders import (
     InProcessDecoder,
     MediumDecoder,
     MediumHeader,
     OnHeader,
 )
-from cornplug.encoder_service.wire.decodings import Decoding
+from cornplug.encoder_service.wire.messages import Decoding
 from cornplug.errors import EncoderRefused
 
 

@@ -21,8 +21,8 @@ from transformers.video_utils import VideoMetadata
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service.media.audio import Samples
 from cornplug.encoder_service.media.video import VideoFrames, VideoHeader
-from cornplug.encoder_service.models.registry import LoadedModel
-from cornplug.encoder_service.models.torch_compile import CompiledTower
+from cornplug.encoder_service.model_loader import CompiledTower
+from cornplug.encoder_service.model_registry import LoadedModel
 from cornplug.encoder_service.towers.decoderless import DESCRIBE, REFUSALS
 from cornplug.encoder_service.towers.generic import EncodeMethod, GenericTower
 from cornplug.errors import CheckpointError, EncoderRefused, MediaError

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary, ref
 
-from cornplug.encoder_service.scheduling.batch_former import QueuedJob
 from cornplug.encoder_service.scheduling.batcher import (
     Backlog,
     Batcher,
@@ -26,6 +25,7 @@ from cornplug.encoder_service.scheduling.batcher import (
     RunningBatch,
     ServiceLoad,
 )
+from cornplug.encoder_service.scheduling.fair_queue import QueuedJob
 from cornplug.qos import ServiceClass
 
 _FORGET: Final = 0.9

@@ -19,8 +19,7 @@ from typing import Final, Generic, Self, TypeVar
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from cornplug.encoder_service.scheduling.batch_former import QueuedJob, form_batch
-from cornplug.encoder_service.scheduling.fair_queue import WeightedFairQueue
+from cornplug.encoder_service.scheduling.fair_queue import QueuedJob, WeightedFairQueue, form_batch
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, EncodeRequest
 from cornplug.qos import ONE_CLASS, ServiceClass
 

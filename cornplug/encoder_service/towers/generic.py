@@ -24,7 +24,7 @@ import torch
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import Modality
-from cornplug.encoder_service.towers import decoderless, input_checks
+from cornplug.encoder_service.towers import base, decoderless
 from cornplug.encoder_service.towers.base import TowerInput, TowerItem
 from cornplug.encoder_service.towers.decoderless import DESCRIBE, LEVELS, DecoderReached
 from cornplug.errors import CheckpointError
@@ -36,7 +36,7 @@ _MODALITIES: Final[tuple[Modality, ...]] = ("image", "video", "audio")
 _NAMES_VERSION: Final = "cornplug-tower-inputs-v1"
 _NUMBERS_A_TOKEN: Final = 3 * 14 * 14
 """Number of values in a typical patch, to estimate the number of patches."""
-_ACCEPTED: Final = (*input_checks.FLOATS, *input_checks.INTEGERS, input_checks.BOOLEAN)
+_ACCEPTED: Final = (*base.FLOATS, *base.INTEGERS, base.BOOLEAN)
 
 
 class GenericArchitecture:
@@ -96,11 +96,11 @@ class GenericTower:
     def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
         modality = max(self.methods, key=lambda m: _fit(self.methods[m], inputs))  # the first on a tie
         method = self.methods[modality]
-        input_checks.check_names(inputs, method.names, optional=set(method.names) - method.needed)
+        base.check_names(inputs, method.names, optional=set(method.names) - method.needed)
         present = [name for name in method.names if name in inputs]
         tensors = []
         for name in present:
-            tensor = input_checks.checked(name, inputs[name], _ACCEPTED)
+            tensor = base.checked(name, inputs[name], _ACCEPTED)
             tensors.append(tensor.to(self._dtype) if tensor.is_floating_point() else tensor)
         numbers = sum(tensor.numel() for tensor in tensors if tensor.is_floating_point())
         return TowerItem(

@@ -1,8 +1,9 @@
-"""LLaVA families. The tower returns hidden states of CLIP or SigLIP. The projector is linear, activation,
-linear.
+"""Towers of CLIP and SigLIP: the LLaVA families and Gemma 3. The layers are transformers' own, with SDPA as
+attention.
 
-After projection, LLaVA-NeXT and LLaVA-OneVision assemble an image's tiles, remove the rows of the image's
-padding, and end each line with a learned newline.
+LLaVA's projector is linear, activation, linear. After projection, LLaVA-NeXT and LLaVA-OneVision assemble an
+image's tiles, remove the rows of the image's padding, and end each line with a learned newline. Gemma 3
+averages patches, and its projector is a norm and one matrix.
 """
 
 from __future__ import annotations
@@ -10,16 +11,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 from torch import nn
-from transformers import LlavaConfig, LlavaNextConfig, LlavaOnevisionConfig
+from transformers import (
+    CLIPVisionConfig,
+    Gemma3Config,
+    LlavaConfig,
+    LlavaNextConfig,
+    LlavaOnevisionConfig,
+    SiglipVisionConfig,
+)
 from transformers.activations import ACT2FN
+from transformers.models.clip.modeling_clip import CLIPEncoderLayer, CLIPVisionEmbeddings
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llava_next.modeling_llava_next import unpad_image
+from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer, SiglipVisionEmbeddings
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.towers import vit
 from cornplug.encoder_service.towers.base import TowerItem, fill_weights
 from cornplug.encoder_service.towers.tiles import AnyTiles, PinpointTiling, TileTower, TilingRule
 
@@ -165,8 +175,8 @@ def _tower(checkpoint: Checkpoint, tiling: TilingRule, dtype: torch.dtype, devic
     vision._attn_implementation = "sdpa"
     first_row = 0 if cut["feature_select"] == "full" else 1
     with torch.device("meta"):
-        layers = vit.VitLayers(vision, taps=cut["feature_layers"], first_row=first_row)
-    vit.fill(layers, checkpoint, dtype, device)
+        layers = VitLayers(vision, taps=cut["feature_layers"], first_row=first_row)
+    fill(layers, checkpoint, dtype, device)
     return TileTower(layers, tiling, dtype=dtype, device=device)
 
 
@@ -183,3 +193,128 @@ def _linears(
         )
     fill_weights(linears, checkpoint.locate("projector"), dtype=dtype, device=device)
     return linears, ACT2FN[config.projector_hidden_act]
+
+
+VitConfig: TypeAlias = CLIPVisionConfig | SiglipVisionConfig
+
+
+class VitLayers(nn.Module):
+    """Layers of a tower: (tiles, 3, side, side) -> (tiles, rows, width). Attribute names are the checkpoint's
+    tensor names.
+
+    The output concatenates the hidden states after the layers in `taps` along the width. Layers are numbered
+    from 1, and tap 0 is the input of the first layer. `first_row` 1 drops CLIP's class row.
+    """
+
+    def __init__(
+        self, config: VitConfig, *, taps: Sequence[int], first_row: int = 0, final_norm: bool = False
+    ) -> None:
+        super().__init__()
+        clip = isinstance(config, CLIPVisionConfig)
+        self.embeddings = (CLIPVisionEmbeddings if clip else SiglipVisionEmbeddings)(config)
+        self.pre_layrnorm = _norm(config) if clip else None  # spelled as in the checkpoints
+        layer = CLIPEncoderLayer if clip else SiglipEncoderLayer
+        layers = nn.ModuleList(layer(config) for _ in range(max(taps)))
+        self.encoder = nn.ModuleDict({"layers": layers})
+        self.post_layernorm = _norm(config) if final_norm else None
+        self._taps = tuple(taps)
+        self._first_row = first_row
+
+    @property
+    def tile_shape(self) -> tuple[int, int, int]:
+        side = self.embeddings.image_size
+        return (self.embeddings.patch_embedding.in_channels, side, side)
+
+    @property
+    def positions(self) -> int:
+        return int(self.embeddings.num_positions)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embeddings(pixels)
+        if self.pre_layrnorm is not None:
+            hidden = self.pre_layrnorm(hidden)
+        tapped = {0: hidden}
+        for number, layer in enumerate(self.encoder["layers"].children(), start=1):
+            hidden = layer(hidden, None)
+            if number in self._taps:
+                tapped[number] = hidden
+        out = torch.cat([tapped[tap][:, self._first_row :] for tap in self._taps], dim=-1)
+        return out if self.post_layernorm is None else self.post_layernorm(out)
+
+
+def fill(layers: VitLayers, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    """Load the tower's weights into layers that were created on the meta device. Raises the same
+    errors as `fill_weights`.
+    """
+    fill_weights(layers, checkpoint.locate("tower"), dtype=dtype, device=device)
+    # `position_ids` is not a weight, so it is still on the meta device.
+    layers.embeddings.position_ids = torch.arange(layers.positions, device=device)[None]
+
+
+def _norm(config: VitConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+
+class Gemma3:
+    """Loader of a Gemma 3 checkpoint. An image is one tile, or several with pan and scan."""
+
+    @staticmethod
+    def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TileTower:
+        config = Gemma3Config.from_dict(checkpoint.config)
+        config.vision_config._attn_implementation = "sdpa"
+        with torch.device("meta"):
+            layers = _PooledLayers(config)
+        fill(layers, checkpoint, dtype, device)
+        return TileTower(layers, AnyTiles(), dtype=dtype, device=device)
+
+    @staticmethod
+    def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Gemma3Projector:
+        with torch.device("meta"):
+            projection = _Projection(Gemma3Config.from_dict(checkpoint.config))
+        fill_weights(projection, checkpoint.locate("projector"), dtype=dtype, device=device)
+        return Gemma3Projector(projection)
+
+
+class Gemma3Projector:
+    """Projector: (rows, width) -> (rows, hidden_size)."""
+
+    def __init__(self, projection: _Projection) -> None:
+        self._projection = projection
+
+    @property
+    def hidden_size(self) -> int:
+        return self._projection.mm_input_projection_weight.shape[1]
+
+    @torch.inference_mode()
+    def project(self, features: Sequence[torch.Tensor], items: Sequence[TowerItem]) -> list[torch.Tensor]:
+        device = self._projection.mm_input_projection_weight.device
+        out: torch.Tensor = self._projection(torch.cat([f.to(device) for f in features]))
+        return list(out.split([len(f) for f in features]))
+
+
+class _PooledLayers(VitLayers):
+    """SigLIP's layers and average pooling: (tiles, 3, side, side) -> (tiles, pooled rows, width)."""
+
+    def __init__(self, config: Gemma3Config) -> None:
+        vision = config.vision_config
+        super().__init__(vision, taps=[vision.num_hidden_layers], final_norm=True)
+        self._side = vision.image_size // vision.patch_size
+        self._pool = self._side // int(config.mm_tokens_per_image**0.5)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        rows = super().forward(pixels).transpose(1, 2)
+        plane = rows.reshape(len(rows), -1, self._side, self._side)
+        return nn.functional.avg_pool2d(plane, self._pool).flatten(2).transpose(1, 2)
+
+
+class _Projection(nn.Module):
+    def __init__(self, config: Gemma3Config) -> None:
+        super().__init__()
+        vision = config.vision_config
+        self.mm_input_projection_weight = nn.Parameter(
+            torch.empty(vision.hidden_size, config.text_config.hidden_size)
+        )
+        self.mm_soft_emb_norm = Gemma3RMSNorm(vision.hidden_size, eps=vision.layer_norm_eps)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.mm_soft_emb_norm(rows) @ self.mm_input_projection_weight

@@ -26,7 +26,7 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.towers.base import TowerInput, TowerItem, fill_weights
-from cornplug.encoder_service.towers.qwen_patches import (
+from cornplug.encoder_service.towers.qwen2_vl import (
     PatchInputs,
     RotaryTable,
     embed_patches,

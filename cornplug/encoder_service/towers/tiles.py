@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import torch
 from transformers.image_processing_utils import select_best_resolution
 
-from cornplug.encoder_service.towers import input_checks
+from cornplug.encoder_service.towers import base
 from cornplug.encoder_service.towers.base import TowerInput, TowerItem
 
 _LONGEST_SIDE: Final = 1 << 24
@@ -56,9 +56,7 @@ class AnyTiles:
 
     def geometry(self, inputs: Mapping[str, TowerInput], tiles: int) -> tuple[int, ...]:
         if self.most is not None and tiles > self.most:
-            raise input_checks.bad_input(
-                "pixel_values", f"shape: at most {self.most} tiles are allowed, not {tiles}"
-            )
+            raise base.bad_input("pixel_values", f"shape: at most {self.most} tiles are allowed, not {tiles}")
         return (tiles,)
 
 
@@ -76,19 +74,17 @@ class PinpointTiling:
     names: tuple[str, ...] = ("pixel_values", "image_sizes")
 
     def geometry(self, inputs: Mapping[str, TowerInput], tiles: int) -> tuple[int, ...]:
-        size = input_checks.checked("image_sizes", inputs["image_sizes"], input_checks.INTEGERS)
+        size = base.checked("image_sizes", inputs["image_sizes"], base.INTEGERS)
         if tuple(size.shape) not in ((2,), (1, 2)):
-            raise input_checks.bad_input(
-                "image_sizes", f"shape must be (2,) for one image, not {tuple(size.shape)}"
-            )
+            raise base.bad_input("image_sizes", f"shape must be (2,) for one image, not {tuple(size.shape)}")
         height, width = (int(side) for side in size.reshape(2).tolist())
         if not (0 < height <= _LONGEST_SIDE and 0 < width <= _LONGEST_SIDE):
-            raise input_checks.bad_input("image_sizes", f"{height} x {width} is not a valid image size")
+            raise base.bad_input("image_sizes", f"{height} x {width} is not a valid image size")
         best = select_best_resolution((height, width), self.resolutions)
         down, across = best[0] // self.side, best[1] // self.side
         wanted = 1 + down * across
         if tiles < wanted:
-            raise input_checks.bad_input(
+            raise base.bad_input(
                 "pixel_values", f"shape: must have {wanted} tiles for {height} x {width}, not {tiles}"
             )
         return (wanted, down, across, height, width)
@@ -106,15 +102,15 @@ class TileTower:
         self._device = device
 
     def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
-        input_checks.check_names(inputs, self._tiling.names)
-        pixels = input_checks.checked("pixel_values", inputs["pixel_values"], input_checks.FLOATS)
+        base.check_names(inputs, self._tiling.names)
+        pixels = base.checked("pixel_values", inputs["pixel_values"], base.FLOATS)
         wanted = self._layers.tile_shape
         if pixels.ndim == 5 and pixels.shape[0] == 1:
             pixels = pixels[0]
         if pixels.ndim == 3:
             pixels = pixels[None]
         if pixels.ndim != 4 or tuple(pixels.shape[1:]) != wanted:
-            raise input_checks.bad_input(
+            raise base.bad_input(
                 "pixel_values",
                 f"shape must be (tiles, {', '.join(map(str, wanted))}), not {tuple(pixels.shape)}",
             )
@@ -128,7 +124,7 @@ class TileTower:
 
     @torch.inference_mode()
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        pixels = input_checks.concat_on_device([item.tensors[0] for item in items], self._device)
+        pixels = base.concat_on_device([item.tensors[0] for item in items], self._device)
         tiles = self._layers(pixels).split([len(item.tensors[0]) for item in items])
         # Copy each item, so that a cached item does not keep the tensor of its whole batch in memory.
         return [item.flatten(0, 1).clone() for item in tiles]

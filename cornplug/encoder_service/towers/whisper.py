@@ -1,16 +1,22 @@
-"""Whisper's encoder for audio of any length, and the tower of Qwen2-Audio, which averages pairs of its rows.
+"""Whisper's encoder for audio of any length, with the projectors of Qwen2-Audio and Ultravox.
 
-The rows of all media in a batch are concatenated without padding. Silence that a processor adds to fill 30
-seconds is not computed if the reference masks it out.
+The rows of all media in a batch are concatenated without padding. Qwen2-Audio averages pairs of rows. Silence
+that a processor adds to fill 30 seconds is not computed if the reference masks it out.
 
-    mel (bins, frames) ──two convolutions──> rows = frames / 2, with positions ──layers──> rows
+Ultravox splits audio into chunks of up to 30 s:
+
+    (chunks, bins, frames) ──encoder──> (chunks x rows, width) ──stack 8, SwiGLU──> (tokens, hidden)
+
+As in vLLM 0.32 (vllm/model_executor/models/ultravox.py), audio that fits in one chunk has only the rows of
+its own frames, and the last stack is padded with zeros. In longer audio, every chunk is padded to the tower's
+context. The rows of the padding attend only to each other, and a chunk's last stack may include some of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -18,15 +24,158 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.towers import input_checks, varlen_attention
+from cornplug.encoder_service.towers import base, varlen_attention
 from cornplug.encoder_service.towers.base import TowerInput, TowerItem, fill_weights
-from cornplug.encoder_service.towers.log_mel import LogMelFeatures, PaddedLogMel
+from cornplug.encoder_service.towers.log_mel import ChunkedLogMel, LogMelFeatures, PaddedLogMel
 from cornplug.errors import CheckpointError
+
+_RMS_EPS: Final = 1e-6
+
+
+class Ultravox:
+    """Loader of an Ultravox checkpoint. If the checkpoint has a base checkpoint, the tower is loaded from
+    it."""
+
+    @staticmethod
+    def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> UltravoxTower:
+        encoder = WhisperEncoder.load(checkpoint, dtype, device)
+        return UltravoxTower(encoder, WhisperShape.of(checkpoint), dtype=dtype, device=device)
+
+    @staticmethod
+    def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> StackingProjector:
+        spec = checkpoint.family.projector_spec(checkpoint.config)
+        # The config with the LLM's width may be in another checkpoint, so use the shape of a tensor.
+        out = checkpoint.shapes("projector").get("linear_2.weight", (0,))[0]
+        with torch.device("meta"):
+            module = _Projector(spec, out)
+        fill_weights(module, checkpoint.locate("projector"), dtype=dtype, device=device)
+        return StackingProjector(module, int(spec["stack_factor"]))
+
+    @staticmethod
+    def feature_extractor(preprocessor: Mapping[str, Any]) -> LogMelFeatures:
+        return ChunkedLogMel(preprocessor)
+
+
+class UltravoxTower:
+    """Tower for `audio_features` (chunks, bins, frames) and `audio_lens` (chunks,)
+    -> (chunks x rows, width)."""
+
+    def __init__(
+        self, encoder: WhisperEncoder, shape: WhisperShape, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._encoder = encoder
+        self._shape = shape
+        self._dtype = dtype
+        self._device = device
+
+    def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
+        base.check_names(inputs, ("audio_features", "audio_lens"))
+        mels = base.checked("audio_features", inputs["audio_features"], base.FLOATS)
+        lens = base.checked("audio_lens", inputs["audio_lens"], base.INTEGERS).reshape(-1)
+        if mels.ndim != 3 or mels.shape[1] != self._shape.num_mel_bins:
+            want = ("chunks", self._shape.num_mel_bins, "frames")
+            raise base.bad_input("audio_features", f"shape must be {want}, not {tuple(mels.shape)}")
+        chunks, _, frames = mels.shape
+        if frames > self._shape.max_frames:
+            raise base.bad_input(
+                "audio_features", f"{frames} frames exceed the limit of {self._shape.max_frames}"
+            )
+        if len(lens) != chunks or not 1 <= int(lens.min()) <= int(lens.max()) <= frames:
+            raise base.bad_input("audio_lens", f"must have {chunks} lengths of 1 to {frames} frames")
+        if chunks == 1:  # an engine pads a chunk to the length of the request's other audio
+            frames = int(lens[0])
+        mels = mels[:, :, :frames].to(self._dtype).contiguous()
+        lens = lens.to(torch.int64)
+        rows = _rows(frames)
+        return TowerItem(
+            tensors=(mels, lens),
+            tokens=chunks * rows,
+            geometry=(rows, *(_rows(length) for length in lens.tolist())),
+        )
+
+    @torch.inference_mode()
+    def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
+        begun: list[torch.Tensor] = []
+        lengths: list[int] = []
+        for item in items:
+            rows, *valid = item.geometry
+            for mel, own in zip(item.tensors[0].to(self._device), valid, strict=True):
+                begun.append(self._encoder.rows(mel, rows))
+                lengths += [own, rows - own] if own < rows else [rows]
+        hidden: torch.Tensor = self._encoder.layer_norm(self._encoder.run(torch.cat(begun), lengths))
+        return list(hidden.split([item.tokens for item in items]))
+
+
+class StackingProjector:
+    """Projector: (chunks x rows, width) -> (tokens, hidden_size)."""
+
+    def __init__(self, module: _Projector, stack: int) -> None:
+        self._module = module
+        self._stack = stack
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self._module.linear_2.out_features)
+
+    @torch.inference_mode()
+    def project(self, features: Sequence[torch.Tensor], items: Sequence[TowerItem]) -> list[torch.Tensor]:
+        device = self._module.ln_pre.weight.device
+        stacks = [self._stacked(f.to(device), item) for f, item in zip(features, items, strict=True)]
+        out: torch.Tensor = self._module(torch.cat(stacks))
+        return list(out.split([len(stack) for stack in stacks]))
+
+    def _stacked(self, features: torch.Tensor, item: TowerItem) -> torch.Tensor:
+        """Concatenate every `stack` consecutive rows of an item, and drop the results that contain only
+        padding. Returns shape (tokens, width x stack)."""
+        rows, *valid = item.geometry
+        chunks = functional.pad(features.unflatten(0, (-1, rows)), (0, 0, 0, -rows % self._stack))
+        stacks = chunks.unflatten(1, (-1, self._stack)).flatten(2)
+        return torch.cat([chunk[: -(-own // self._stack)] for chunk, own in zip(stacks, valid, strict=True)])
+
+
+class _Projector(nn.Module):
+    """Layers of the projector. Attribute names are the checkpoint's tensor names."""
+
+    def __init__(self, spec: Mapping[str, Any], out: int) -> None:
+        super().__init__()
+        stacked, hidden = spec["d_model"] * spec["stack_factor"], spec["hidden_size"]
+        self._gated = spec["projector_act"] == "swiglu"
+        if not self._gated and spec["projector_act"] not in ACT2FN:
+            raise CheckpointError(f"projector_act {spec['projector_act']!r} is unknown", reason="bad_config")
+        middle = hidden // 2 if self._gated else hidden
+        self.ln_pre = nn.RMSNorm(stacked, eps=_RMS_EPS)
+        self.linear_1 = nn.Linear(stacked, hidden, bias=False)
+        self.linear_2 = nn.Linear(middle, out, bias=False)
+        # The norm is last up to v0.4.1, and in the middle from v0.5.
+        if spec["projector_ln_mid"]:
+            self.ln_mid = nn.RMSNorm(middle, eps=_RMS_EPS)
+        else:
+            self.ln_post = nn.RMSNorm(out, eps=_RMS_EPS)
+        self._middle = bool(spec["projector_ln_mid"])
+        self._act = None if self._gated else ACT2FN[spec["projector_act"]]
+
+    def forward(self, stacks: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear_1(self.ln_pre(stacks))
+        if self._act is None:
+            value, gate = hidden.chunk(2, dim=-1)
+            hidden = value * functional.silu(gate)
+        else:
+            hidden = self._act(hidden)
+        if self._middle:
+            hidden = self.ln_mid(hidden)
+        hidden = self.linear_2(hidden)
+        out: torch.Tensor = hidden if self._middle else self.ln_post(hidden)
+        return out
+
+
+def _rows(frames: int) -> int:
+    """Return the number of rows after the convolution of stride two."""
+    return (frames - 1) // 2 + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhisperShape:
-    """Fields of a family's tower spec (`families.qwen2_audio.whisper_spec`) that determine the encoder's
+    """Fields of a family's tower spec (`families.whisper`) that determine the encoder's
     shape."""
 
     num_mel_bins: int
@@ -157,22 +306,20 @@ class Qwen2AudioTower:
         self._device = device
 
     def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
-        input_checks.check_names(inputs, ("input_features", "feature_attention_mask"))
-        mel = input_checks.checked("input_features", inputs["input_features"], input_checks.FLOATS)
-        mask = input_checks.checked(
-            "feature_attention_mask", inputs["feature_attention_mask"], input_checks.INTEGERS
+        base.check_names(inputs, ("input_features", "feature_attention_mask"))
+        mel = base.checked("input_features", inputs["input_features"], base.FLOATS)
+        mask = base.checked(
+            "feature_attention_mask", inputs["feature_attention_mask"], base.INTEGERS
         ).reshape(-1)
         want = (self._shape.num_mel_bins, self._shape.max_frames)
         if tuple(mel.shape) not in (want, (1, *want)):
-            raise input_checks.bad_input("input_features", f"shape must be {want}, not {tuple(mel.shape)}")
+            raise base.bad_input("input_features", f"shape must be {want}, not {tuple(mel.shape)}")
         frames = int(mask.sum())
         if len(mask) != want[1] or not bool((mask[:frames] == 1).all()):
-            raise input_checks.bad_input(
-                "feature_attention_mask", f"must have {want[1]} values: ones, then zeros"
-            )
+            raise base.bad_input("feature_attention_mask", f"must have {want[1]} values: ones, then zeros")
         rows = (frames - 1) // 2 + 1
         if rows < 2:
-            raise input_checks.bad_input("feature_attention_mask", f"{frames} frames are too few for a row")
+            raise base.bad_input("feature_attention_mask", f"{frames} frames are too few for a row")
         # The convolutions of the last row read its own two frames and the next frame.
         mel = mel.reshape(want)[:, : 2 * rows + 1].to(self._dtype).contiguous()
         length = torch.tensor([rows])

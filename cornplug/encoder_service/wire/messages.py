@@ -5,13 +5,16 @@ A frame on the socket is a u32 little-endian length and one msgpack-encoded mess
 requests in flight on one connection. Replies contain the request's id and arrive in any order. The socket is
 for engines of the same user on the same host. First, both sides prove that they have the shared secret
 (`handshake`). The service trusts that the embedding key in a request belongs to its inputs. Other clients use
-HTTP, where the service computes every digest itself.
+HTTP, where the service computes every digest itself. `status_of` maps reasons to HTTP statuses.
+
+Releases of an engine may decode images differently, so a message names the rule by which the service decodes
+an image (`Decoding`, `media.image`): that of the engine that will use the embedding. Does not need torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, get_args
 
 import msgspec
 
@@ -143,7 +146,7 @@ class MediumRequest(msgspec.Struct, frozen=True, tag="medium", forbid_unknown_fi
     deadline_s: float
     """Seconds from receipt after which the engine no longer waits for the reply."""
     decoding: str = "vllm-0.32"
-    """Name of the rule by which an image is decoded (`decodings`), which depends on the engine's release. The
+    """Name of the rule by which an image is decoded (`Decoding`), which depends on the engine's release. The
     default applies to engines that do not send this field.
     """
 
@@ -153,7 +156,7 @@ class MediumReply(msgspec.Struct, frozen=True, tag="medium_encoded"):
     it."""
 
     handle: str
-    """Text of an `embedding_handle.EmbeddingHandle` with identity, media digest, key and patch grid."""
+    """Text of an `embedding_file.EmbeddingHandle` with identity, media digest, key and patch grid."""
     tensor: WireTensor
     decoding: str = "vllm-0.32"
     """Name of the rule by which an image was decoded. The default applies to services that do not send this
@@ -161,7 +164,7 @@ class MediumReply(msgspec.Struct, frozen=True, tag="medium_encoded"):
 
 
 class MediumRefusal(msgspec.Struct, frozen=True, tag="medium_refused"):
-    """Reply that refuses a `MediumRequest`. `reason` is listed in `status_codes`, or is the reason of a
+    """Reply that refuses a `MediumRequest`. `reason` is a key of `_STATUS`, or is the reason of a
     MediaError."""
 
     reason: str
@@ -186,3 +189,81 @@ def trace_of(headers: Mapping[str, str] | None) -> dict[str, str] | None:
     found = {name: (headers or {}).get(name, "") for name in ("traceparent", "tracestate")}
     kept = {name: value for name, value in found.items() if 0 < len(value) <= _TRACE_MAX}
     return kept if "traceparent" in kept else None
+
+
+Decoding = Literal["vllm-0.32", "vllm-0.33", "sglang-0.5.23"]
+"""Decoding rule of an engine, named after the release that introduced it."""
+DECODINGS: Final[tuple[Decoding, ...]] = get_args(Decoding)
+DEFAULT_DECODING: Final[Decoding] = "vllm-0.33"
+"""Rule for requests to the HTTP API that do not set a rule."""
+DECODING_HEADER: Final = "x-cornplug-decoding"
+"""HTTP header that sets the rule for all images of a request."""
+
+_RELEASES: Final[tuple[tuple[str, str, Decoding], ...]] = (
+    ("vllm", "0.32.", "vllm-0.32"),
+    ("vllm", "0.33.", "vllm-0.33"),
+    ("sglang", "0.5.23", "sglang-0.5.23"),
+)
+
+
+def decoding_of(engine: str, version: str) -> Decoding | None:
+    """Return the rule of a release of "vllm" or "sglang", or None for a release that is not listed."""
+    return next((d for e, start, d in _RELEASES if e == engine and version.startswith(start)), None)
+
+
+def known_decoding(name: str) -> Decoding | None:
+    """Return the rule with this name, or None."""
+    return next((d for d in DECODINGS if d == name), None)
+
+
+_STATUS: Final[Mapping[str, int]] = {
+    "unknown_model": 404,
+    "bad_input": 422,
+    "overloaded": 503,
+    "over_share": 429,
+    "too_late": 504,
+    "internal": 500,
+    "too_large": 413,
+    "too_large_prepared": 413,
+    "too_many_pixels": 413,
+    "slow_body": 408,
+    "media_type": 415,
+    "not_found": 404,
+    "method_not_allowed": 405,
+    "draining": 503,
+    "down": 503,
+    "stuck": 503,
+    "remote_url": 422,
+    "remote_failed": 424,
+    "remote_timeout": 424,
+    "fetches_full": 503,
+    "unauthorized": 401,
+    "forbidden": 403,
+    "forbidden_salt": 403,
+    "forbidden_origin": 403,
+    "forbidden_host": 421,
+    "not_reloaded": 409,
+    "forbidden_receiver": 403,
+    "undeliverable": 502,
+    "no_receiver": 504,
+    "transfer": 501,
+}
+
+_OF_THE_MEDIUM: Final = frozenset({413, 415, 422, 424})
+OF_THE_FETCH: Final = frozenset({"remote_failed", "remote_timeout", "fetches_full"})
+"""Reasons after which another service, with another network route to the URL's host, may succeed."""
+
+A_FAULT: Final = "internal error of the service; see its log"
+"""Message for an internal error. It does not contain the exception's text, which may contain paths, addresses
+and data of other clients."""
+
+
+def status_of(reason: str) -> int:
+    """Return the HTTP status of a refusal reason. Reasons without their own status concern the medium, and
+    get status 422."""
+    return _STATUS.get(reason, 422)
+
+
+def is_of_medium(reason: str) -> bool:
+    """Return whether a refusal is caused by the medium, so that neither another service nor a retry helps."""
+    return status_of(reason) in _OF_THE_MEDIUM

@@ -1,26 +1,38 @@
 """Cache sizes from which a plan chooses, and the hit rate of each request class for each size.
 
 There is a cache of embeddings per encoder, and a cache of prefixes' KV per language model, both in the nodes'
-DRAM. Hit rates are part of the input, or are computed for a catalogue with a Zipf distribution (Che's
-approximation).
+DRAM. Hit rates are part of the input, or are computed for an LRU cache and a catalogue with a Zipf
+distribution.
+
+Source: Che, Tung and Wang 2002. An item stays in the cache for a characteristic time t after its last use.
+This time is the same for all items, so the hit probability of an item with request rate p is 1 - exp(-p t).
+The time t is chosen so that the expected number of cached items equals the cache's size.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product
 from typing import Final, Literal
 
-from cornplug.planner.inputs import component_shapes, length_distributions
+import numpy as np
+from numpy.typing import NDArray
+
+from cornplug.planner.inputs import component_shapes, request_sampling
 from cornplug.planner.inputs.request_classes import RequestClass
 from cornplug.planner.inputs.request_sampling import HitShares
 from cornplug.planner.inputs.schema import CacheOptions, Component, LLMShape, RequestMedia
 from cornplug.planner.optimizer.optimization_problem import CacheLevel
-from cornplug.planner.perf_model import hit_rates
 
 GIB: Final = 1 << 30
 ELEMENT_BYTES: Final = 2
+Floats = NDArray[np.float64]
+_EACH: Final = 10_000
+"""Number of most popular items that have their own bins. All other items share 200 bins per decade of ranks,
+with similar probabilities."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +135,7 @@ def embedding_bytes(media: RequestMedia, llm: Component) -> float:
     Returns 0 if the model's shape is not known.
     """
     hidden = llm.shape.hidden if isinstance(llm.shape, LLMShape) else 0
-    return length_distributions.mean(media.tokens) * hidden * ELEMENT_BYTES
+    return request_sampling.mean_length(media.tokens) * hidden * ELEMENT_BYTES
 
 
 def kv_bytes_per_token(llm: Component) -> int:
@@ -146,7 +158,7 @@ def _embedding_hits(
     if not one or not gib:
         return 0.0
     cached = _part(of, users) * gib * GIB / one
-    return hit_rates.che(media.catalogue, media.zipf, min(cached, media.catalogue))
+    return lru_hit_rate(media.catalogue, media.zipf, min(cached, media.catalogue))
 
 
 def _prefix_hits(of: RequestClass, gib: float, users: Mapping[str, RequestClass], llm: Component) -> float:
@@ -157,9 +169,52 @@ def _prefix_hits(of: RequestClass, gib: float, users: Mapping[str, RequestClass]
     one = prefix.tokens * kv_bytes_per_token(llm)
     # An engine's own prefix cache keeps at least the most recently used prefix.
     cached = 1 + (_part(of, users) * gib * GIB / one if one else 0.0)
-    return hit_rates.che(prefix.distinct, prefix.zipf, min(cached, prefix.distinct))
+    return lru_hit_rate(prefix.distinct, prefix.zipf, min(cached, prefix.distinct))
 
 
 def _part(of: RequestClass, users: Mapping[str, RequestClass]) -> float:
     """Return the class's share of a cache's bytes, in proportion to its rate."""
     return of.rate / sum(c.rate for c in users.values())
+
+
+@lru_cache(maxsize=4096)
+def lru_hit_rate(catalogue: int, zipf: float, cached: float) -> float:
+    """Return the hit rate of an LRU cache that can hold `cached` items of a catalogue of `catalogue` items.
+
+    Requests are independent, and item k of the catalogue is requested with a probability proportional to
+    k^-zipf. A cache for the complete catalogue has a hit rate of 1, because first uses are not counted.
+    """
+    if catalogue < 1 or zipf < 0:
+        raise ValueError(f"invalid catalogue of {catalogue} items with Zipf exponent {zipf:g}")
+    if cached <= 0:
+        return 0.0
+    if cached >= catalogue:
+        return 1.0
+    probability, count = _popularity(catalogue, zipf)
+    time = _characteristic_time(probability, count, cached)
+    return float(np.dot(probability * count, -np.expm1(-probability * time)))
+
+
+def _popularity(catalogue: int, zipf: float) -> tuple[Floats, Floats]:
+    """Return (probability of each item in a bin, number of items in the bin) for all bins, as two arrays."""
+    edges = np.arange(1.0, min(catalogue, _EACH) + 2)
+    if catalogue > _EACH:
+        bins = max(int(200 * math.log10(catalogue / _EACH)), 1)
+        edges = np.unique(np.concatenate([edges, np.rint(np.geomspace(_EACH + 1, catalogue + 1, bins + 1))]))
+    count = np.diff(edges)
+    weight = ((edges[:-1] + edges[1:] - 1) / 2) ** -zipf
+    return weight / np.dot(weight, count), count
+
+
+def _characteristic_time(probability: Floats, count: Floats, cached: float) -> float:
+    """Return the number of requests after which an unused item is evicted, by bisection of its logarithm."""
+    low, high = math.log(cached), math.log(cached)
+    while np.dot(count, -np.expm1(-probability * math.exp(high))) < cached:
+        high += 2.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if np.dot(count, -np.expm1(-probability * math.exp(middle))) < cached:
+            low = middle
+        else:
+            high = middle
+    return math.exp(high)

@@ -1,44 +1,53 @@
-"""Creates the pool's cells: computes the capacity of each service's replicas, on each footprint, from
-profiles."""
+"""Creates the pool's cells: the capacity of each service's replicas, on each footprint, from profiles.
+
+Capacities are computed for the smallest caches of the input. With a larger cache, a request counts only with
+the share of its encoding and prefill that is still necessary.
+
+If only throughputs are known, but no times, an encoder's throughput is in items per second, and that of a
+language model or a generator in requests per second. A replica runs its components one after another, so its
+rate is 1 / (sum of 1 / rate).
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from statistics import fmean
 from typing import Final
 
-from cornplug.planner.candidates import idle_replica, throughput_profiles
-from cornplug.planner.candidates import service_demand as service_demand
 from cornplug.planner.candidates.cache_sizes import CacheScenario
-from cornplug.planner.candidates.cells import CellSpec, make_cell
-from cornplug.planner.candidates.engine_settings import engine_settings
-from cornplug.planner.candidates.latency_tiers import MOST, Chain, LatencyTier
-from cornplug.planner.candidates.replica_configs import MAX_BATCH, ReplicaConfig, footprints
-from cornplug.planner.candidates.samples import Samples
-from cornplug.planner.candidates.service_times import service_times
+from cornplug.planner.candidates.cells import MOST, CellSpec, Chain, LatencyTier, make_cell
+from cornplug.planner.candidates.replica_configs import MAX_BATCH, ReplicaConfig, engine_settings, footprints
+from cornplug.planner.candidates.samples import Samples, mean_idle_times
 from cornplug.planner.candidates.services import Service
-from cornplug.planner.candidates.stage_bounds import stage_bound
-from cornplug.planner.candidates.time_corrections import Place, corrected, place
 from cornplug.planner.candidates.timed_configs import (
     FAVOURED,
+    Place,
     TimedConfig,
+    corrected_times,
+    place,
+    service_times,
     undominated,
     without_needless_estimates,
 )
-from cornplug.planner.inputs import component_shapes
-from cornplug.planner.inputs.request_classes import RequestClass
+from cornplug.planner.inputs import component_shapes, request_sampling
+from cornplug.planner.inputs.request_classes import RequestClass, SampledRequest
 from cornplug.planner.inputs.schema import (
+    Component,
     GpuSpec,
     LLMShape,
+    MeasuredProfile,
     NodeClass,
     PlanRules,
+    Profile,
     ThroughputProfile,
     Workload,
 )
+from cornplug.planner.perf_model import profile_lookup as measured
 from cornplug.planner.perf_model.capacity import capacity
+from cornplug.planner.perf_model.latency_bound import stage_bound
 from cornplug.planner.plan import TimesCorrection
 from cornplug.planner.simulator.step_times import CellHardware
 
@@ -55,6 +64,8 @@ MOST_TOGETHER: Final = 32
 """Maximum number of replicas behind one router. With more replicas, the capacity per replica hardly grows."""
 
 Users = Mapping[str, RequestClass]
+_DECODE_BATCH: Final = 32
+"""Assumed number of requests in a decode iteration, among which its time is divided."""
 
 
 @dataclass
@@ -111,12 +122,12 @@ class CellBuilder:
         """Return a service's work per request, relative to the work with the smallest caches."""
         base = self.bases[of.name]
         if service.tasks == "E":
-            return service_demand.encoding_left(service, of, scenario, base, self.samples.encoders)
+            return _encoding_left(service, of, scenario, base, self.samples.encoders)
         hardware = self._reference.get(service.name)
         if scenario.names == base.names or hardware is None:
             return 1.0
         now, before = (self.samples.at(service, of, a) for a in (scenario, base))
-        return service_demand.seconds(hardware, service.tasks, now) / service_demand.seconds(
+        return _seconds_per_request(hardware, service.tasks, now) / _seconds_per_request(
             hardware, service.tasks, before
         )
 
@@ -127,7 +138,7 @@ class CellBuilder:
         if hardware is None:
             self.dropped[f"{service.name}: no profile, or too little memory, on {footprint.gpu.name}"] += 1
             return []
-        hardware = corrected(hardware, self.corrections.get(place(service, footprint)))
+        hardware = corrected_times(hardware, self.corrections.get(place(service, footprint)))
         self._reference.setdefault(service.name, hardware)
         return [TimedConfig(service, footprint, hardware)]
 
@@ -189,7 +200,7 @@ class CellBuilder:
     ) -> float:
         """Return the maximum rate per replica if `replicas` replicas serve only this class."""
         samples = self.samples.at(config.service, of, self.bases[of.name])
-        bound = stage_bound(of.slo, tier.seconds, tier.tpot_s, idle_replica.means(samples))
+        bound = stage_bound(of.slo, tier.seconds, tier.tpot_s, mean_idle_times(samples))
         place = config.station(self.rules.router, replicas)
         seed = self.rules.seed
         found = capacity(place, samples, bound, burst=of.request.burst, seed=seed, confirm=confirm)
@@ -210,7 +221,7 @@ class CellBuilder:
         """Return the number of replicas that could serve all classes of a service if there were no bounds."""
         busy = sum(
             of.rate
-            * service_demand.seconds(
+            * _seconds_per_request(
                 config.hardware,
                 config.service.tasks,
                 self.samples.at(config.service, of, self.bases[of.name])[::ROUGHLY],
@@ -232,7 +243,7 @@ class CellBuilder:
 
     def _throughputs(self, service: Service, footprint: ReplicaConfig) -> dict[str, ThroughputProfile]:
         """Return the throughput profiles for this service and footprint, by component."""
-        found = {c.name: throughput_profiles.given(service, c, footprint) for c in service.components}
+        found = {c.name: _throughput_profile(service, c, footprint) for c in service.components}
         return {name: profile for name, profile in found.items() if profile is not None}
 
     def _untimed(
@@ -244,7 +255,7 @@ class CellBuilder:
         tiers: Chain,
     ) -> Iterator[CellSpec]:
         rates = {
-            name: throughput_profiles.rate(service, profiles, footprint, of, self._items(of), self.rules)
+            name: _measured_rate(service, profiles, footprint, of, self._items(of), self.rules)
             for name, of in users.items()
         }
         if not any(rates.values()):
@@ -272,8 +283,148 @@ class CellBuilder:
         return self.rules.start_s + total / (footprint.nodes.weights_gb_s * 1e9)
 
     def _items(self, of: RequestClass) -> dict[str, float]:
-        return service_demand.items_to_encode(of, self.bases[of.name], self.samples.encoders)
+        return _items_to_encode(of, self.bases[of.name], self.samples.encoders)
 
     def _prior(self, footprint: ReplicaConfig, users: Users) -> float:
         against = sum(u.rate for u in users.values() if FAVOURED[u.app.workload] != footprint.engine)
         return PRIOR * against / sum(u.rate for u in users.values())
+
+
+def _items_to_encode(
+    of: RequestClass, scenario: CacheScenario, encoders: Mapping[str, Component]
+) -> dict[str, float]:
+    """Return the mean number of media items per request whose embeddings are not cached, by encoder."""
+    found: dict[str, float] = {}
+    for media in of.request.media:
+        missed = request_sampling.mean_length(media.items) * (
+            1 - scenario.hits.embedding.get(media.encoder, 0.0)
+        )
+        name = encoders[media.encoder].name
+        found[name] = found.get(name, 0.0) + missed
+    return found
+
+
+def _encoding_left(
+    service: Service,
+    of: RequestClass,
+    scenario: CacheScenario,
+    base: CacheScenario,
+    encoders: Mapping[str, Component],
+) -> float:
+    """Return the number of items that an encoder service must encode, relative to the smallest caches.
+
+    Returns 0 if the class has no items for the service's towers.
+    """
+    with_it, without = _items_to_encode(of, scenario, encoders), _items_to_encode(of, base, encoders)
+    names = [t.name for t in service.towers]
+    before = sum(without.get(n, 0.0) for n in names)
+    return sum(with_it.get(n, 0.0) for n in names) / before if before else 0.0
+
+
+def _seconds_per_request(hardware: CellHardware, tasks: str, samples: Sequence[SampledRequest]) -> float:
+    """Return the mean time in seconds that a replica needs per request.
+
+    The time of a decode iteration is divided among its requests.
+    """
+    total = 0.0
+    for d in samples:
+        if "E" in tasks and hardware.encode and d.patches:
+            total += hardware.encode(sum(d.patches))
+        if "P" in tasks and hardware.steps:
+            total += hardware.steps.prefill(d.computed_tokens)
+        if "D" in tasks and hardware.steps:
+            total += (d.output_tokens - 1) * hardware.steps.decode(_DECODE_BATCH) / _DECODE_BATCH
+        if "G" in tasks and hardware.generate and d.units:
+            total += hardware.generate(d.units)
+    return total / len(samples)
+
+
+def _throughput_profile(
+    service: Service, component: Component, footprint: ReplicaConfig
+) -> ThroughputProfile | None:
+    """Return the component's throughput profile, or None if the first matching profile is not a
+    throughput."""
+    for profile in component.profiles:
+        if _fits(profile, service, component, footprint):
+            return profile if isinstance(profile, ThroughputProfile) else None
+    return None
+
+
+def _role(service: Service, component: Component) -> str:
+    """Return the tasks of the service that `component` does."""
+    if component.kind == "encoder":
+        return "E"
+    return "G" if component.kind == "generator" else service.tasks.strip("EG")
+
+
+def _measured_rate(
+    service: Service,
+    profiles: Mapping[str, ThroughputProfile],
+    footprint: ReplicaConfig,
+    of: RequestClass,
+    items: Mapping[str, float],
+    rules: PlanRules,
+) -> float:
+    """Return a class's requests per second on one replica, or 0 if it is not known or misses the SLO.
+
+    The rate is proportional to the replica's share of a GPU, and reduced because of other replicas on the GPU
+    (`rules.interference`).
+
+    Args:
+        profiles: throughputs by component.
+        items: mean number of items to encode per request, by encoder.
+    """
+    whole = profiles.get(service.llm.name) if service.llm else None
+    parts = {service.name: whole} if whole and whole.role == service.tasks else dict(profiles)
+    seconds = 0.0
+    for name, profile in parts.items():
+        per_s = _requests_per_s(profile, of)
+        if not per_s:
+            return 0.0
+        seconds += _visits(name, service, of, items) / per_s
+    scale = footprint.share * (1 - rules.interference if footprint.share < 1 else 1)
+    return scale * _efficiency(service, profiles, rules) / seconds if seconds else float("inf")
+
+
+def _requests_per_s(profile: ThroughputProfile, of: RequestClass) -> float:
+    bound = of.slo.first_s("tpot")
+    if bound is not None and profile.tpot_s.get(of.name, 0.0) > bound:
+        return 0.0
+    if isinstance(profile.requests_per_s, dict):
+        return profile.requests_per_s.get(of.name, 0.0)
+    return profile.requests_per_s
+
+
+def _visits(name: str, service: Service, of: RequestClass, items: Mapping[str, float]) -> float:
+    """Return the number of times that a request uses a component.
+
+    This is the number of items for an encoder, and 0 for a generator that the class does not use.
+    """
+    if any(t.name == name for t in service.towers):
+        return items.get(name, 0.0)
+    if service.generator and service.generator.name == name:
+        return 1.0 if of.request.generates else 0.0
+    return 1.0
+
+
+def _efficiency(service: Service, profiles: Mapping[str, ThroughputProfile], rules: PlanRules) -> float:
+    """Return the efficiency of a separate prefill or decode replica, or 1 if it was measured in this role."""
+    tasks = service.tasks.strip("EG")
+    if tasks not in ("P", "D") or any(p.role == tasks for p in profiles.values()):
+        return 1.0
+    return rules.disaggregation_efficiency_p if tasks == "P" else rules.disaggregation_efficiency_d
+
+
+def _fits(profile: Profile, service: Service, component: Component, f: ReplicaConfig) -> bool:
+    if not isinstance(profile, ThroughputProfile | MeasuredProfile):
+        return True
+    fits = measured.is_for(profile, f.engine_spec(), _quantisation(component, f))
+    if isinstance(profile, ThroughputProfile):
+        fits = fits and profile.role in (None, _role(service, component), service.tasks)
+    return fits
+
+
+def _quantisation(component: Component, f: ReplicaConfig) -> str:
+    """Return the quantisation of a component. Towers and generators in an LLM's engine may not be
+    quantised."""
+    return f.quantisation if f.quantisation in component.any_quantisations else "none"

@@ -1,23 +1,42 @@
-"""Cells: combinations of a service, a footprint and a tier, with the capacity for each request class."""
+"""Cells: combinations of a service, a footprint and a latency tier, with the capacity for each request class.
+
+A tier is a bound on a percentile of a stage's time and on the time per token. The bounds that variants
+require are merged into a short chain of tiers, rounded to the tighter bound, so that every cell of a tier can
+do the work of all looser tiers.
+
+Cells and variants that no plan needs are removed. This is exact for cost, stock and packing: replicas of the
+dominating cell can replace a replica of the dominated cell on the same GPUs, because footprints divide each
+other. If two variants need the same work, the variant with the looser bounds can replace the other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import inf, isinf
 from typing import Final
 
-from cornplug.planner.candidates.latency_tiers import LatencyTier
 from cornplug.planner.candidates.replica_configs import ReplicaConfig
 from cornplug.planner.candidates.services import Service
 from cornplug.planner.candidates.timed_configs import TimedConfig
 from cornplug.planner.inputs.schema import RouterPolicy
-from cornplug.planner.optimizer.optimization_problem import Cell
+from cornplug.planner.optimizer.optimization_problem import Cell, PathVariant
 from cornplug.planner.plan import EngineSettings
 from cornplug.planner.simulator.simulator import Station
 from cornplug.planner.simulator.step_times import CellHardware
 
 MOST_RATE: Final = 1e9
 """Capacity for a class whose requests cause no work at a service."""
+TIGHTNESS: Final = 0.005
+"""Maximum difference of preferences that is ignored. The preference for a tier is only a tie-break between
+cells that are needed, and must not keep a dominated cell."""
+MOST: Final = 4
+"""Maximum number of tiers per service. More tiers would save little, but multiply the number of cells."""
+UNBOUNDED: Final = 1e6
+TIER_SPACING: Final = 1e-5
+"""Relative difference between tiers with equal seconds. It is large enough for different names with six
+digits."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +58,7 @@ class CellSpec:
     forms."""
     derating: float = 1.0
     """Factor by which the capacity is reduced, because simulated plans missed a bound
-    (`pipeline/derate.py`)."""
+    (`pipeline/decide.py`)."""
 
     @property
     def timed(self) -> bool:
@@ -97,3 +116,114 @@ def make_cell(
 
 def _positive(capacity: Mapping[str, float]) -> dict[str, float]:
     return {u: min(rate, MOST_RATE) for u, rate in capacity.items() if rate > 0}
+
+
+def undominated_cells(specs: Iterable[CellSpec]) -> list[CellSpec]:
+    """Return the cells that no other cell dominates."""
+    groups: defaultdict[tuple[str, str], list[CellSpec]] = defaultdict(list)
+    for spec in specs:
+        groups[spec.cell.service, spec.cell.nodes].append(spec)
+    kept: list[CellSpec] = []
+    for group in groups.values():
+        better: list[CellSpec] = []
+        # Smallest first, because only cells with at most as many GPUs can dominate a cell.
+        for spec in sorted(group, key=lambda s: (s.cell.gpus, s.cell.preference, s.cell.tier)):
+            if not any(_dominates(other, spec) for other in better):
+                better.append(spec)
+        kept += better
+    return kept
+
+
+def _dominates(one: CellSpec, other: CellSpec) -> bool:
+    copies = other.cell.gpus / one.cell.gpus
+    return (
+        copies >= 1
+        and one.cell.tier <= other.cell.tier
+        and one.cell.start_s <= other.cell.start_s
+        and one.cell.preference <= other.cell.preference + TIGHTNESS
+        and all(copies * one.cell.capacity.get(u, 0.0) >= rate for u, rate in other.cell.capacity.items())
+    )
+
+
+def loosest_variants(variants: Iterable[PathVariant]) -> tuple[PathVariant, ...]:
+    """Remove each variant that differs from another variant only by tighter bounds."""
+    groups: defaultdict[tuple[object, ...], list[PathVariant]] = defaultdict(list)
+    for v in variants:
+        services = tuple((n.service, n.work) for n in v.needs)
+        groups[v.demand, v.structure, services, v.levels].append(v)
+    return tuple(v for same in groups.values() for i, v in enumerate(same) if not _tighter(v, i, same))
+
+
+def _tighter(variant: PathVariant, place: int, same: list[PathVariant]) -> bool:
+    """Return whether a variant is tighter than another, or equal to an earlier variant."""
+    tiers = [n.tier for n in variant.needs]
+    for i, other in enumerate(same):
+        others = [n.tier for n in other.needs]
+        if (
+            i != place
+            and all(a <= b for a, b in zip(tiers, others, strict=True))
+            and (tiers != others or i < place)
+        ):
+            return True
+    return False
+
+
+@dataclass(frozen=True, order=True)
+class LatencyTier:
+    seconds: float
+    """Upper bound on a percentile of the stage's time. inf means no bound."""
+    tpot_s: float
+    rank: int
+    """Position in the service's chain. 0 is the tightest tier."""
+    value: float
+    """Value that orders the tiers in the pool: seconds, or seconds per token if only these are bounded."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    tiers: tuple[LatencyTier, ...]
+
+    def at_most(self, seconds: float, tpot_s: float) -> LatencyTier:
+        """Return the loosest tier within both bounds. It exists if the chain was made from this pair."""
+        return max(t for t in self.tiers if t.seconds <= seconds and t.tpot_s <= tpot_s)
+
+
+def tiers_per_service(services: int, node_classes: int) -> int:
+    """Return the number of tiers per service for a problem of this size.
+
+    Cells of adjacent tiers are almost equal for a solver, which makes the search slow. With 26 services on
+    six node classes, the solver found a plan of $161/h in 20 s with two tiers, and a plan of $816/h with
+    four.
+    """
+    size = services * node_classes
+    return MOST if size <= 12 else 3 if size <= 40 else 2
+
+
+def tier_chain(wanted: Iterable[tuple[float, float]], most: int = MOST) -> Chain:
+    """Return at most `most` tiers for these (seconds, seconds per token) pairs.
+
+    A tier's time per token is the minimum over itself and all looser tiers, because its cells may do their
+    work.
+    """
+    groups = [[pair] for pair in sorted(set(wanted))]
+    while len(groups) > most:
+        i = min(range(len(groups) - 1), key=lambda i: _distance(groups[i][0], groups[i + 1][0]))
+        groups[i : i + 2] = [groups[i] + groups[i + 1]]
+    by_token = all(isinf(group[0][0]) for group in groups)
+    tiers = []
+    for rank, group in enumerate(groups):
+        seconds, tpot_s = group[0][0], min(tpot for g in groups[rank:] for _, tpot in g)
+        ordered_by = tpot_s if by_token else min(seconds, UNBOUNDED)
+        tiers.append(LatencyTier(seconds, tpot_s, rank, ordered_by * (1 + TIER_SPACING * rank)))
+    return Chain(tuple(tiers))
+
+
+def _distance(tighter: tuple[float, float], looser: tuple[float, float]) -> float:
+    """Return the disadvantage of merging two pairs: the factor by which the looser pair becomes tighter."""
+    return _times(tighter[0], looser[0]) * _times(tighter[1], looser[1])
+
+
+def _times(tighter: float, looser: float) -> float:
+    if isinf(looser):
+        return 1.0 if isinf(tighter) else inf
+    return max(looser / tighter, 1.0) if tighter > 0 else inf

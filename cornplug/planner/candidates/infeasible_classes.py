@@ -8,14 +8,13 @@ from math import inf
 
 import numpy as np
 
-from cornplug.planner.candidates import idle_replica
 from cornplug.planner.candidates.request_paths import RequestPath, StageBudget
-from cornplug.planner.candidates.stage_bounds import stage_bound
+from cornplug.planner.candidates.samples import mean_idle_times
 from cornplug.planner.candidates.timed_configs import TimedConfig
 from cornplug.planner.inputs.request_classes import RequestClass, SampledRequest
 from cornplug.planner.inputs.slo import Slo
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem
-from cornplug.planner.perf_model.latency_bound import LatencyBound
+from cornplug.planner.perf_model.latency_bound import LatencyBound, stage_bound
 from cornplug.planner.simulator.replicas import isolated_decode_s, isolated_prefill_s
 from cornplug.planner.simulator.simulator import Station
 
@@ -124,7 +123,7 @@ def _best_fit(
     samples: Sequence[SampledRequest],
     slo: Slo,
 ) -> Fit:
-    bounds = stage_bound(slo, stage_budget.seconds, stage_budget.tpot_s, idle_replica.means(samples))
+    bounds = stage_bound(slo, stage_budget.seconds, stage_budget.tpot_s, mean_idle_times(samples))
     fits = [
         max(
             (

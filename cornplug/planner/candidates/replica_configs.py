@@ -1,18 +1,20 @@
 """Replica configurations that can run a service: engine, nodes, TP, PP, DP, share, quantisation, chunk.
 
 Speed and memory are checked later (`cell_capacity.py`). Configurations that are not possible are omitted, and
-counted by reason for the report.
+counted by reason for the report. `engine_settings` and `kv_geometry` describe a configuration in the plan.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product, starmap
 from typing import Final
 
 from cornplug.planner.candidates.services import Service
+from cornplug.planner.inputs import component_shapes
+from cornplug.planner.inputs.request_classes import SampledRequest
 from cornplug.planner.inputs.schema import (
     Component,
     GpuSpec,
@@ -22,14 +24,18 @@ from cornplug.planner.inputs.schema import (
     Quantisation,
     Workload,
 )
-from cornplug.planner.parallelism import Parallelism
+from cornplug.planner.perf_model import engine_spec, roofline
 from cornplug.planner.perf_model.engine_spec import EngineSpec
+from cornplug.planner.plan import EngineSettings, KVGeometry, Parallelism
+from cornplug.planner.simulator.step_times import CellHardware
 
 CHUNK_TOKENS: Final[dict[Workload, int]] = {"online": 4096, "semi-online": 8192, "offline": 16384}
 """Number of prompt tokens per iteration, by workload. Small chunks keep TPOT low, and large chunks increase
 throughput."""
 MAX_BATCH: Final[dict[Workload, int]] = {"online": 256, "semi-online": 256, "offline": 1024}
 TP_WITHOUT_NVLINK: Final = 2
+PRIORITY: Final[dict[Workload, int]] = {"online": 2, "semi-online": 1, "offline": 0}
+ELEMENT_BYTES: Final = 2
 
 
 @dataclass(frozen=True)
@@ -217,3 +223,49 @@ def _reason_against_pcp(f: ReplicaConfig, service: Service) -> str | None:
     if at.pp > 1 or at.dp > 1 or at.dcp > 1:
         return "prefill context parallelism is not supported with pp, dp or dcp"
     return None
+
+
+def engine_settings(
+    service: Service, footprint: ReplicaConfig, shape: LLMShape, hardware: CellHardware
+) -> EngineSettings:
+    llm = service.llm
+    assert llm is not None, "only engines have settings"
+    at = footprint.parallelism
+    kv_rank_bytes = component_shapes.kv_bytes_per_token(shape, tp=at.tp, pp=at.pp, dcp=at.dcp)
+    speculates = llm.speculative if llm.acceptance else "none"
+    context = llm.max_model_len or shape.max_context
+    return EngineSettings(
+        max_model_len=min(context, hardware.kv_tokens),
+        max_batch=footprint.max_batch,
+        chunk_tokens=footprint.chunk_tokens,
+        kv_tokens=hardware.kv_tokens,
+        kv_bytes=hardware.kv_tokens * kv_rank_bytes,
+        memory_share=engine_spec.engine_share(footprint.engine_spec(), towers="E" in service.tasks),
+        prefill_tokens_s=_prefill_tokens_s(service, footprint, hardware),
+        weights_bytes=component_shapes.weights_bytes(
+            shape, footprint.quantisation, tp=at.tp, pp=at.pp, dp=at.groups
+        ),
+        speculative=speculates,
+        speculative_tokens=roofline.DRAFTS[speculates][0],
+        speculative_model=llm.speculative_model if speculates != "none" else None,
+        priority=PRIORITY[footprint.workload],
+    )
+
+
+def _prefill_tokens_s(service: Service, footprint: ReplicaConfig, hardware: CellHardware) -> float | None:
+    if hardware.steps is None or "P" not in service.tasks:
+        return None
+    return footprint.chunk_tokens / hardware.steps.prefill(footprint.chunk_tokens)
+
+
+def kv_geometry(shape: LLMShape, samples: Sequence[SampledRequest]) -> KVGeometry:
+    """Return the model's KV geometry, with the length of the longest prompt in `samples`."""
+    latent = shape.mla_rank is not None
+    return KVGeometry(
+        layers=shape.layers,
+        kv_heads=1 if latent else shape.kv_heads,
+        head_dim=shape.mla_rank or shape.head_dim,
+        element_bytes=ELEMENT_BYTES,
+        mla=latent,
+        max_prompt_tokens=max(d.prompt_tokens for d in samples),
+    )

@@ -14,11 +14,11 @@ from itertools import product
 from math import inf
 from typing import Final
 
-from cornplug.planner.candidates import cache_sizes, idle_replica
+from cornplug.planner.candidates import cache_sizes
 from cornplug.planner.candidates.cache_sizes import CacheScenario
-from cornplug.planner.candidates.samples import Samples, output_tokens, prompt_tokens
+from cornplug.planner.candidates.samples import Samples, mean_idle_times, output_tokens, prompt_tokens
 from cornplug.planner.candidates.services import PathTemplate, Service
-from cornplug.planner.inputs import length_distributions
+from cornplug.planner.inputs import request_sampling
 from cornplug.planner.inputs.request_classes import RequestClass, SampledRequest
 from cornplug.planner.inputs.schema import Component
 from cornplug.planner.inputs.slo import IdleTimes
@@ -108,7 +108,7 @@ def _divisions(
     of: RequestClass, path: PathTemplate, sampled: Sequence[SampledRequest], kv_edge_s: float
 ) -> Iterator[SloDivision]:
     slo = of.slo
-    idle = idle_replica.means(sampled)
+    idle = mean_idle_times(sampled)
     first = slo.first_s("ttft", idle) or inf
     tpot = slo.first_s("tpot", idle) or inf
     whole = next(iter(slo.every("e2e")), None)
@@ -155,7 +155,8 @@ def _moved_bytes(
     embeddings = kv = 0.0
     if "E" in tasks:
         embeddings = sum(
-            length_distributions.mean(m.items) * cache_sizes.embedding_bytes(m, llm) for m in of.request.media
+            request_sampling.mean_length(m.items) * cache_sizes.embedding_bytes(m, llm)
+            for m in of.request.media
         )
     if "D" in tasks:
         per_token = cache_sizes.kv_bytes_per_token(llm)

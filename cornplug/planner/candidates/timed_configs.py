@@ -1,20 +1,28 @@
-"""Replica configurations of a service with their times. Removes configurations that no plan needs."""
+"""Replica configurations of a service with their times, from the profiles of its components.
+
+Times may be corrected with factors from engine metrics. Configurations that no plan needs are removed.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Final
 
 from cornplug.planner.candidates.replica_configs import ReplicaConfig
 from cornplug.planner.candidates.services import Service
-from cornplug.planner.inputs.schema import RouterPolicy
+from cornplug.planner.inputs.schema import Component, GeneratorShape, PlanRules, RouterPolicy, TowerShape
+from cornplug.planner.perf_model import profile_lookup
+from cornplug.planner.plan import ReplicaGroup, TimesCorrection
 from cornplug.planner.simulator.simulator import Station
 from cornplug.planner.simulator.step_times import CellHardware, PiecewiseCurve
 
 FAVOURED: Final = {"online": "sglang", "semi-online": "sglang", "offline": "vllm"}
 """Preferred engine by workload if there are no measurements."""
+Place = tuple[str, str, str, int, int, int, int, int, float, str]
+"""(service, engine, GPU, TP, PP, DP, DCP, PCP, share, quantisation) of a replica. Replicas for which these
+values are equal use the same profile."""
 
 
 @dataclass(frozen=True)
@@ -110,3 +118,110 @@ def _quicker(one: PiecewiseCurve | None, other: PiecewiseCurve | None) -> bool:
     if one is None or other is None:
         return one is other
     return all(one(x) <= other(x) * (1 + 1e-12) for x in {*one.x, *other.x})
+
+
+def service_times(
+    service: Service,
+    footprint: ReplicaConfig,
+    rules: PlanRules,
+    context_tokens: int,
+) -> CellHardware | None:
+    """Return the times and memory of one replica, or None if a profile is missing or the model does not fit.
+
+    A replica on a share of a GPU is slower because of other replicas on the GPU (`rules.interference`). If an
+    engine has several towers, the times of the largest tower are used for all.
+    """
+    main = service.components[0]
+    found = profile_lookup.hardware(
+        main,
+        main.shape,
+        footprint.engine_spec(context_tokens),
+        role=service.tasks,
+        tower=_with_tower(service),
+        generator=_with_generator(service),
+    )
+    if found is None or (found.steps is not None and not found.kv_tokens):
+        return None
+    slower = 1 / (1 - rules.interference) if footprint.share < 1 else 1.0
+    return _scaled(found, slower)
+
+
+def _scaled(hardware: CellHardware, factor: float) -> CellHardware:
+    return replace(
+        hardware,
+        steps=hardware.steps and hardware.steps.scaled(factor),
+        encode=hardware.encode and hardware.encode.scaled(factor),
+        generate=hardware.generate and hardware.generate.scaled(factor),
+    )
+
+
+def _parameters(component: Component) -> float:
+    return component.shape.parameters if component.shape else 0.0
+
+
+def _with_tower(service: Service) -> tuple[Component, TowerShape | None] | None:
+    tower = max(service.towers, key=_parameters, default=None)
+    if tower is None or service.llm is None:
+        return None
+    return tower, tower.shape if isinstance(tower.shape, TowerShape) else None
+
+
+def _with_generator(service: Service) -> tuple[Component, GeneratorShape | None] | None:
+    generator = service.generator
+    if generator is None or service.llm is None:
+        return None
+    return generator, generator.shape if isinstance(generator.shape, GeneratorShape) else None
+
+
+def place_of(of: TimesCorrection | ReplicaGroup) -> Place:
+    return of.service, of.engine, of.gpu, *astuple(of.parallelism), of.share, of.quantisation
+
+
+def place(service: Service, config: ReplicaConfig) -> Place:
+    f = config
+    return service.name, f.engine, f.gpu.name, *astuple(f.parallelism), f.share, f.quantisation
+
+
+def no_correction(at: Place) -> TimesCorrection:
+    """Return a correction that does not change the profile's times."""
+    service, engine, gpu, tp, pp, dp, dcp, pcp, share, quantisation = at
+    return TimesCorrection(
+        service=service,
+        engine=engine,
+        gpu=gpu,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        dcp=dcp,
+        pcp=pcp,
+        share=share,
+        quantisation=quantisation,
+    )
+
+
+def corrections_by_place(corrections: Iterable[TimesCorrection]) -> dict[Place, TimesCorrection]:
+    return {place_of(one): one for one in corrections}
+
+
+def merged_corrections(
+    earlier: Iterable[TimesCorrection], later: Iterable[TimesCorrection]
+) -> list[TimesCorrection]:
+    """Return one correction per `Place`.
+
+    Later corrections replace earlier corrections, because both are relative to the profile.
+    """
+    return list({**corrections_by_place(earlier), **corrections_by_place(later)}.values())
+
+
+def corrected_times(hardware: CellHardware, correction: TimesCorrection | None) -> CellHardware:
+    """Return the times of a replica with a correction. The memory does not change.
+
+    The prefill factor also applies to a tower in the engine.
+    """
+    if correction is None:
+        return hardware
+    steps = hardware.steps
+    if steps is not None:
+        steps = steps.corrected(correction.prefill, correction.decode)
+    encode = hardware.encode and hardware.encode.scaled(correction.prefill)
+    return replace(hardware, steps=steps, encode=encode)

@@ -1,5 +1,7 @@
-"""Sizes of components, from the plan's file or a checkpoint, and the memory that components need on a
-device."""
+"""Sizes of components, from the plan's file or a checkpoint, and the memory that components need on a device.
+
+The size of a tower and its projector is computed from config.json, like a language model's in `llm_shape.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from pydantic import ValidationError
 from cornplug.checkpoints.checkpoint import Checkpoint, Part
 from cornplug.checkpoints.families import FAMILIES
 from cornplug.errors import CheckpointError, ConfigError
-from cornplug.planner.inputs import llm_shape, tower_shape
+from cornplug.planner.inputs import llm_shape
+from cornplug.planner.inputs.llm_shape import text_config
 from cornplug.planner.inputs.schema import Component, GeneratorShape, LLMShape, TowerShape
 
 _BYTES: Final[Mapping[str, float]] = {"none": 2.0, "fp8": 1.0, "awq": 0.52, "gptq": 0.52}
@@ -21,6 +24,10 @@ _BYTES: Final[Mapping[str, float]] = {"none": 2.0, "fp8": 1.0, "awq": 0.52, "gpt
 each group of 128."""
 _NO_WEIGHTS: Final = frozenset({"no_weights", "not_safetensors", "missing_shard"})
 _LAYER: Final = re.compile(r"layers\.(\d+)\.")
+Json = Mapping[str, Any]
+_LAYERS: Final = ("depth", "num_hidden_layers", "encoder_layers")
+_WIDTH: Final = ("embed_dim", "d_model", "hidden_size")
+_GATED_MLP: Final = ("qwen2_5_vl",)
 
 
 def resolve(components: Sequence[Component]) -> list[Component]:
@@ -72,7 +79,7 @@ def shape_of(
     try:
         if component.kind == "encoder":
             counted = _counted(checkpoint, "tower", "projector")
-            return tower_shape.from_config(checkpoint.config, counted)
+            return tower_from_config(checkpoint.config, counted)
         return llm_shape.from_config(checkpoint.config, _counted(checkpoint, "language_model"))
     except CheckpointError as e:
         raise ConfigError(
@@ -207,3 +214,111 @@ def _opened(component: Component, key: str, model: str) -> Checkpoint | None:
         if key == "model" and e.reason == "not_found":
             return None
         raise ConfigError(f"components[{component.name}].{key}", str(e).rstrip("."), "Or set shape.") from e
+
+
+def tower_from_config(config: Json, counted: int | None = None) -> TowerShape:
+    """Return the shape of the tower and projector in a model's config.json.
+
+    `counted` is their number of parameters in the weights, or None if the weights are absent. Raises
+    CheckpointError with the reason "bad_config" if config.json has no tower, or "unknown_family" if the
+    model's family does not support this tower.
+    """
+    tower = _tower_config(config)
+    hidden = _first(tower, _WIDTH)
+    intermediate = (
+        int(tower["mlp_ratio"] * hidden)
+        if "embed_dim" in tower and "mlp_ratio" in tower
+        else _first(tower, ("intermediate_size", "encoder_ffn_dim"))
+    )
+    layers = max(tower["feature_layers"]) if "feature_layers" in tower else _first(tower, _LAYERS)
+    patches = _patches_per_token(config, tower)
+    mlp = (3 if _kind(config) in _GATED_MLP else 2) * hidden * intermediate
+    # The last two terms are biases and norms: nine vectors of size `hidden` and one of size `intermediate`.
+    blocks = layers * (4 * hidden * hidden + mlp + 9 * hidden + intermediate)
+    total = blocks + _stem(tower, hidden) + _projector(config, tower, hidden, patches)
+    return TowerShape(
+        layers=layers,
+        hidden=hidden,
+        intermediate=intermediate,
+        parameters=counted or total,
+        patches_per_token=patches,
+    )
+
+
+def _tower_config(config: Json) -> Json:
+    family = FAMILIES.get(_kind(config))
+    if family is not None:
+        return family.tower_spec(config)
+    for name in ("vision_config", "audio_config"):
+        if isinstance(found := config.get(name), Mapping):
+            return found
+    raise CheckpointError(
+        f"config.json of {_kind(config)!r} has no tower. Use a model with a tower, or add [shape].",
+        reason="bad_config",
+    )
+
+
+def _patches_per_token(config: Json, tower: Json) -> int:
+    if merge := tower.get("spatial_merge_size"):
+        return int(merge) ** 2
+    if "pooled_rows" in tower:  # Gemma 3
+        patches = (_side(tower, "image_size") // _side(tower, "patch_size")) ** 2
+        return max(patches // int(tower["pooled_rows"]), 1)
+    if ratio := config.get("downsample_ratio"):  # InternVL
+        return round(1 / float(ratio) ** 2)
+    if _kind(config) == "qwen2_audio":  # its tower averages every two frames
+        return 2
+    if _kind(config) == "ultravox":
+        return int(config.get("stack_factor") or 8)
+    return 1
+
+
+def _stem(tower: Json, hidden: int) -> int:
+    """Return the number of weights that compute the first layer's input from pixels or mel bins, including
+    position embeddings."""
+    if "num_mel_bins" in tower:
+        return (
+            3 * hidden * (int(tower["num_mel_bins"]) + hidden) + int(tower["max_source_positions"]) * hidden
+        )
+    patch, channels = _side(tower, "patch_size"), int(tower.get("in_channels", tower.get("num_channels", 3)))
+    weights = channels * patch * patch * int(tower.get("temporal_patch_size", 1)) * hidden
+    if "num_position_embeddings" in tower:
+        return weights + int(tower["num_position_embeddings"]) * hidden
+    if "spatial_merge_size" in tower or "image_size" not in tower:  # rotary positions
+        return weights
+    return weights + ((_side(tower, "image_size") // patch) ** 2 + 1) * hidden
+
+
+def _projector(config: Json, tower: Json, hidden: int, patches: int) -> int:
+    out = int(text_config(config).get("hidden_size") or hidden)
+    if "spatial_merge_size" in tower:
+        merged = patches * hidden
+        mergers = 1 + len(tower.get("deepstack_visual_indexes") or ())
+        return mergers * (merged * merged + merged * out)
+    if _kind(config) == "ultravox":
+        width = int(config.get("hidden_size") or 4096)
+        return patches * hidden * width + width // 2 * out
+    if "downsample_ratio" in config:
+        return patches * hidden * out + out * out
+    if "pooled_rows" in tower or "num_mel_bins" in tower:
+        return hidden * out
+    return hidden * out + out * out
+
+
+def _side(tower: Json, name: str) -> int:
+    value = tower.get(name, 14)
+    return int(math.sqrt(math.prod(value))) if isinstance(value, (list, tuple)) else int(value)
+
+
+def _first(tower: Json, names: tuple[str, ...]) -> int:
+    found = next((tower[name] for name in names if isinstance(tower.get(name), int)), None)
+    if found is None:
+        raise CheckpointError(
+            f"the tower in config.json has none of {', '.join(names)}. Add [shape] to the component instead.",
+            reason="bad_config",
+        )
+    return int(found)
+
+
+def _kind(config: Json) -> str:
+    return str(config.get("model_type", ""))

@@ -29,78 +29,75 @@ from cornplug.planner.inputs.llm_shape import LLMShape
 
 
 class TowerShape(InputTable):
-    """Size of a vision or audio tower, including the projector."""
+    """Size of a vision or audio tower with its projector."""
 
     kind: Literal["tower"] = "tower"
-    """Set from the component's kind if omitted."""
+    """Set from the component's kind."""
     layers: Count
     """Number of blocks."""
     hidden: Count
-    """Hidden size of the tower."""
+    """Hidden size."""
     intermediate: Count
-    """Hidden size of the tower's MLP."""
+    """Hidden size of the MLP."""
     parameters: Positive
-    """Total number of weights, including the projector."""
+    """Number of weights."""
     patches_per_token: Count = 1
-    """Patches that the tower computes for each token that the LLM receives (4 for Qwen2-VL)."""
+    """Patches for each token that the LLM receives (4 for Qwen2-VL)."""
 
 
 class GeneratorShape(InputTable):
     """Size of a model that generates images or speech."""
 
     kind: Literal["generator"] = "generator"
-    """Set from the component's kind if omitted."""
+    """Set from the component's kind."""
     parameters: Positive
-    """Total number of weights."""
+    """Number of weights."""
     flops_per_unit: Positive
-    """Floating-point operations per unit, for example an image or a second of speech."""
+    """Floating-point operations per image or second of speech."""
 
 
 class ThroughputProfile(InputTable):
-    """Throughput of one replica that was measured elsewhere. It contains no times."""
+    """Throughput of one replica that was measured elsewhere, without times."""
 
     kind: Literal["throughput"] = "throughput"
-    """Selects this kind of profile. Required."""
+    """Selects this kind of profile."""
     gpu: str
-    """GPU type, from the GPU table."""
+    """GPU type."""
     tp: Count = 1
-    """Tensor-parallel degree of the replica."""
+    """Tensor-parallel degree."""
     pp: Count = 1
-    """Pipeline-parallel degree of the replica."""
+    """Pipeline-parallel degree."""
     engine: Engine | None = None
-    """Engine that was measured. By default the profile holds for both."""
+    """Engine that was measured, by default both."""
     quantisation: Quantisation = "none"
-    """Quantisation of the measured weights."""
+    """Quantisation of the weights."""
     role: Literal["E", "P", "D", "PD", "EPD", "G"] | None = None
-    """Role that was measured, for an LLM whose roles differ in throughput. By default the profile holds
-    for any role."""
+    """Role that was measured, by default any."""
     requests_per_s: Positive | dict[str, Positive]
-    """Requests per second of one replica: one number for all request classes, or a table by
-    "application/request"."""
+    """Requests per second of one replica, for all classes or by "application/request"."""
     tpot_s: dict[str, Positive] = Field(default_factory=dict)
-    """Seconds per output token at this rate, by request class. Use it if the rate was measured under a
-    latency target."""
+    """Seconds per output token at this rate by class, if it was measured under a latency target."""
     source: str = "given"
     """Machine, date and versions of the measurement."""
 
 
 class MeasuredProfile(InputTable):
-    """Times measured on a device, as inline points or as a CSV file of `cornplug profile`."""
+    """Times measured on a device."""
 
     kind: Literal["table"] = "table"
-    """Selects this kind of profile. Required."""
+    """Selects this kind of profile."""
     gpu: str
-    """GPU type, from the GPU table."""
+    """GPU type."""
     tp: Count = 1
-    """Tensor-parallel degree of the replica."""
+    """Tensor-parallel degree."""
     pp: Count = 1
-    """Pipeline-parallel degree of the replica."""
+    """Pipeline-parallel degree."""
     engine: Engine | None = None
-    """Engine that was measured. By default the profile holds for both."""
+    """Engine that was measured, by default both."""
     quantisation: Quantisation = "none"
-    """Quantisation of the measured weights."""
+    """Quantisation of the weights."""
     file: InputPath | None = None
-    """CSV file of `cornplug profile`, relative to the plan's file. Replaces the points below."""
+    """CSV file of `cornplug profile`, in place of the points below."""
     prefill_tokens: list[Count] = Field(default_factory=list)
     """Prompt tokens per iteration, ascending."""
     prefill_s: list[Positive] = Field(default_factory=list)
@@ -110,12 +107,11 @@ class MeasuredProfile(InputTable):
     decode_s: list[Positive] = Field(default_factory=list)
     """Seconds of a decode iteration with each number of requests."""
     kv_token_s: NonNegative = 0.0
-    """Seconds added to a decode iteration for each token of context in the batch."""
+    """Seconds of a decode iteration for each token of context in the batch."""
     mixed_factor: Positive = 1.0
-    """Factor for iterations with both prefill and decode: they take the longer of the two times,
-    multiplied by it (1.1 in Splitwise)."""
+    """Factor on the longer of both times, for iterations with prefill and decode."""
     request_overhead_s: NonNegative = 0.0
-    """Seconds per request for the API process, network and tokenizer, which do not occupy the device."""
+    """Seconds per request that do not occupy the device."""
     encode_patches: list[Count] = Field(default_factory=list)
     """Patches in one pass of a tower, ascending."""
     encode_s: list[Positive] = Field(default_factory=list)
@@ -125,55 +121,50 @@ class MeasuredProfile(InputTable):
     unit_s: list[Positive] = Field(default_factory=list)
     """Seconds of a request with each number of units."""
     kv_tokens: Count | None = None
-    """Tokens of KV cache that the engine reported. By default computed from the model's shape and the
-    GPU's memory."""
+    """Tokens of KV cache that the engine reported, by default computed from the GPU's memory."""
     source: str = "measured"
     """Machine, date and versions of the measurement."""
 
 
 class RooflineProfile(InputTable):
-    """Times estimated from the GPU table: max(FLOP / (efficiency·peak), bytes / (efficiency·bandwidth))."""
+    """Times estimated as max(FLOP / (efficiency·peak), bytes / (efficiency·bandwidth))."""
 
     kind: Literal["roofline"] = "roofline"
-    """Selects this kind of profile. Required."""
+    """Selects this kind of profile."""
     gpu: str | None = None
-    """GPU type from the GPU table that the profile holds for. By default any."""
+    """GPU type, by default any."""
     compute_efficiency: Share | None = None
-    """Fraction of the GPU's peak FLOPS that is reached. By default 0.5 for towers and generators; for LLMs
-    it is fitted to published measurements by GPU generation, precision and experts."""
+    """Fraction of the GPU's peak FLOPS, by default 0.5, or fitted to published measurements for LLMs."""
     bandwidth_efficiency: Share = 0.85
-    """Fraction of the GPU's memory bandwidth that is reached."""
+    """Fraction of the GPU's memory bandwidth."""
     step_overhead_s: NonNegative = 0.0003
-    """Seconds added to each iteration, on top of the time of its layers."""
+    """Seconds added to each iteration."""
     request_overhead_s: NonNegative = 0.035
-    """Seconds added to each request, which do not occupy the device."""
+    """Seconds per request that do not occupy the device."""
 
 
 Profile = Annotated[ThroughputProfile | MeasuredProfile | RooflineProfile, Field(discriminator="kind")]
 
 
 class ComponentResources(InputTable):
-    """Devices of one host for a component, when `cornplug launch` starts this file. It uses the first of
-    the component's engines, tp and shares; `cornplug plan` chooses for itself."""
+    """Devices for `cornplug launch`, which uses the component's first engine, tp and share."""
 
     device: Literal["gpu", "cpu"] = "gpu"
-    """Run on the host's GPUs or on its CPU cores."""
+    """Run on GPUs or on CPU cores."""
     devices: list[Whole] = Field(default_factory=list)
-    """Indices of the GPUs or cores in one list, tp for each replica. By default the next free devices."""
+    """Indices of the GPUs or cores, tp for each replica, by default the next free."""
     replicas: Count = 1
     """Number of identical processes. Replicas of an encoder form one service."""
     port: Annotated[int, Field(ge=1, le=65535, strict=True)] | None = None
-    """Port of the first replica; the other replicas use the following ports. By default the next free port
-    from `launch.port` on."""
+    """Port of the first replica, by default the next free port from `launch.port` on."""
     flags: list[str] = Field(default_factory=list)
-    """Extra flags of the engine or service. They override flags that cornplug derives from this file."""
+    """Extra flags, which override the flags that cornplug derives."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables added to the launcher's own."""
+    """Environment variables to add."""
     command: list[Model] = Field(default_factory=list)
-    """Program and arguments of a generator's server, if `server` is not set. "{port}" and "{host}" are
-    replaced, and ./NAME is relative to the file."""
+    """Command of a generator without `server`. "{port}" and "{host}" are replaced."""
     health: str = "/health"
-    """With `command`: URL path that returns status 200 when the server is ready."""
+    """URL path that returns status 200 when the server of `command` is ready."""
 
 
 _SIZES: Final[Mapping[str, tuple[float, ...]]] = {
@@ -206,65 +197,60 @@ class Component(InputTable):
     """A model, tower or generator that applications use."""
 
     name: Name
-    """Name of the component in this file."""
+    """Name of the component."""
     kind: Kind
-    """"encoder" is a vision or audio tower. "generator" makes images or speech from an LLM's output."""
+    """"encoder" is a vision or audio tower, and "generator" makes images or speech from an LLM's output."""
     model: Model | None = None
-    """Model name on the command line: a hub id or a folder. By default `checkpoint`."""
+    """Hub id or folder for the command line, by default `checkpoint`."""
     checkpoint: InputPath | None = None
-    """Folder with a config.json, from which the shape is read. If the folder contains weights, the
-    fingerprint is read too."""
+    """Folder whose config.json gives the shape, and whose weights give the fingerprint."""
     shape: Annotated[LLMShape | TowerShape | GeneratorShape, Field(discriminator="kind")] | None = None
     """Size of the component, if there is no checkpoint."""
     fingerprint: str | None = None
-    """Fingerprint of the tower's weights. Encoders with the same fingerprint are planned as one service."""
+    """Fingerprint of the tower's weights. Encoders with the same fingerprint become one service."""
     tower_of: Name | None = None
-    """Encoder only: the LLM component whose checkpoint contains this tower."""
+    """LLM component whose checkpoint contains this tower (encoder only)."""
     quantisations: list[Quantisation] = Field(default=["none"])
     """Quantisations of the weights to choose from."""
     prefill_quantisations: list[Quantisation] | None = Field(default=None, min_length=1)
-    """Quantisations to choose from for engines that only prefill (P + D). By default `quantisations`."""
+    """Quantisations for engines that only prefill, by default `quantisations`."""
     decode_quantisations: list[Quantisation] | None = Field(default=None, min_length=1)
-    """Quantisations to choose from for engines that only decode (P + D). By default `quantisations`."""
+    """Quantisations for engines that only decode, by default `quantisations`."""
     tp: list[Count] = Field(default=[1, 2, 4, 8], json_schema_extra=_chain("tp"))
     """Tensor-parallel degrees to choose from."""
     pp: list[Count] = Field(default=[1], json_schema_extra=_chain("pp"))
     """Pipeline-parallel degrees to choose from."""
     dp: list[Count] = Field(default=[1], json_schema_extra=_chain("dp"))
-    """Attention data-parallel degrees to choose from, for mixtures of experts. Each of the dp groups of tp
-    GPUs has its own attention weights, requests and KV, and all tp * dp GPUs share the experts."""
+    """Attention data-parallel degrees to choose from, for mixtures of experts on tp * dp GPUs."""
     dcp: list[Count] = Field(default=[1], json_schema_extra=_chain("dcp"))
-    """Decode context-parallel degrees to choose from, on vLLM. A degree of n divides each request's KV
-    among n GPUs that would otherwise hold copies of it, which needs MLA or a tp above the number of KV
+    """Decode context-parallel degrees to choose from (vLLM). Needs MLA, or a tp above the number of KV
     heads."""
     pcp: list[Count] = Field(default=[1], json_schema_extra=_chain("pcp"))
-    """Prefill context-parallel degrees to choose from, on vLLM, for MLA models without media. A replica
-    has pcp groups of tp GPUs, which divide the tokens of each prompt."""
+    """Prefill context-parallel degrees to choose from (vLLM, MLA models without media)."""
     expert_parallel: Flag = False
-    """Place whole experts on each GPU instead of a shard of every expert. The degree is tp * dp * pcp."""
+    """Place whole experts on each GPU instead of a shard of every expert."""
     shares: list[Positive] = Field(default=[1.0], json_schema_extra=_chain("shares"))
-    """Fractions of a GPU that a replica may use: 0.25, 0.5 or 1."""
+    """Fractions of a GPU that a replica may use."""
     engines: list[Engine] = Field(default=["vllm", "sglang"])
     """Engines to choose from."""
     tower: Literal["engine", "service"] = "engine"
-    """LLM only. With "service", engines that get all media from encoder services load no tower, and fail
-    requests with media while no service is available; with "engine" they fall back to their own tower."""
+    """LLM only. With "service", engines load no tower, and fail requests with media while no encoder service
+    is available."""
     server: GeneratorServer | None = None
-    """Generator only: the server whose command cornplug writes; its program must be on the PATH. By
-    default you provide the server."""
+    """Generator only: server whose command cornplug writes, by default your own."""
     speculative: Literal["none", "mtp", "eagle3"] = "none"
-    """Speculative decoding with the model's own draft layers (mtp) or with a draft model (eagle3)."""
+    """Speculative decoding with the model's own draft layers (mtp) or a draft model (eagle3)."""
     speculative_model: Model | None = None
-    """Draft model for eagle3, a hub id or a folder."""
+    """Hub id or folder of the draft model for eagle3."""
     acceptance: Share = 0.0
     """Measured fraction of draft tokens that are accepted. With 0, the plan ignores speculation."""
     max_model_len: Count | None = None
-    """Maximum tokens of a request that the engines accept. By default the model's own limit."""
+    """Maximum tokens of a request, by default the model's own limit."""
     profiles: list[Profile] = Field(default=[RooflineProfile()], min_length=1)
     """Speed of the component. The first profile that matches GPU, engine, degrees and quantisation is
     used."""
     resources: ComponentResources | None = None
-    """Devices of the component on this host, for `cornplug launch`."""
+    """Devices on this host, for `cornplug launch`."""
 
     @model_validator(mode="before")
     @classmethod

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from cornplug.errors import ConfigError
-from cornplug.planner.inputs import component_shapes, gpu_catalog, profile_tables, traces
-from cornplug.planner.inputs.input_error import InputError, Place, nearest
+from cornplug.planner.inputs import component_shapes, gpu_catalog, profile_tables, request_sampling
+from cornplug.planner.inputs.field_types import InputError, Place, nearest
 from cornplug.planner.inputs.llm_shape import text_config
 from cornplug.planner.inputs.request_classes import request_classes
 from cornplug.planner.inputs.schema import (
@@ -132,7 +132,7 @@ def _size(place: Place, component: Component, components: Mapping[str, Component
             yield _at((*place, key), e)
         return
     if checkpoint is None:
-        if not all(_says_all(p, component.kind) for p in component.profiles):
+        if not all(_needs_no_shape(p, component.kind) for p in component.profiles):
             yield InputError(
                 (*place, "shape"),
                 f"the size of {component.name!r} is unknown, but its profile needs it",
@@ -156,7 +156,7 @@ def _divided_prompts(plan_input: PlanInput) -> Iterator[InputError]:
             yield InputError(("components", i, "pcp"), problem, "Remove it.")
 
 
-def _says_all(profile: Profile, kind: Kind) -> bool:
+def _needs_no_shape(profile: Profile, kind: Kind) -> bool:
     """Return whether a component with this profile needs no shape. The profile of an LLM with measured times
     must also contain the size of the KV cache."""
     if isinstance(profile, MeasuredProfile) and kind == "llm":
@@ -266,7 +266,7 @@ def _request(place: Place, request: RequestSpec, components: Mapping[str, Compon
         yield from _reference(at, request.generates.generator, "generator", components)
     if request.trace is not None:
         try:
-            traces.read(request.trace, request.trace_format)
+            request_sampling.read_trace(request.trace, request.trace_format)
         except ConfigError as e:
             yield _at((*place, "trace"), e)
 

@@ -1,8 +1,10 @@
-"""Types of fields in a plan's input (numbers, names, lengths, paths), and the errors of their validators."""
+"""Types of fields in a plan's input (numbers, names, lengths, paths), and errors with a field's location."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -19,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from cornplug.errors import ConfigError
 from cornplug.settings import bytes_of
 
 
@@ -77,8 +80,6 @@ def _model_from_its_file(model: str, info: ValidationInfo) -> str:
 InputPath = Annotated[Path, AfterValidator(_from_its_file)]
 Model = Annotated[str, AfterValidator(_model_from_its_file)]
 """Hub id or folder. A path that starts with ./ or ../ is relative to the file that contains it."""
-
-
 _HOST: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\]")
 """Host name, IPv4 address, or IPv6 address in brackets, as in URLs."""
 _EVERY_ADDRESS: Final = re.compile(r"[0.]+|\[[0:.]*\]")
@@ -112,14 +113,14 @@ class InputTable(BaseModel):
 
 
 class LogNormal(InputTable):
-    """A log-normal length with a maximum. Longer samples are drawn again."""
+    """Log-normal length. Samples above the maximum are drawn again."""
 
     mean: Positive
-    """Mean of the log-normal before the cut-off."""
+    """Mean before the cut-off."""
     cv: NonNegative = 1.0
-    """Coefficient of variation: standard deviation / mean."""
+    """Standard deviation / mean."""
     max: Count = 1_000_000
-    """Largest possible length."""
+    """Largest length."""
 
     @model_validator(mode="after")
     def _max_above_mean(self) -> Self:
@@ -134,7 +135,7 @@ class Histogram(InputTable):
     values: list[Count] = Field(min_length=1)
     """Lengths that occur."""
     weights: list[NonNegative] = Field(min_length=1)
-    """Weight of each value. The weights need not sum to 1."""
+    """Weight of each length."""
 
     @model_validator(mode="after")
     def _one_weight_each(self) -> Self:
@@ -160,3 +161,36 @@ Length = Annotated[
     | Annotated[Histogram, Tag("histogram")],
     Discriminator(_length_kind),
 ]
+Place = tuple[str | int, ...]
+"""Location of a field: keys and list indices from the top of the input, such as ("applications", 0,
+"llm")."""
+
+_BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
+
+
+class InputError(ConfigError):
+    """Error for an invalid field of the input. `field` is text such as "applications[0].llm"."""
+
+    def __init__(self, place: Place, problem: str, remedy: str) -> None:
+        super().__init__(field_path(place), problem, remedy)
+        self.place = place
+        self.problem = problem
+
+
+def field_path(place: Place) -> str:
+    """Format a location as TOML's dotted keys, with list indices in brackets."""
+    text = ""
+    for part in place:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += ("." if text else "") + (part if _BARE_KEY.fullmatch(part) else f'"{part}"')
+    return text or "the file"
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Return a remedy for an unknown name: the known name that is most similar, if any, and all known
+    names."""
+    close = get_close_matches(name, known, 1, 0.6)
+    guess = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{guess}Known: {', '.join(known) or 'none'}."

@@ -16,15 +16,16 @@ from cornplug.planner.inputs.field_types import (
     Flag,
     Gib,
     Host,
+    InputError,
     InputTable,
     Name,
     NonNegative,
     Positive,
     PositiveGib,
     Whole,
+    nearest,
     wrong,
 )
-from cornplug.planner.inputs.input_error import InputError, nearest
 
 _PRICE_TABLES: Final = "Write [[prices]] tables with shape, gpu, gpus, price_per_hour, source and date."
 
@@ -37,28 +38,28 @@ def _no_truth_value(value: Any) -> Any:
 
 
 class GpuSpec(InputTable):
-    """A GPU type that overrides or extends the table that comes with cornplug."""
+    """GPU type that extends or overrides cornplug's table."""
 
     name: Name
-    """Name that `gpu` of [[pool]] and of profiles refers to. A known name replaces that row of the table."""
+    """Name of the GPU type."""
     memory_gib: PositiveGib
-    """Memory of one GPU in GiB."""
+    """Memory in GiB."""
     bandwidth_gb_s: Positive
-    """Memory bandwidth in 10^9 bytes per second."""
+    """Memory bandwidth in GB/s."""
     bf16_tflops: Positive
-    """Dense BF16 throughput in 10^12 operations per second."""
+    """Dense BF16 throughput in TFLOPS."""
     fp8_tflops: NonNegative = 0.0
-    """Dense FP8 throughput in 10^12 operations per second. 0 means that the GPU has no FP8 arithmetic."""
+    """Dense FP8 throughput in TFLOPS, or 0."""
     link_gb_s: Positive = 32.0
-    """Bandwidth to another GPU of the node in one direction, in 10^9 bytes per second."""
+    """Bandwidth to another GPU of the node in GB/s in one direction."""
     nic_gb_s: Positive = 25.0
-    """The GPU's share of the node's network bandwidth, in 10^9 bytes per second."""
+    """Share of the node's network bandwidth in GB/s."""
     watts: NonNegative = 0.0
     """Power in watts at full load."""
     nvlink: Flag = False
-    """Whether the GPUs of a node are connected by NVLink. Without it, tensor parallelism is limited to 2."""
+    """Whether NVLink connects the GPUs of a node. Without it, tp is at most 2."""
     generation: Literal["ampere", "ada", "hopper", "blackwell", "cpu"] = "ampere"
-    """GPU generation, which determines efficiency and memory overhead. "cpu" is a core of a processor."""
+    """Determines efficiency and memory overhead. "cpu" is one core of a processor."""
     source: str = "given"
     """Source of these figures."""
 
@@ -67,32 +68,27 @@ class NodeClass(InputTable):
     """Identical machines that you can rent or own."""
 
     name: Name
-    """Name of the machine type in this file."""
+    """Name of the machine type."""
     gpu: str
-    """GPU type, from the GPU table or [[gpus]]."""
+    """GPU type."""
     gpus: Annotated[Literal[1, 2, 4, 8], BeforeValidator(_no_truth_value)] = 8
-    """Number of GPUs in one machine."""
+    """Number of GPUs."""
     price_per_hour: NonNegative | None = None
-    """Price of the whole machine in dollars. By default taken from the price table, by `shape` or else by
-    GPU and number of GPUs."""
+    """Dollars per hour of a machine, by default from the price table."""
     shape: str | None = None
     """Instance type in the price table, such as p5.48xlarge."""
     stock: Whole = 64
     """Maximum number of machines."""
     dram_gib: Gib = 512.0
-    """Memory of one machine that caches may use, in GiB."""
+    """Memory for caches in GiB."""
     nic_gb_s: Positive | None = None
-    """Network bandwidth of the whole machine, in 10^9 bytes per second. By default the number of GPUs
-    times each GPU's share."""
+    """Network bandwidth in GB/s, by default the sum of the GPUs' shares."""
     spot: Flag = False
-    """Spot machines, which the provider may take back all at once. Online requests use them only up to
-    rules.spot_share; set `price_per_hour`, because the price table has on-demand prices."""
+    """Spot machines, which online requests use up to `rules.spot_share`. They need a `price_per_hour`."""
     weights_gb_s: Positive = 2.0
-    """Speed at which a machine reads weights from disk or network, in 10^9 bytes per second. Used for
-    `growth_per_minute` of requests."""
+    """Speed of reading weights in GB/s."""
     host: Host | None = None
-    """Address of the machine, for command lines. By default set with `cornplug launch --address
-    HOST_n=...`."""
+    """Address, by default set with `cornplug launch --address HOST_n=...`."""
 
 
 class GpuPrice(InputTable):

@@ -17,10 +17,10 @@ _EXPERTS: Final = ("experts", "experts_per_token")
 
 
 class LLMShape(InputTable):
-    """Size of a language model. If the component has a checkpoint, its config.json is used instead."""
+    """Size of a language model."""
 
     kind: Literal["llm"] = "llm"
-    """Set from the component's kind if omitted."""
+    """Set from the component's kind."""
     layers: Count
     """`num_hidden_layers` in config.json."""
     hidden: Count
@@ -30,20 +30,19 @@ class LLMShape(InputTable):
     kv_heads: Count
     """`num_key_value_heads` in config.json."""
     head_dim: Count
-    """Size of one head: `head_dim` in config.json, or hidden / heads."""
+    """`head_dim` in config.json, or hidden / heads."""
     parameters: Positive
-    """Total number of weights, including all experts."""
+    """Number of weights, including all experts."""
     active_parameters: Positive | None = None
-    """Number of weights that one token passes through. By default all."""
+    """Number of weights that one token passes through, by default all."""
     experts: Count | None = None
-    """Routed experts per layer (`num_experts` or `n_routed_experts` in config.json). Needed for `dp` and
-    `expert_parallel`."""
+    """Routed experts per layer, needed for `dp` and `expert_parallel`."""
     experts_per_token: Count | None = None
-    """Experts that each token is routed to (`num_experts_per_tok` in config.json)."""
+    """`num_experts_per_tok` in config.json."""
     mla_rank: Count | None = None
-    """`kv_lora_rank` + `qk_rope_head_dim` of a model with multi-head latent attention (MLA)."""
+    """`kv_lora_rank` + `qk_rope_head_dim` of a model with latent attention (MLA)."""
     max_context: Count = 32_768
-    """Maximum tokens of a request that the model accepts."""
+    """Maximum tokens of a request."""
     embedding_parameters: NonNegative = 0.0
     """Number of weights in the embeddings and the output head, which are not quantised."""
 

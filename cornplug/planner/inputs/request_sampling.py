@@ -1,16 +1,35 @@
-"""Sampling of requests from the length distributions or the trace of a request class."""
+"""Sampling of requests from the length distributions or the trace of a request class.
+
+A length is a number, a log-normal distribution or a histogram. A trace has the arrival times and the numbers
+of prompt and output tokens of recorded requests, in one of the formats "azure" (Azure LLM inference traces
+2023 and 2024, CSV), "mooncake" (Mooncake's FAST'25 traces, JSON lines) and "csv" (columns at_s, prompt_tokens
+and output_tokens).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import csv
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cornplug.planner.inputs import length_distributions, traces
+from cornplug.errors import ConfigError
 from cornplug.planner.inputs.request_classes import SampledRequest
-from cornplug.planner.inputs.schema import RequestMedia, RequestSpec
+from cornplug.planner.inputs.schema import Histogram, Length, LogNormal, RequestMedia, RequestSpec
+
+_NORMAL: Final = NormalDist()
+TraceFormat = Literal["azure", "mooncake", "csv"]
+T = TypeVar("T")
+_OBJECTS: Final = "Mooncake traces contain one JSON object per line."
 
 
 @dataclass(frozen=True)
@@ -35,7 +54,7 @@ def sample_requests(
     embeddings are cached.
 
     `patches_per_token` is by encoder, with a default of 1. The shared prefix is at the start of the prompt's
-    text, so after a hit at most the text's KV is cached. Raises ConfigError as `traces.read` does.
+    text, so after a hit at most the text's KV is cached. Raises ConfigError as `read_trace` does.
     """
     text, output = _text_and_output(request, rng, n)
     tokens = text.copy()
@@ -49,7 +68,7 @@ def sample_requests(
         for i, size in zip(owner[missed].tolist(), (item_tokens[missed] * per_token).tolist(), strict=True):
             patches[i].append(size)
     cached = _cached(request, rng, text, hits.prefix)
-    units = length_distributions.sample(request.generates.units, rng, n) if request.generates else np.zeros(n)
+    units = sample_lengths(request.generates.units, rng, n) if request.generates else np.zeros(n)
     return [
         SampledRequest(prompt_tokens, cached_tokens, tuple(items), output_tokens, float(work))
         for prompt_tokens, cached_tokens, items, output_tokens, work in zip(
@@ -63,10 +82,10 @@ def _text_and_output(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     if request.trace is None:
         return (
-            length_distributions.sample(request.prompt, rng, n),
-            np.maximum(length_distributions.sample(request.output, rng, n), 1),
+            sample_lengths(request.prompt, rng, n),
+            np.maximum(sample_lengths(request.output, rng, n), 1),
         )
-    trace = traces.read(request.trace, request.trace_format)
+    trace = read_trace(request.trace, request.trace_format)
     # Use both lengths of the same recorded request, because prompt and output may be correlated.
     rows = rng.integers(len(trace.at_s), size=n)
     return trace.prompt_tokens[rows], trace.output_tokens[rows]
@@ -77,8 +96,8 @@ def _items(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Draw the media items of `n` requests. Returns two arrays with an entry for each item: the index of the
     item's request, and the item's number of tokens."""
-    owner = np.repeat(np.arange(n), length_distributions.sample(media.items, rng, n))
-    return owner, length_distributions.sample(media.tokens, rng, len(owner))
+    owner = np.repeat(np.arange(n), sample_lengths(media.items, rng, n))
+    return owner, sample_lengths(media.tokens, rng, len(owner))
 
 
 def _cached(
@@ -88,3 +107,186 @@ def _cached(
         return np.zeros_like(text)
     shared = np.minimum(text, request.prefix.tokens)
     return np.where(rng.random(len(text)) < hit_rate, shared, 0)
+
+
+def mean_length(length: Length) -> float:
+    """Return the mean length. A log-normal is truncated at its `max`, and the rounding of samples is ignored.
+
+    E[X | X <= m] = mean * Phi(z - sigma) / Phi(z), z = (ln m - mu) / sigma.
+    """
+    if isinstance(length, int):
+        return float(length)
+    if isinstance(length, Histogram):
+        return float(np.average(length.values, weights=length.weights))
+    mu, sigma = _underlying(length)
+    if sigma == 0:
+        return length.mean
+    z = (math.log(length.max) - mu) / sigma
+    return length.mean * _NORMAL.cdf(z - sigma) / _NORMAL.cdf(z)
+
+
+def length_quantile(length: Length, q: float) -> int:
+    """Return the smallest length that a fraction `q` (0 to 1) of all lengths does not exceed."""
+    if not 0 <= q <= 1:
+        raise ValueError(f"q must be from 0 to 1, not {q}")
+    if isinstance(length, int):
+        return length
+    if isinstance(length, Histogram):
+        return _quantile_of(length, q)
+    mu, sigma = _underlying(length)
+    if sigma == 0:
+        return _whole(length.mean)
+    below = q * _NORMAL.cdf((math.log(length.max) - mu) / sigma)
+    if below <= 0:
+        return 1
+    return min(_whole(math.exp(mu + sigma * _NORMAL.inv_cdf(min(below, 1 - 1e-16)))), length.max)
+
+
+def sample_lengths(length: Length, rng: np.random.Generator, n: int) -> NDArray[np.int64]:
+    """Draw `n` lengths. Samples of a log-normal are rounded, and are at least 1."""
+    if isinstance(length, int):
+        return np.full(n, length, np.int64)
+    if isinstance(length, Histogram):
+        weights = np.asarray(length.weights)
+        chosen: NDArray[np.int64] = rng.choice(np.asarray(length.values), n, p=weights / weights.sum())
+        return chosen
+    mu, sigma = _underlying(length)
+    lengths = rng.lognormal(mu, sigma, n)
+    # The model checks that `max` is at least `mean`, so each round keeps more than half of the samples.
+    while (beyond := lengths > length.max).any():
+        lengths[beyond] = rng.lognormal(mu, sigma, int(beyond.sum()))
+    tokens: NDArray[np.int64] = np.maximum(np.rint(lengths), 1).astype(np.int64)
+    return tokens
+
+
+def _underlying(length: LogNormal) -> tuple[float, float]:
+    """Return the mean and the standard deviation of the logarithm of a length."""
+    variance = math.log1p(length.cv**2)
+    return math.log(length.mean) - variance / 2, math.sqrt(variance)
+
+
+def _whole(length: float) -> int:
+    return max(round(length), 1)
+
+
+def _quantile_of(histogram: Histogram, q: float) -> int:
+    order = np.argsort(histogram.values)
+    shares = np.cumsum(np.asarray(histogram.weights)[order])
+    # With q = 1, a rounding error in the sums must not lead to an index after the last value.
+    at = min(int(np.searchsorted(shares, q * shares[-1] * (1 - 1e-12))), len(order) - 1)
+    return histogram.values[int(order[at])]
+
+
+@dataclass(frozen=True, eq=False)
+class RequestTrace:
+    """Recorded requests. Each array has an entry for each request, in order of arrival."""
+
+    at_s: NDArray[np.float64]
+    """Seconds since the first request."""
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    columns: tuple[str, str, str]
+    """Names of the columns with the arrival time, the prompt tokens and the output tokens."""
+    seconds: Callable[[Any], float]
+    """Converts an arrival time in the file to seconds."""
+
+
+def _azure_seconds(text: str) -> float:
+    return datetime.fromisoformat(text.strip()).timestamp()
+
+
+_LAYOUTS: Final[Mapping[TraceFormat, _Layout]] = {
+    "azure": _Layout(("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure_seconds),
+    "mooncake": _Layout(("timestamp", "input_length", "output_length"), lambda ms: float(ms) / 1000),
+    "csv": _Layout(("at_s", "prompt_tokens", "output_tokens"), float),
+}
+
+
+def read_trace(path: Path, format: TraceFormat) -> RequestTrace:
+    """Read the trace in a file. The result is cached until the file changes.
+
+    Raises ConfigError with the file, line and column of an error.
+    """
+    try:
+        stat = path.stat()
+    except OSError as e:
+        raise ConfigError(str(path), f"cannot read the trace: {e.strerror}", "Correct the path.") from e
+    return _read(path, format, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=32)
+def _read(path: Path, format: TraceFormat, _changed_ns: int, _size: int) -> RequestTrace:
+    layout = _LAYOUTS[format]
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as f:
+            rows = list(_json_rows(f, path) if format == "mooncake" else _csv_rows(f, path, layout))
+    except UnicodeDecodeError as e:
+        raise ConfigError(
+            str(path), "the trace is not a text file", "Decompress it if it is compressed."
+        ) from e
+    if not rows:
+        raise ConfigError(str(path), "the trace has no requests", "Use a file with at least one request.")
+    at, prompt, output = zip(*(_numbers(path, line, row, layout) for line, row in rows), strict=True)
+    at_s = np.asarray(at)
+    order = np.argsort(at_s, kind="stable")
+    return RequestTrace(
+        at_s[order] - at_s.min(), np.asarray(prompt, np.int64)[order], np.asarray(output, np.int64)[order]
+    )
+
+
+def _csv_rows(file: Iterator[str], path: Path, layout: _Layout) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    reader = csv.DictReader(file)
+    lacking = [name for name in layout.columns if name not in (reader.fieldnames or ())]
+    if lacking:
+        raise ConfigError(
+            f"{path}:1",
+            f"no column {', '.join(lacking)}; the first line has {', '.join(reader.fieldnames or ())}",
+            f"Make the first line {','.join(layout.columns)}, or set another trace_format.",
+        )
+    for row in reader:
+        yield reader.line_num, row
+
+
+def _json_rows(file: Iterator[str], path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for line, text in enumerate(file, 1):
+        if not text.strip():
+            continue
+        try:
+            row = json.loads(text)
+        except json.JSONDecodeError as e:
+            raise ConfigError(f"{path}:{line}", f"invalid JSON: {e.msg}", _OBJECTS) from e
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}:{line}", "not a JSON object", _OBJECTS)
+        yield line, row
+
+
+def _numbers(path: Path, line: int, row: Mapping[str, Any], layout: _Layout) -> tuple[float, int, int]:
+    at, prompt, output = layout.columns
+    return (
+        _cell(path, line, row, at, layout.seconds, "a time"),
+        _cell(path, line, row, prompt, _tokens, "a number of tokens"),
+        # A request without output tokens counts as one token, because engines generate at least one.
+        max(_cell(path, line, row, output, _tokens, "a number of tokens"), 1),
+    )
+
+
+def _tokens(value: Any) -> int:
+    tokens = int(value)
+    if tokens < 0:
+        raise ValueError(value)
+    return tokens
+
+
+def _cell(
+    path: Path, line: int, row: Mapping[str, Any], column: str, parse: Callable[[Any], T], what: str
+) -> T:
+    try:
+        return parse(row[column])
+    except KeyError as e:
+        raise ConfigError(f"{path}:{line} {column}", "missing", f"Write {what} in every line.") from e
+    except (ValueError, TypeError) as e:
+        raise ConfigError(f"{path}:{line} {column}", f"{row[column]!r} is not {what}", "Correct it.") from e

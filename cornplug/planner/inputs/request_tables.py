@@ -23,75 +23,69 @@ _HOURS: Final[dict[str, JsonValue]] = {"minItems": 24, "maxItems": 24}
 
 
 class RequestMedia(InputTable):
-    """Media items that an encoder turns into tokens of the prompt."""
+    """Media items that an encoder turns into prompt tokens."""
 
     encoder: Name
-    """Name of a component of kind "encoder"."""
+    """Component of kind "encoder"."""
     items: Length = 1
-    """Number of media items per request."""
+    """Media items per request."""
     tokens: Length
-    """Tokens that an item adds to the prompt."""
+    """Prompt tokens per item."""
     hit_rate: Share | None = None
-    """Fraction of items whose embedding is in the cache, if known. Otherwise it is computed from
-    `catalogue` and `zipf`."""
+    """Fraction of items with a cached embedding, by default computed from `catalogue` and `zipf`."""
     catalogue: Count | None = None
-    """Number of different items that recur. Their popularity follows a Zipf law."""
+    """Number of different items that recur, by default none."""
     zipf: Positive = 0.8
-    """Exponent of the Zipf law. With a larger exponent, more requests use the same few items."""
+    """Exponent of the Zipf law of their popularity."""
 
 
 class SharedPrefix(InputTable):
     """Tokens at the start of the prompt that other requests share."""
 
     tokens: Count
-    """Length of the shared prefix."""
+    """Length of the prefix."""
     hit_rate: Share | None = None
-    """Fraction of requests whose prefix is in a cache, if known. Otherwise it is computed from `distinct`
-    and `zipf`."""
+    """Fraction of requests with a cached prefix, by default computed from `distinct` and `zipf`."""
     distinct: Count = 1
-    """Number of different prefixes. Their popularity follows a Zipf law."""
+    """Number of different prefixes."""
     zipf: Positive = 0.8
-    """Exponent of the Zipf law."""
+    """Exponent of the Zipf law of their popularity."""
 
 
 class RampGeneration(InputTable):
     """Images or speech generated from the response."""
 
     generator: Name
-    """Name of a component of kind "generator"."""
+    """Component of kind "generator"."""
     units: Length = 1
-    """Units per request: images, or seconds of speech."""
+    """Images or seconds of speech per request."""
 
 
 class RequestSpec(InputTable):
-    """Requests of one kind, planned together as a request class."""
+    """Requests of one kind, which are planned together."""
 
     name: Name
     """Name of the class, unique in its application."""
     rate: Positive
     """Mean requests per second. A class has either `rate`, `rate_by_hour` or `job`."""
     rate_by_hour: list[NonNegative] | None = Field(default=None, json_schema_extra=_HOURS)
-    """Mean requests per second in each hour of the day, from midnight. The plan carries the highest rate,
-    and lists the machines that each hour needs."""
+    """Mean requests per second in each hour of the day. The plan carries the highest rate."""
     job: Job | None = None
-    """Number of requests with a deadline: `job = { requests = 500000, deadline_hours = 8 }`. The report
-    gives its completion time and cost."""
+    """Requests with a deadline: `job = { requests = 500000, deadline_hours = 8 }`."""
     peak: Annotated[float, Field(ge=1, strict=True)] = 1.0
-    """Factor by which the planned rate exceeds the mean rate."""
+    """Planned rate as a multiple of the mean rate."""
     growth_per_minute: NonNegative = 0.0
-    """Fraction by which the rate may grow within a minute (online only). The plan keeps a reserve that
-    carries the growth until more replicas have started; 0 keeps none."""
+    """Fraction by which an online rate may grow in a minute, for which the plan keeps a reserve."""
     burst: Positive = 1.0
-    """Squared coefficient of variation of the times between arrivals. 1 is a Poisson process."""
+    """Squared coefficient of variation of the times between arrivals (Poisson: 1)."""
     prompt: Length = 512
-    """Number of text tokens in the prompt, including the shared prefix."""
+    """Text tokens in the prompt, including the shared prefix."""
     output: Length = 128
-    """Number of tokens in the response."""
+    """Tokens in the response."""
     trace: InputPath | None = None
-    """File with pairs of prompt and output lengths, in place of `prompt` and `output`."""
+    """File with prompt and output lengths, in place of `prompt` and `output`."""
     trace_format: Literal["azure", "mooncake", "csv"] = "csv"
-    """Format of the trace: Azure's CSV, Mooncake's JSON lines, or a CSV with the columns at_s,
-    prompt_tokens, output_tokens."""
+    """Format of the trace. "csv" has the columns at_s, prompt_tokens, output_tokens."""
     media: list[RequestMedia] = Field(default_factory=list)
     """Images, audio clips or videos in a request."""
     prefix: SharedPrefix | None = None
@@ -99,7 +93,7 @@ class RequestSpec(InputTable):
     generates: RampGeneration | None = None
     """Work of a generator after the response."""
     slo: Slo | None = None
-    """Latency targets of this class. By default the application's."""
+    """Latency targets, by default the application's."""
     weight: Positive = 1.0
     """Weight of one request in the goodput."""
 

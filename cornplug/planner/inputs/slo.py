@@ -53,23 +53,22 @@ class SloBound:
 
 
 class PercentileBounds(InputTable):
-    """Bounds on one more percentile, in `also` of an `slo` table."""
+    """Bounds on one more percentile."""
 
     percentile: Percentile = "p95"
     """Percentile of requests that must meet the bounds."""
     ttft_s: Positive | None = None
-    """Bound on the seconds from arrival to the first token. By default no bound."""
+    """Maximum seconds from arrival to the first token."""
     tpot_s: Positive | None = None
-    """Bound on the seconds for each further token. By default no bound."""
+    """Maximum seconds for each further token."""
     e2e_s: Positive | None = None
-    """Bound on the seconds from arrival to the end of the response. By default no bound."""
+    """Maximum seconds from arrival to the end of the response."""
     ttft_slowdown: Slowdown | None = None
-    """Bound on the time to the first token, as a multiple of its time when the request runs alone on the
-    `idle` replica."""
+    """Maximum time to the first token, as a multiple of the time alone on the `idle` replica."""
     tpot_slowdown: Slowdown | None = None
-    """Bound on the time for each further token, as a multiple of its time on the `idle` replica."""
+    """Maximum time for each further token, as a multiple of the time on the `idle` replica."""
     e2e_slowdown: Slowdown | None = None
-    """Bound on the time of the whole response, as a multiple of its time on the `idle` replica."""
+    """Maximum time of the response, as a multiple of the time on the `idle` replica."""
 
     def bounds(self, quantity: Quantity) -> list[SloBound]:
         """Return this table's bounds on a time: a bound in seconds, a slowdown, both or none."""
@@ -94,7 +93,7 @@ class PercentileBounds(InputTable):
 
 
 class Job(InputTable):
-    """A number of requests with a common deadline, in place of a rate."""
+    """Number of requests with a common deadline."""
 
     requests: Count
     """Number of requests."""
@@ -114,25 +113,24 @@ class Job(InputTable):
 
 
 class IdleReplica(InputTable):
-    """Reference replica for slowdowns. Its times for a single request are the unit, and it need not be in
-    the pool."""
+    """Reference replica for slowdowns, which need not be in the pool."""
 
     gpu: str
-    """GPU type, from the GPU table or [[gpus]]."""
+    """GPU type."""
     tp: Count = 1
-    """Tensor-parallel degree of the replica."""
+    """Tensor-parallel degree."""
     engine: Engine | None = None
-    """Engine of the replica. By default the first engine of the LLM."""
+    """Engine, by default the first engine of the LLM."""
     quantisation: Quantisation = "none"
-    """Quantisation of the replica's weights."""
+    """Quantisation of the weights."""
 
 
 class Slo(PercentileBounds):
-    """Bounds on percentiles of request times. An online application needs at least one bound."""
+    """Bounds on percentiles of request times. Omitted bounds do not apply, but an online application needs
+    one."""
 
     also: list[PercentileBounds] = Field(default_factory=list)
-    """Bounds on other percentiles that the plan must also meet: `also = [{ percentile = "p99", ttft_s =
-    3.0 }]`."""
+    """Bounds on other percentiles: `also = [{ percentile = "p99", ttft_s = 3.0 }]`."""
     idle: IdleReplica | None = None
     """Reference replica for slowdowns: `idle = { gpu = "A100-80", tp = 8 }`."""
 

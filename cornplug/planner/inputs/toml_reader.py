@@ -1,25 +1,80 @@
-"""Reader for a plan's TOML file, which reports all errors together, each with its line and a remedy."""
+"""Reader for a plan's TOML file, which reports all errors together, each with its line and a remedy.
+
+`tomllib` does not report lines, so `key_lines` finds the lines of keys and list elements. It does not check
+the text, which must be valid TOML.
+"""
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar, get_args
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from cornplug.errors import ConfigError
-from cornplug.planner.inputs import cross_checks, toml_messages
-from cornplug.planner.inputs.input_error import InputError, field
-from cornplug.planner.inputs.schema import PlanInput
-from cornplug.planner.inputs.toml_positions import line_of, lines_of
+from cornplug.planner.inputs import cross_checks
+from cornplug.planner.inputs.field_types import InputError, Place, field_path, nearest
+from cornplug.planner.inputs.schema import Histogram, InputTable, LogNormal, PlanInput
 
 _WHERE: Final = re.compile(r"\s*\(at (?:line (\d+), column \d+|end of document)\)$")
-
-
 File = TypeVar("File", bound=PlanInput)
+_LENGTH: Final = (
+    "{0} = 600, {0} = {{ mean = 600, cv = 1.0 }} or {0} = {{ values = [100, 900], weights = [3, 1] }}"
+)
+_EXAMPLES: Final[Mapping[str, str]] = {
+    **{key: _LENGTH.format(key) for key in ("prompt", "output", "items", "units")},
+    "name": 'name = "chat"',
+    "kind": 'kind = "llm"',
+    "llm": 'llm = "NAME" of a component',
+    "encoder": 'encoder = "NAME" of a component',
+    "generator": 'generator = "NAME" of a component',
+    "n_plus_one": 'n_plus_one = true, false or "node"',
+    "rate": "rate = 4.0, in requests per second",
+    "peak": "peak = 1.5, to plan for 1.5 times the mean rate",
+    "burst": "burst = 1.0 for a Poisson process",
+    "tokens": "tokens = 256",
+    "hit_rate": "hit_rate = 0.3",
+    "ttft_s": "ttft_s = 1.0",
+    "tpot_s": "tpot_s = 0.05",
+    "e2e_s": "e2e_s = 10.0",
+    "gpu": 'gpu = "H100"',
+    "price_per_hour": "price_per_hour = 55.04, for the whole machine",
+    "parameters": "parameters = 7.6e9",
+    "requests_per_s": 'requests_per_s = 5.0 or requests_per_s = { "app/request" = 5.0 }',
+    "tp": "tp = [1, 2]",
+    "components": '[[components]] with name = "llm" and kind = "llm"',
+    "applications": '[[applications]] with name = "chat" and llm = "llm"',
+    "requests": '[[applications.requests]] with name = "short" and rate = 4.0',
+    "media": '[[applications.requests.media]] with encoder = "vit" and tokens = 256',
+    "pool": '[[pool]] with name = "h100" and gpu = "H100"',
+    "profiles": 'profiles = [{ kind = "roofline" }]',
+}
+_WORDS: Final[Mapping[str, str]] = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a number",
+    "string": "a string in quotes",
+    "path": "a path in quotes",
+    "list": "a list",
+    "model": "a table",
+    "dict": "a table",
+    "bool": "true or false",
+}
+_PROFILE_KINDS: Final = '"roofline", "table" or "throughput"'
+_LENGTH_TAGS: Final[Mapping[str, type[InputTable]]] = {"log-normal": LogNormal, "histogram": Histogram}
+_BLANK: Final = re.compile(r"(?:[ \t\r\n]+|#[^\n]*)*")
+_STRING: Final = re.compile(
+    r'"""(?:\\.|[^\\])*?"""(?:"{0,2})' + r"|'''.*?'''(?:'{0,2})" + r'|"(?:\\.|[^"\\\n])*"' + r"|'[^'\n]*'",
+    re.DOTALL,
+)
+_BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
+_SCALAR: Final = re.compile(r"[^,\]}\n#]+")
+_DOT: Final = re.compile(r"[ \t]*\.[ \t]*")
 
 
 def read(path: Path) -> PlanInput:
@@ -42,7 +97,7 @@ def read_as(table: type[File], path: Path, checks: Callable[[File], Iterable[Inp
     try:
         plan_input = table.model_validate(data, context={"folder": path.parent})
     except ValidationError as e:
-        raise _joined(path, text, toml_messages.problems(e, data)) from e
+        raise _joined(path, text, _problems(e, data)) from e
     if errors := list(checks(plan_input)):
         raise _joined(path, text, errors)
     return plan_input
@@ -69,8 +124,279 @@ def _syntax_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> Conf
 
 
 def _joined(path: Path, text: str, errors: Iterable[InputError]) -> ConfigError:
-    lines = lines_of(text)
-    placed = sorted(((line_of(lines, e.place), e) for e in errors), key=lambda pair: pair[0])
+    lines = key_lines(text)
+    placed = sorted(((key_line(lines, e.place), e) for e in errors), key=lambda pair: pair[0])
     (line, first), *others = placed
     more = [f"{path}:{at} {e}" for at, e in others]
-    return ConfigError(f"{path}:{line} {field(first.place)}", first.problem, "\n".join([first.remedy, *more]))
+    return ConfigError(
+        f"{path}:{line} {field_path(first.place)}", first.problem, "\n".join([first.remedy, *more])
+    )
+
+
+def _problems(error: ValidationError, data: Mapping[str, Any]) -> list[InputError]:
+    """Convert a validation error of the file with this `data`. Returns at most one error for each location in
+    the file, and omits the errors of a table in which another location has an error."""
+    found: dict[Place, InputError] = {}
+    for detail in error.errors():
+        if detail["type"] == "union_tag_not_found" and detail["loc"][-1] == "shape":
+            continue  # The shape's kind is that of the component, which has its own error.
+        one = _problem(detail, data)
+        found.setdefault(one.place, one)
+    inner = {place[:end] for place in found for end in range(len(place))}
+    return [one for place, one in found.items() if place not in inner]
+
+
+def _problem(detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
+    place, kind = _place(detail, data), detail["type"]
+    make = _MAKERS.get(kind)
+    if make is None and kind.split("_")[0] in _WORDS:
+        make = _wrong_type
+    if make is None:
+        return InputError(place, f"{_shown(detail['input'])}: {detail['msg']}", _example(place))
+    return make(place, detail, data)
+
+
+def _place(detail: ErrorDetails, data: Mapping[str, Any]) -> Place:
+    """Return the error's location in the file: pydantic's location without the names of a union's members,
+    which the file does not contain."""
+    place: Place = ()
+    value: Any = data
+    for part in detail["loc"]:
+        inside = (
+            part < len(value)
+            if isinstance(value, list) and isinstance(part, int)
+            else isinstance(value, dict) and part in value
+        )
+        if inside:
+            place, value = (*place, part), value[part]
+    return (*place, detail["loc"][-1]) if detail["type"] == "missing" else place
+
+
+def _missing(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
+    return InputError(place, "missing", _example(place))
+
+
+def _unknown_key(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
+    keys = sorted(_keys_at(place[:-1], detail["loc"]))
+    return InputError(place, "unknown key", nearest(str(place[-1]), keys))
+
+
+def _wrong_type(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
+    word = _WORDS[detail["type"].split("_")[0]]
+    remedy = _example(place, otherwise=f"Write {word}.")
+    return InputError(place, f"{_shown(detail['input'])} is not {word}", remedy)
+
+
+def _not_one_of(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
+    expected = str(detail.get("ctx", {}).get("expected", "")).replace("'", '"')
+    return InputError(place, f"{_shown(detail['input'])} is not an allowed value", f"Write {expected}.")
+
+
+def _no_tag(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
+    context = detail.get("ctx", {})
+    tag = context.get("tag")
+    problem = f'"{tag}" is not an allowed value' if tag else "missing"
+    return InputError((*place, "kind"), problem, f"Write kind = {_PROFILE_KINDS}.")
+
+
+def _out_of_range(word: str, key: str) -> Callable[[Place, ErrorDetails, Mapping[str, Any]], InputError]:
+    def make(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
+        bound = detail.get("ctx", {})[key]
+        remedy = _example(place, otherwise=f"Write a number {word} {bound:g}.")
+        return InputError(place, f"{_shown(detail['input'])} is not {word} {bound:g}", remedy)
+
+    return make
+
+
+def _empty(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
+    return InputError(place, "empty", _example(place, otherwise="Write at least one."))
+
+
+def _bad_name(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
+    remedy = "Use letters, digits, '.', '_' and '-', with a letter or digit first."
+    return InputError(place, f"{_shown(detail['input'])} is not a valid name", remedy)
+
+
+def _of_a_validator(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
+    context = detail.get("ctx", {})
+    key = context["key"]
+    return InputError((*place, key) if key else place, context["problem"], context["remedy"])
+
+
+_MAKERS: Final[Mapping[str, Callable[[Place, ErrorDetails, Mapping[str, Any]], InputError]]] = {
+    "missing": _missing,
+    "extra_forbidden": _unknown_key,
+    "literal_error": _not_one_of,
+    "union_tag_invalid": _no_tag,
+    "union_tag_not_found": _no_tag,
+    "greater_than": _out_of_range("above", "gt"),
+    "greater_than_equal": _out_of_range("at least", "ge"),
+    "less_than_equal": _out_of_range("at most", "le"),
+    "too_short": _empty,
+    "string_pattern_mismatch": _bad_name,
+    "plan_input": _of_a_validator,
+}
+
+
+def _example(place: Place, otherwise: str = "") -> str:
+    key = next((part for part in reversed(place) if isinstance(part, str)), "")
+    if key in _EXAMPLES:
+        return f"Write, for example, {_EXAMPLES[key]}."
+    return otherwise or f"Add {key} = ..., or remove the whole table."
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "a table"
+    text = f'"{value}"' if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _keys_at(place: Place, loc: Place) -> set[str]:
+    """Return the keys that the pydantic models allow in the table at a location. If the table is a member of
+    a union, `loc` contains the name of the member."""
+    tables: list[type[InputTable]] = [PlanInput]
+    for key in place:
+        if isinstance(key, str):
+            fields = [table.model_fields[key] for table in tables if key in table.model_fields]
+            tables = [table for one in fields for table in _tables(one.annotation)]
+    meant = [table for table in tables if _tag(table) in loc]
+    return {key for table in meant or tables for key in table.model_fields}
+
+
+def _tag(table: type[InputTable]) -> str | None:
+    named = next((tag for tag, model in _LENGTH_TAGS.items() if model is table), None)
+    kind = table.model_fields.get("kind")
+    return named or (str(kind.default) if kind is not None else None)
+
+
+def _tables(annotation: Any) -> Iterator[type[InputTable]]:
+    if isinstance(annotation, type) and issubclass(annotation, InputTable):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _tables(inner)
+
+
+def key_lines(text: str) -> dict[Place, int]:
+    """Return the line of each location in the text, counted from 1. A table that dotted keys create has the
+    line of the first of these keys."""
+    return _Scan(text).places()
+
+
+def key_line(lines: dict[Place, int], place: Place) -> int:
+    """Return the line of a location, or of the innermost table around it that the file contains. Returns 1 if
+    there is none."""
+    while place and place not in lines:
+        place = place[:-1]
+    return lines.get(place, 1)
+
+
+class _Scan:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+        self._newlines = [m.start() for m in re.finditer("\n", text)]
+        self._lines: dict[Place, int] = {}
+        self._elements: dict[Place, int] = {}
+        """Number of [[tables]] before the current position, by the location of their list."""
+
+    def places(self) -> dict[Place, int]:
+        table: Place = ()
+        while self._skip(_BLANK) and self._at < len(self._text):
+            line = self._line
+            if self._take("[["):
+                table = self._next_element(self._key())
+                self._take("]]")
+            elif self._take("["):
+                table = self._inside(self._key())
+                self._take("]")
+            else:
+                self._pair(table)
+                continue
+            self._note(table, line)
+        return self._lines
+
+    @property
+    def _line(self) -> int:
+        return bisect_right(self._newlines, self._at - 1) + 1
+
+    def _note(self, place: Place, line: int) -> None:
+        for end in range(1, len(place) + 1):
+            self._lines.setdefault(place[:end], line)
+
+    def _inside(self, keys: Place) -> Place:
+        """Return the location of a header's table. A key that is a [[list]] refers to the list's last element
+        so far."""
+        place: Place = ()
+        for key in keys:
+            place += (key,)
+            if place in self._elements:
+                place += (self._elements[place] - 1,)
+        return place
+
+    def _next_element(self, keys: Place) -> Place:
+        elements = (*self._inside(keys[:-1]), keys[-1])
+        number = self._elements.get(elements, 0)
+        self._elements[elements] = number + 1
+        return (*elements, number)
+
+    def _pair(self, table: Place) -> None:
+        line = self._line
+        place = table + self._key()
+        self._note(place, line)
+        self._skip(_BLANK)
+        self._take("=")
+        self._value(place)
+
+    def _key(self) -> Place:
+        keys: list[str] = []
+        while True:
+            self._skip(_BLANK)
+            if found := _BARE_KEY.match(self._text, self._at):
+                keys.append(found[0])
+            else:
+                found = _STRING.match(self._text, self._at)
+                assert found, "a key, as tomllib has seen"
+                keys.append(tomllib.loads(f"key = {found[0]}")["key"])
+            self._at = found.end()
+            if not (dot := _DOT.match(self._text, self._at)):
+                self._skip(_BLANK)
+                return tuple(keys)
+            self._at = dot.end()
+
+    def _value(self, place: Place) -> None:
+        self._skip(_BLANK)
+        self._note(place, self._line)
+        if self._take("["):
+            self._array(place)
+        elif self._take("{"):
+            self._inline_table(place)
+        else:
+            self._skip(_STRING) or self._skip(_SCALAR)
+
+    def _array(self, place: Place) -> None:
+        number = 0
+        while self._skip(_BLANK) and not self._take("]"):
+            self._value((*place, number))
+            number += 1
+            self._skip(_BLANK)
+            self._take(",")
+
+    def _inline_table(self, place: Place) -> None:
+        while self._skip(_BLANK) and not self._take("}"):
+            self._pair(place)
+            self._skip(_BLANK)
+            self._take(",")
+
+    def _take(self, token: str) -> bool:
+        found = self._text.startswith(token, self._at)
+        self._at += len(token) if found else 0
+        return found
+
+    def _skip(self, pattern: re.Pattern[str]) -> bool:
+        """Advance past a match of the pattern, and return whether it matched. `_BLANK` always matches."""
+        found = pattern.match(self._text, self._at)
+        self._at = found.end() if found else self._at
+        return found is not None

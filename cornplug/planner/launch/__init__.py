@@ -1,1 +1,1 @@
-"""Command lines for a plan's processes, and a launcher for the processes of one host."""
+"""Command lines for a deployment's processes, and a launcher for the processes of one host."""

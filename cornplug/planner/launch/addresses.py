@@ -1,6 +1,6 @@
-"""Determines the host, GPUs and ports of each process of a plan. They are the same every time a plan is read.
+"""Determines the host, GPUs and ports of each process of a deployment. They are always the same.
 
-Hosts without a name in the plan are the variables `${HOST_1}`, `${HOST_2}`, ... (see `command_lines.py`).
+Hosts without a name are the variables `${HOST_1}`, `${HOST_2}`, ... (see `command_lines.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 from cornplug.encoder_service.client.endpoints import is_loopback
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs.field_types import names_one_host
-from cornplug.planner.plan import Plan, ReplicaGroup
+from cornplug.planner.plan import Deployment, ReplicaGroup
 
 ENGINE_PORT: Final = 8000
 ENCODER_PORT: Final = 8750
@@ -52,10 +52,10 @@ class ReplicaAddress:
         return f"http://{self.host}:{self.port}"
 
 
-def hosts(plan: Plan) -> dict[tuple[str, int], str]:
+def hosts(deployment: Deployment) -> dict[tuple[str, int], str]:
     """Return the name of each host, by (node class, node number)."""
     names: dict[tuple[str, int], str] = {}
-    for nodes in plan.nodes:
+    for nodes in deployment.nodes:
         for number in range(nodes.count):
             named = nodes.hosts[number] if number < len(nodes.hosts) else ""
             if named:
@@ -79,16 +79,16 @@ def serves_others(bound: str) -> bool:
     return not is_loopback(bound)
 
 
-def sites(plan: Plan) -> list[ReplicaAddress]:
-    """Return the addresses of all processes of all groups, in the plan's order.
+def sites(deployment: Deployment) -> list[ReplicaAddress]:
+    """Return the addresses of all processes of all groups, in the deployment's order.
 
-    Raises ConfigError if replicas are not placed, or are placed on a node that is not in the plan.
+    Raises ConfigError if replicas are not placed, or are placed on a node that does not exist.
     """
-    where = hosts(plan)
-    sizes = {nodes.name: nodes.gpus for nodes in plan.nodes}
+    where = hosts(deployment)
+    sizes = {nodes.name: nodes.gpus for nodes in deployment.nodes}
     taken: Counter[tuple[str, int]] = Counter()
     found: list[ReplicaAddress] = []
-    for group in plan.groups:
+    for group in deployment.groups:
         _check_placed(group, sizes)
         base = ENCODER_PORT if group.engine == "cornplug" else ENGINE_PORT
         for replica, (node, first) in enumerate(group.placement):

@@ -1,13 +1,14 @@
-"""Creates a plan's commands, one for each process, and the files to which they refer.
+"""Creates a deployment's commands, one for each process, and the files to which they refer.
 
 Commands contain the engines' own flags, and variables that `LaunchCommand.resolved` substitutes: `${HOST_n}`
-(a host without a name in the plan), `${RUN_DIR}` (folder for the host's sockets and logs), `${PLAN_DIR}`
-(folder with the plan's files) and `${SECRET_FILE}` (a file of 32 bytes that is the same on all hosts).
+(a host without a name), `${RUN_DIR}` (folder for the host's sockets and logs), `${PLAN_DIR}`
+(folder with the deployment's files) and `${SECRET_FILE}` (a file of 32 bytes that is the same on all hosts).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,8 +19,7 @@ from cornplug.host import reachable
 from cornplug.planner.launch import kv_transfer as transfers
 from cornplug.planner.launch import sglang_flags, vllm_flags
 from cornplug.planner.launch.addresses import ReplicaAddress, serves_others, sites
-from cornplug.planner.launch.common_secret import SECRET_ENV
-from cornplug.planner.launch.encoder_links import encoder_links, encoder_socket
+from cornplug.planner.launch.encoder_links import SECRET_ENV, encoder_links, encoder_socket
 from cornplug.planner.launch.group_context import (
     STORE_SOCKET,
     GroupContext,
@@ -32,8 +32,7 @@ from cornplug.planner.launch.group_context import (
 )
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.launch.routers import RouterCommand, entries, routers
-from cornplug.planner.launch.settings_files import has_namespaces, qos_toml, store_toml
-from cornplug.planner.plan import Plan
+from cornplug.planner.plan import Deployment
 
 _CLOSED: Final = (
     "Other hosts can reach this service, so it starts only with --allow-anonymous (launch.allow_anonymous of "
@@ -47,7 +46,7 @@ class LaunchCommand:
     """Command of one process."""
 
     group: str
-    """Name of the plan's group. For other processes, "store", "kv-server" or the router's name."""
+    """Name of the group. For other processes, "store", "kv-server" or the router's name."""
     replica: int
     host: str
     argv: tuple[str, ...]
@@ -111,28 +110,28 @@ def name_of(command: LaunchCommand) -> str:
     return f"{plain}-{command.replica}" + (f"-rank{command.rank}" if command.rank else "")
 
 
-def commands(plan: Plan, *, transfer: Transfer = "nixl") -> list[LaunchCommand]:
-    """Return the commands of all processes of a plan, in start order.
+def commands(deployment: Deployment, *, transfer: Transfer = "nixl") -> list[LaunchCommand]:
+    """Return the commands of all processes of a deployment, in start order.
 
     Raises ConfigError if replicas are not placed, or if an engine has no settings.
     """
-    placed = sites(plan)
-    links = encoder_links(plan, placed)
-    contexts = [context_for(plan, site, placed, transfer=transfer, links=links) for site in placed]
+    placed = sites(deployment)
+    links = encoder_links(deployment, placed)
+    contexts = [context_for(deployment, site, placed, transfer=transfer, links=links) for site in placed]
     engines = [
         _engine(site, its)
         for site, its in zip(placed, contexts, strict=True)
         if site.group.engine != "cornplug"
     ]
     servers = [
-        *_stores(plan, placed, contexts),
+        *_stores(deployment, placed, contexts),
         *_kv_servers(placed, transfer),
-        *_encoders(plan, placed, contexts),
+        *_encoders(deployment, placed, contexts),
         *engines,
     ]
     if any(its.sharing.encoder.urls for its in contexts):
         servers = [_with_secret(one) for one in servers]
-    front = routers(plan, placed, transfer=transfer)
+    front = routers(deployment, placed, transfer=transfer)
     return [*servers, *(_router(one) for one in front if one.argv)]
 
 
@@ -146,26 +145,28 @@ def _with_secret(command: LaunchCommand) -> LaunchCommand:
     return replace(command, env={**command.env, **SECRET_ENV})
 
 
-def files(plan: Plan, *, transfer: Transfer = "nixl", without: Collection[str | None] = ()) -> dict[str, str]:
+def files(
+    deployment: Deployment, *, transfer: Transfer = "nixl", without: Collection[str | None] = ()
+) -> dict[str, str]:
     """Return the text of the files to which the commands refer, by name.
 
     `without` contains addresses that do not serve requests yet, which routes.json omits.
     """
-    placed = sites(plan)
-    table = entries(plan, routers(plan, placed, transfer=transfer), without=without)
+    placed = sites(deployment)
+    table = entries(deployment, routers(deployment, placed, transfer=transfer), without=without)
     found = {"routes.json": json.dumps(table, indent=2) + "\n"}
-    if plan.reservations:
-        found["qos.toml"] = qos_toml(plan)
-    if has_namespaces(plan):
-        found["store.toml"] = store_toml(plan)
+    if deployment.reservations:
+        found["qos.toml"] = _qos_toml(deployment)
+    if _has_namespaces(deployment):
+        found["store.toml"] = _store_toml(deployment)
     return found
 
 
 def _stores(
-    plan: Plan, placed: Sequence[ReplicaAddress], contexts: Sequence[GroupContext]
+    deployment: Deployment, placed: Sequence[ReplicaAddress], contexts: Sequence[GroupContext]
 ) -> list[LaunchCommand]:
-    wanting = _storing(plan, placed, contexts)
-    env = {"CORNPLUG_CONFIG": "${PLAN_DIR}/store.toml"} if has_namespaces(plan) else {}
+    wanting = _storing(deployment, placed, contexts)
+    env = {"CORNPLUG_CONFIG": "${PLAN_DIR}/store.toml"} if _has_namespaces(deployment) else {}
     return [
         LaunchCommand(
             "store",
@@ -176,31 +177,34 @@ def _stores(
                 "serve-store",
                 "--socket",
                 STORE_SOCKET,
-                *store_size(plan),
-                *plan.store_flags,
+                *store_size(deployment),
+                *deployment.store_flags,
             ),
             env,
             "store",
             socket=STORE_SOCKET,
-            settings=store_toml(plan).partition("\n")[2] if has_namespaces(plan) else "",
+            settings=_store_toml(deployment).partition("\n")[2] if _has_namespaces(deployment) else "",
         )
         for number, host in enumerate(wanting)
     ]
 
 
 def _storing(
-    plan: Plan, placed: Sequence[ReplicaAddress], contexts: Sequence[GroupContext]
+    deployment: Deployment, placed: Sequence[ReplicaAddress], contexts: Sequence[GroupContext]
 ) -> dict[str, None]:
     """Return the hosts that need a store.
 
-    These are the hosts with engines that share entries, and the hosts with encoders whose embeddings the plan
-    caches.
+    These are the hosts with engines that share entries, and the hosts with encoders whose embeddings are
+    cached.
     """
     return {
         site.host: None
         for site, its in zip(placed, contexts, strict=True)
         if its.sharing.anything
-        or (site.group.engine == "cornplug" and caches_for(plan, "embedding", set(site.group.components)))
+        or (
+            site.group.engine == "cornplug"
+            and caches_for(deployment, "embedding", set(site.group.components))
+        )
     }
 
 
@@ -224,10 +228,10 @@ def _kv_servers(placed: Sequence[ReplicaAddress], transfer: Transfer) -> list[La
 
 
 def _encoders(
-    plan: Plan, placed: Sequence[ReplicaAddress], contexts: Sequence[GroupContext]
+    deployment: Deployment, placed: Sequence[ReplicaAddress], contexts: Sequence[GroupContext]
 ) -> list[LaunchCommand]:
     """Return the commands of the encoder services. The replicas of a group on one host are one service."""
-    stored = _storing(plan, placed, contexts)
+    stored = _storing(deployment, placed, contexts)
     by_service: dict[tuple[str, str], list[ReplicaAddress]] = {}
     for site in placed:
         if site.group.engine == "cornplug":
@@ -236,7 +240,7 @@ def _encoders(
     named = [url for a, by in zip(contexts, asked, strict=True) if by for url in a.encoder_urls]
     return [
         _encoder(
-            plan,
+            deployment,
             local,
             number=number,
             store=host in stored,
@@ -247,7 +251,7 @@ def _encoders(
 
 
 def _encoder(
-    plan: Plan, local: Sequence[ReplicaAddress], *, number: int, store: bool, sglang: bool
+    deployment: Deployment, local: Sequence[ReplicaAddress], *, number: int, store: bool, sglang: bool
 ) -> LaunchCommand:
     site = local[0]
     devices = sorted({device for one in local for device in one.devices})
@@ -259,11 +263,11 @@ def _encoder(
         "--device",
         "cpu" if cpu else "cuda",
         "--host",
-        bind_address(plan, site.host),
+        bind_address(deployment, site.host),
         "--port",
         str(site.port),
     ]
-    argv += ["--allow-anonymous"] if plan.allow_anonymous else []
+    argv += ["--allow-anonymous"] if deployment.allow_anonymous else []
     argv += ["--names", site.host]
     argv += ["--socket", encoder_socket(site)]
     argv += ["--replicas", str(len(devices))] if len(devices) > 1 else []
@@ -271,14 +275,14 @@ def _encoder(
     argv += ["--sglang"] if sglang else []
     argv += ["--store-socket", STORE_SOCKET] if store else ["--no-store"]
     env = {} if cpu else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
-    if plan.reservations:
+    if deployment.reservations:
         env["CORNPLUG_CONFIG"] = "${PLAN_DIR}/qos.toml"
     argv += site.group.flags or ()
     env |= site.group.env
     shared = len(local) - len(devices)
-    bound = bind_address(plan, site.host)
+    bound = bind_address(deployment, site.host)
     # A bind address that is a variable belongs to a host without a name, on which `cornplug launch` runs.
-    closed = not plan.allow_anonymous and not bound.startswith("$") and serves_others(bound)
+    closed = not deployment.allow_anonymous and not bound.startswith("$") and serves_others(bound)
     remark = (
         f"{shared} of the {len(local)} replicas share a device with another replica, so one process serves "
         f"all {len(local)}"
@@ -291,11 +295,11 @@ def _encoder(
         env,
         "encoder",
         site.port,
-        _health(site.port, bind_address(plan, site.host)),
+        _health(site.port, bind_address(deployment, site.host)),
         cores=tuple(devices) if cpu else (),
         gpus=() if cpu else tuple(devices),
         share=site.group.share,
-        settings=qos_toml(plan).partition("\n")[2] if plan.reservations else "",
+        settings=_qos_toml(deployment).partition("\n")[2] if deployment.reservations else "",
         beside_others=site.group.share < 1,
         remarks=(*([remark] if shared else []), *([_CLOSED] if closed else [])),
     )
@@ -367,3 +371,35 @@ def _router(router: RouterCommand) -> LaunchCommand:
 
 def _health(port: int, bound: str = "127.0.0.1", path: str = "/health") -> str:
     return f"http://{reachable(bound)}:{port}{path}"
+
+
+def _qos_toml(deployment: Deployment) -> str:
+    """Return a settings file with the classes of service, for the encoder service and for admission
+    control."""
+    lines = [f"# Classes of service of the plan {deployment.name!r}."]
+    for one in deployment.reservations:
+        lines += ["", f"[qos.classes.{json.dumps(one.qos)}]", f"share = {_down(one.share)}"]
+        lines += [f"priority = {one.priority}"]
+        lines += [] if one.deadline_s is None else [f"deadline_s = {one.deadline_s:.4g}"]
+        lines += [f"apps = {json.dumps(one.apps)}"] if one.apps else []
+    return "\n".join(lines) + "\n"
+
+
+def _store_toml(deployment: Deployment) -> str:
+    """Return a settings file with the store's namespaces, one for each application with a namespace."""
+    lines = ["# Namespaces of a plan's applications."]
+    for app in deployment.applications:
+        if app.namespace is not None:
+            lines += ["", f"[store.namespaces.{json.dumps(app.name)}]"]
+            values = app.namespace.model_dump(exclude_none=True)
+            lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _has_namespaces(deployment: Deployment) -> bool:
+    return any(app.namespace is not None for app in deployment.applications)
+
+
+def _down(share: float) -> float:
+    """Round a share down to four digits, because the sum of all classes' shares must not exceed 1."""
+    return math.floor(share * 1e4) / 1e4

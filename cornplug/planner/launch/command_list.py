@@ -1,4 +1,4 @@
-"""Writes `commands.txt`, the command lines of all processes of a plan, for reading and copying."""
+"""Writes `commands.txt`, the command lines of all processes of a deployment, for reading and copying."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Final
 from cornplug.planner.launch.addresses import hosts
 from cornplug.planner.launch.command_lines import LaunchCommand, commands, files, name_of
 from cornplug.planner.launch.kv_transfer import Transfer
-from cornplug.planner.plan import Plan
+from cornplug.planner.plan import Deployment
 
 FILE: Final = "commands.txt"
 _VARIABLE: Final = re.compile(r"\$\{[A-Z0-9_]+\}")
 
 
-def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> list[Path]:
+def write(deployment: Deployment, folder: Path, *, transfer: Transfer = "nixl") -> list[Path]:
     """Write commands.txt and the files to which its commands refer, and return the paths of all files."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = {FILE: text(plan, transfer=transfer), **files(plan, transfer=transfer)}
+    found = {FILE: text(deployment, transfer=transfer), **files(deployment, transfer=transfer)}
     for name, content in found.items():
         (folder / name).write_text(content)
     return [folder / name for name in found]
 
 
-def text(plan: Plan, *, transfer: Transfer = "nixl") -> str:
+def text(deployment: Deployment, *, transfer: Transfer = "nixl") -> str:
     """Return the text of commands.txt: the commands of each host in start order, and then the routers."""
-    every = commands(plan, transfer=transfer)
+    every = commands(deployment, transfer=transfer)
     lines = [
-        f"# Processes of the plan {_one_line(plan.name)!r}, in start order.",
+        f"# Processes of the plan {_one_line(deployment.name)!r}, in start order.",
         "# `cornplug launch plan.json` starts them, waits until they are ready, and stops them in order.",
         *_variables(every),
     ]
-    for host in dict.fromkeys(hosts(plan).values()):
+    for host in dict.fromkeys(hosts(deployment).values()):
         local = [c for c in every if c.host == host and c.kind != "router"]
         lines += ["", f"# Host {host.strip('${}')}", *_lines(local)] if local else []
     routers = [c for c in every if c.kind == "router"]
@@ -52,7 +52,7 @@ def line(command: LaunchCommand) -> str:
 
 
 def quoted(word: str) -> str:
-    """Quote a word for a shell, so that the shell expands only the plan's own variables in the word."""
+    """Quote a word for a shell, so that the shell expands only the variables of commands in the word."""
     if not _VARIABLE.search(word):
         return shlex.quote(word)
     parts = _VARIABLE.split(word)
@@ -95,5 +95,5 @@ def _lines(some: Sequence[LaunchCommand]) -> Iterator[str]:
 
 
 def _one_line(text: str) -> str:
-    """Return a text of the plan on a single line, for a comment."""
+    """Return a text on a single line, for a comment."""
     return " ".join(text.split())

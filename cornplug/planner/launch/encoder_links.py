@@ -1,20 +1,27 @@
-"""Decides how a plan's engines reach its encoder services: through a unix socket on their host, or by URL.
+"""Decides how engines reach the encoder services: through a unix socket on their host, or by URL.
 
 An engine uses one socket, or a list of URLs with weights (rendezvous hashing). The weights are the planned
 flows from the services to the engine's group. A socket does not need the network, so sockets are used if the
 services' loads stay close to the plan.
+
+Messages between hosts are sealed with a common secret, a file of 32 bytes of which each host has a copy.
+Processes on the same host use it for authentication.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
+from cornplug.config import load
 from cornplug.encoder_service.client.endpoints import url_name
+from cornplug.errors import ConfigError
 from cornplug.planner.launch.addresses import ReplicaAddress
-from cornplug.planner.plan import Plan, ReplicaGroup
+from cornplug.planner.plan import Deployment, ReplicaGroup
+from cornplug.private_paths import is_own_secret, read_secret
 
 _PULLING: Final = ("vllm", "sglang")
 _TOLERANCE: Final = 1.1
@@ -25,6 +32,9 @@ ReplicaHost = tuple[str, str]
 """(name of a group, host of the rank that serves requests)."""
 Flow = Sequence[tuple[ReplicaAddress, float]]
 """(service, planned rate of requests to it) for several services."""
+_VARIABLE: Final = "CORNPLUG_STORE_SECRET_FILE"
+_OPEN: Final = "${SECRET_FILE}"
+SECRET_ENV: Final[Mapping[str, str]] = {_VARIABLE: _OPEN}
 
 
 @dataclass(frozen=True)
@@ -70,12 +80,12 @@ def replica_host(site: ReplicaAddress) -> ReplicaHost:
     return site.group.name, site.master.rpartition(":")[0]
 
 
-def encoders_of(plan: Plan, group: ReplicaGroup) -> list[str]:
+def encoders_of(deployment: Deployment, group: ReplicaGroup) -> list[str]:
     """Return the names of the encoder groups that encode media for an engine's group on any route."""
     if group.engine not in _PULLING:
         return []
     found: dict[str, None] = {}
-    for route in plan.routes:
+    for route in deployment.routes:
         before: list[str] = []
         for stage in route.stages:
             if group.name in stage.groups and "P" in stage.tasks:
@@ -85,12 +95,14 @@ def encoders_of(plan: Plan, group: ReplicaGroup) -> list[str]:
     return list(found)
 
 
-def services_of(plan: Plan, group: ReplicaGroup, placed: Sequence[ReplicaAddress]) -> list[ReplicaAddress]:
+def services_of(
+    deployment: Deployment, group: ReplicaGroup, placed: Sequence[ReplicaAddress]
+) -> list[ReplicaAddress]:
     """Return the first replica of each service that encodes media for a group.
 
     The replicas of an encoder group on one host are one service.
     """
-    names = encoders_of(plan, group)
+    names = encoders_of(deployment, group)
     first: dict[ReplicaHost, ReplicaAddress] = {}
     for site in placed:
         if site.group.name in names and site.rank == 0:
@@ -99,18 +111,18 @@ def services_of(plan: Plan, group: ReplicaGroup, placed: Sequence[ReplicaAddress
     return [site for site in found if group.model in site.group.encoder_models] or found
 
 
-def without_tower(plan: Plan, group: ReplicaGroup) -> bool:
+def without_tower(deployment: Deployment, group: ReplicaGroup) -> bool:
     """Return whether a group's engines do not load a tower.
 
     This is the case if the input requires it and encoder services encode all media of the group.
     """
-    return group.tower == "service" and "E" not in group.tasks and bool(encoders_of(plan, group))
+    return group.tower == "service" and "E" not in group.tasks and bool(encoders_of(deployment, group))
 
 
-def encoder_links(plan: Plan, placed: Sequence[ReplicaAddress]) -> dict[ReplicaHost, EncoderLink]:
+def encoder_links(deployment: Deployment, placed: Sequence[ReplicaAddress]) -> dict[ReplicaHost, EncoderLink]:
     """Return the links of all engines, by group and host. Engines without an encoder service have no link."""
-    flows = _Flows(plan, placed)
-    to = {group.name: flows.to(group, services_of(plan, group, placed)) for group in plan.groups}
+    flows = _Flows(deployment, placed)
+    to = {group.name: flows.to(group, services_of(deployment, group, placed)) for group in deployment.groups}
     asked = {replica_host(s): to[s.group.name] for s in placed if s.rank == 0 and to[s.group.name]}
     beside = {
         engine: next(s for s, _ in flow if s.host == engine[1])
@@ -118,7 +130,7 @@ def encoder_links(plan: Plan, placed: Sequence[ReplicaAddress]) -> dict[ReplicaH
         if any(s.host == engine[1] for s, _ in flow)
     }
     # vLLM without a tower needs a URL, because the service fetches and decodes its images.
-    by_url = {g.name for g in plan.groups if g.engine == "vllm" and without_tower(plan, g)}
+    by_url = {g.name for g in deployment.groups if g.engine == "vllm" and without_tower(deployment, g)}
     beside = {engine: site for engine, site in beside.items() if engine[0] not in by_url}
     local = _local(flows, asked, beside)
     return {
@@ -167,12 +179,12 @@ def _local(
 class _Flows:
     """Planned rates of requests with media, for encoder services and engines."""
 
-    def __init__(self, plan: Plan, placed: Sequence[ReplicaAddress]) -> None:
+    def __init__(self, deployment: Deployment, placed: Sequence[ReplicaAddress]) -> None:
         self._replicas = Counter(replica_host(site) for site in placed if site.rank == 0)
-        self._all = {group.name: group.replicas for group in plan.groups}
+        self._all = {group.name: group.replicas for group in deployment.groups}
         self._between: dict[tuple[str, str], float] = defaultdict(float)
         self._rates: dict[str, float] = defaultdict(float)
-        for route in plan.routes:
+        for route in deployment.routes:
             encoding = [s for s in route.stages if s.tasks == "E"]
             reading = [s for s in route.stages if "P" in s.tasks] if encoding else []
             for stage in (*encoding, *reading):
@@ -198,3 +210,32 @@ class _Flows:
 
     def _part(self, replicas: ReplicaHost) -> float:
         return self._replicas[replicas] / self._all[replicas[0]]
+
+
+def common_secret(named: Path | None) -> Path | None:
+    """Return the secret file: `named` from the command line, or else the file in the settings.
+
+    Returns None if this is the host's own secret, which other hosts do not have.
+    """
+    path = named or load().store.secret_file
+    return None if is_own_secret(path) else path
+
+
+def check_secret_set(environments: Iterable[Mapping[str, str]]) -> None:
+    """Raise ConfigError if a command needs the common secret but its file was not set."""
+    if any(env.get(_VARIABLE) == _OPEN for env in environments):
+        raise ConfigError(
+            "--secret-file",
+            "missing; engines of this plan use encoder services of other hosts, so all hosts need one secret",
+            "Create it (head -c 32 /dev/urandom > secret && chmod 600 secret), copy it to each host (scp -p) "
+            f"and add --secret-file FILE or set {_VARIABLE}.",
+        )
+
+
+def check_secret_readable(environments: Iterable[Mapping[str, str]]) -> None:
+    """Raise ConfigError if the secret file is missing or invalid.
+
+    A store would create a missing file, and each host would have a different secret.
+    """
+    for path in sorted({env[_VARIABLE] for env in environments if _VARIABLE in env}):
+        read_secret(Path(path), make=False)

@@ -1,4 +1,4 @@
-"""Determines the context of an engine in a plan, on which its command line depends.
+"""Determines the context of an engine in a deployment, on which its command line depends.
 
 This includes its encoder services, what it shares through its host's store, the groups with which it
 exchanges KV, and the bounds of its requests.
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from cornplug.planner.latency_forecast import LatencyForecast
+from cornplug.planner.latency_forecast import LatencyTargets
 from cornplug.planner.launch.addresses import ReplicaAddress, sites
 from cornplug.planner.launch.encoder_links import (
     EncoderLink,
@@ -24,13 +24,13 @@ from cornplug.planner.launch.encoder_links import (
     without_tower,
 )
 from cornplug.planner.launch.kv_transfer import Transfer
-from cornplug.planner.plan import CacheSize, Plan, ReplicaGroup
+from cornplug.planner.plan import CacheSize, Deployment, ReplicaGroup
 
 STORE_SOCKET: Final = "${RUN_DIR}/store.sock"
 QUEUE_MARGIN: Final = 2
 """Factor by which the longest queue of the simulation, which covers an hour or less, is multiplied."""
 LEAST_STORE_GIB: Final = 1.0
-"""Minimum store size. A plan may have no cache, although engines receive embeddings from a service on their
+"""Minimum store size. There may be no cache, although engines receive embeddings from a service on their
 host."""
 _DRAIN_S: Final = (30, 600)
 
@@ -52,7 +52,7 @@ class StoreSharing:
 
     @property
     def env(self) -> dict[str, str]:
-        """Environment variables that turn off sharing that the plan does not use, because it would only cost
+        """Environment variables that turn off sharing that is not planned, because it would only cost
         copies.
 
         They also forbid the engine to start a store, because this store would use the socket while the
@@ -105,52 +105,53 @@ def is_cpu(group: ReplicaGroup) -> bool:
     return group.gpu.startswith("cpu")
 
 
-def bind_address(plan: Plan, host: str) -> str:
+def bind_address(deployment: Deployment, host: str) -> str:
     """Return the address on which a server on `host` listens.
 
-    If the plan has only one host, this is the address of the host, otherwise all addresses.
+    If the deployment has only one host, this is the address of the host, otherwise all addresses.
     """
-    if plan.listen is not None:
-        return plan.listen
-    return host if sum(nodes.count for nodes in plan.nodes) == 1 else "0.0.0.0"  # noqa: S104
+    if deployment.listen is not None:
+        return deployment.listen
+    return host if sum(nodes.count for nodes in deployment.nodes) == 1 else "0.0.0.0"  # noqa: S104
 
 
-def classes_of(plan: Plan, group: ReplicaGroup) -> list[LatencyForecast]:
+def classes_of(deployment: Deployment, group: ReplicaGroup) -> list[LatencyTargets]:
     """Return the request classes that use the group."""
     visitors = {
         (route.app, route.request)
-        for route in plan.routes
+        for route in deployment.routes
         if any(group.name in stage.groups for stage in route.stages)
     }
-    return [one for one in plan.latency_forecasts if (one.app, one.request) in visitors]
+    return [one for one in deployment.latency_forecasts if (one.app, one.request) in visitors]
 
 
-def pairs_of(plan: Plan, group: ReplicaGroup) -> set[str]:
-    """Return the names of the groups with which a group exchanges KV."""
-    return {
+def pairs_of(deployment: Deployment, group: ReplicaGroup) -> list[ReplicaGroup]:
+    """Return the groups with which a group exchanges KV."""
+    names = {
         name
-        for route in plan.routes
+        for route in deployment.routes
         if any(group.name in stage.groups for stage in route.stages)
         for stage in route.stages
         if group.name not in stage.groups and set(stage.tasks) & set("PD")
         for name in stage.groups
     }
+    return [one for one in deployment.groups if one.name in names]
 
 
-def caches_for(plan: Plan, kind: str, components: set[str]) -> list[CacheSize]:
-    return [c for c in plan.caches if c.kind == kind and c.gib != 0 and c.component in components]
+def caches_for(deployment: Deployment, kind: str, components: set[str]) -> list[CacheSize]:
+    return [c for c in deployment.caches if c.kind == kind and c.gib != 0 and c.component in components]
 
 
-def store_size(plan: Plan) -> list[str]:
+def store_size(deployment: Deployment) -> list[str]:
     """Return the `--size` flag for each host's store, or [] if the store's default size is used."""
-    planned = [cache.gib for cache in plan.caches]
+    planned = [cache.gib for cache in deployment.caches]
     if None in planned:
         return []
     return ["--size", f"{max(sum(gib or 0.0 for gib in planned), LEAST_STORE_GIB):g}GiB"]
 
 
 def context_for(
-    plan: Plan,
+    deployment: Deployment,
     site: ReplicaAddress,
     placed: list[ReplicaAddress] | None = None,
     *,
@@ -161,61 +162,63 @@ def context_for(
 
     `placed` and `links` are the results of `sites` and `encoder_links`, which are computed if they are None.
     """
-    placed = sites(plan) if placed is None else placed
-    links = encoder_links(plan, placed) if links is None else links
+    placed = sites(deployment) if placed is None else placed
+    links = encoder_links(deployment, placed) if links is None else links
     group = site.group
-    groups = {one.name: one for one in plan.groups}
-    encoders = services_of(plan, group, placed)
-    visiting = classes_of(plan, group)
+    pairs = pairs_of(deployment, group)
+    encoders = services_of(deployment, group, placed)
+    visiting = classes_of(deployment, group)
     bounds = [one.ttft_bound_s for one in visiting if one.ttft_bound_s is not None]
     role = role_of(group)
     return GroupContext(
-        bind_address=bind_address(plan, site.host),
+        bind_address=bind_address(deployment, site.host),
         role=role,
         transfer=transfer,
-        sharing=_sharing(plan, group, links.get(replica_host(site), EncoderLink())),
-        encoder_urls=tuple(encoder_url(one, group.model) for one in encoders if without_tower(plan, group)),
-        pair_gpus=frozenset({group.gpu, *(groups[name].gpu for name in pairs_of(plan, group))}),
-        unequal_pair=role != "PD" and any(groups[name].tp != group.tp for name in pairs_of(plan, group)),
+        sharing=_sharing(deployment, group, links.get(replica_host(site), EncoderLink())),
+        encoder_urls=tuple(
+            encoder_url(one, group.model) for one in encoders if without_tower(deployment, group)
+        ),
+        pair_gpus=frozenset({group.gpu, *(one.gpu for one in pairs)}),
+        unequal_pair=role != "PD" and any(one.tp != group.tp for one in pairs),
         ttft_s=min(bounds, default=None),
         drain_s=_drain_s(visiting),
         ranks_requests=len({one.priority for one in visiting}) > 1,
         limits_queue=group.workload == "online" and len({one.priority for one in visiting}) == 1,
-        admits=role != "D" and _admits(plan, group),
+        admits=role != "D" and _admits(deployment, group),
         agrees_on_dtype=role != "PD" or bool(encoders),
     )
 
 
-def _sharing(plan: Plan, group: ReplicaGroup, link: EncoderLink) -> StoreSharing:
+def _sharing(deployment: Deployment, group: ReplicaGroup, link: EncoderLink) -> StoreSharing:
     role = role_of(group)
-    named = encoders_of(plan, group)
-    encoded = {name for one in plan.groups if one.name in named for name in one.components}
+    named = encoders_of(deployment, group)
+    encoded = {name for one in deployment.groups if one.name in named for name in one.components}
     return StoreSharing(
-        app=_app(plan, group),
+        app=_app(deployment, group),
         # The engine decides at startup whether it can share KV.
-        kv=role != "D" and bool(caches_for(plan, "prefix", set(group.components))),
+        kv=role != "D" and bool(caches_for(deployment, "prefix", set(group.components))),
         embeddings=role != "D"
-        and (bool(link.flags) or bool(caches_for(plan, "embedding", set(group.components) | encoded))),
+        and (bool(link.flags) or bool(caches_for(deployment, "embedding", set(group.components) | encoded))),
         encoder=link,
     )
 
 
-def _app(plan: Plan, group: ReplicaGroup) -> str:
+def _app(deployment: Deployment, group: ReplicaGroup) -> str:
     """Return the application under which a group's engines share entries.
 
     If several applications use the group, this is the first in the most urgent class of service. A class that
     is not defined has priority 0, as in the encoder service.
     """
-    priority = {app: one.priority for one in plan.reservations for app in one.apps}
+    priority = {app: one.priority for one in deployment.reservations for app in one.apps}
     return max(group.apps, key=lambda app: priority.get(app, 0), default=group.components[0])
 
 
-def _admits(plan: Plan, group: ReplicaGroup) -> bool:
+def _admits(deployment: Deployment, group: ReplicaGroup) -> bool:
     """Return whether a class of service of the group's applications has a deadline."""
-    return any(r.deadline_s is not None and set(r.apps) & set(group.apps) for r in plan.reservations)
+    return any(r.deadline_s is not None and set(r.apps) & set(group.apps) for r in deployment.reservations)
 
 
-def _drain_s(visiting: list[LatencyForecast]) -> int:
+def _drain_s(visiting: list[LatencyTargets]) -> int:
     longest = [
         t
         for one in visiting

@@ -1,10 +1,10 @@
-"""Starts a plan's processes on this host, waits until they serve requests, and stops them in order.
+"""Starts a deployment's processes on this host, waits until they serve requests, and stops them in order.
 
 From Python:
 
-    plan = Plan.load(Path("plan.json"))
+    deployment = Deployment.load(Path("plan.json"))
     run_dir = Path("/tmp/x")
-    with running(plan, local_commands(plan, run_dir=run_dir), run_dir=run_dir) as processes:
+    with running(deployment, local_commands(deployment, run_dir=run_dir), run_dir=run_dir) as processes:
         ...
 """
 
@@ -25,11 +25,10 @@ from cornplug.planner.launch.addresses import check_address, serves_others
 from cornplug.planner.launch.addresses import hosts as addresses_of
 from cornplug.planner.launch.command_lines import LaunchCommand, commands, files, name_of
 from cornplug.planner.launch.command_list import hosts_in
-from cornplug.planner.launch.command_process import READY_S, CommandProcess, check_programs
-from cornplug.planner.launch.common_secret import check_named, check_readable
+from cornplug.planner.launch.command_process import READY_S, CommandProcess, Event, check_programs
+from cornplug.planner.launch.encoder_links import check_secret_readable, check_secret_set
 from cornplug.planner.launch.kv_transfer import Transfer
-from cornplug.planner.launch.supervisor import Event
-from cornplug.planner.plan import Plan
+from cornplug.planner.plan import Deployment
 from cornplug.processes import GRACE_S
 
 _ORDER: Final = ("router", "external", "engine", "encoder", "store")
@@ -39,7 +38,7 @@ _POLL_S: Final = 0.2
 
 @contextmanager
 def running(
-    plan: Plan,
+    deployment: Deployment,
     to_start: Sequence[LaunchCommand],
     *,
     run_dir: Path,
@@ -48,13 +47,13 @@ def running(
     event: Event = lambda process, what: None,
     stopping: threading.Event | None = None,
 ) -> Iterator[list[CommandProcess]]:
-    """Run commands of a plan, and yield their processes when they serve requests.
+    """Run commands of a deployment, and yield their processes when they serve requests.
 
     On exit, also after an error, the processes are stopped in order.
 
     Args:
         to_start: commands from `local_commands`.
-        run_dir: folder for sockets, logs and the plan's files. It is not accessible to other users.
+        run_dir: folder for sockets, logs and the deployment's files. It is not accessible to other users.
         ready_s: maximum time in seconds until one process is ready.
         event: called for each process with "starting" and "ready".
         stopping: event that the caller sets to abort the start.
@@ -62,10 +61,10 @@ def running(
     Raises ProcessFailed with the end of a failed process's log, and ConfigError if a program or the common
     secret is missing.
     """
-    check_readable(command.env for command in to_start)
+    check_secret_readable(command.env for command in to_start)
     check_programs(to_start)
     run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for name, text in files(plan, transfer=transfer).items():
+    for name, text in files(deployment, transfer=transfer).items():
         (run_dir / name).write_text(text)
     started: list[CommandProcess] = []
     stop = stopping or threading.Event()
@@ -85,13 +84,13 @@ def running(
 
 @dataclass(frozen=True, slots=True)
 class CommandSelection:
-    """Selection of a plan's commands."""
+    """Selection of a deployment's commands."""
 
     host: str | None = None
     """Name of the host whose commands are selected, HOST_n if it has no name, or None if there is only one
     host."""
     routers: bool = False
-    """Whether the plan's routers are selected instead of a host's commands."""
+    """Whether the routers are selected instead of a host's commands."""
     only: Sequence[str] = ()
     """Groups whose commands are selected, in addition to the store. Empty for all groups."""
 
@@ -100,7 +99,7 @@ ALL_COMMANDS: Final = CommandSelection()
 
 
 def local_commands(
-    plan: Plan,
+    deployment: Deployment,
     selection: CommandSelection = ALL_COMMANDS,
     *,
     run_dir: Path,
@@ -108,20 +107,22 @@ def local_commands(
     secret_file: Path | None = None,
     transfer: Transfer = "nixl",
 ) -> list[LaunchCommand]:
-    """Return the commands of one host of a plan, with every variable substituted.
+    """Return the commands of one host of a deployment, with every variable substituted.
 
     `addresses` maps HOST_n to addresses. Raises ConfigError if a host, group, address or secret is missing or
     does not exist.
     """
     only = selection.only
-    chosen = _chosen(plan, commands(plan, transfer=transfer), selection.host, routers=selection.routers)
+    chosen = _chosen(
+        deployment, commands(deployment, transfer=transfer), selection.host, routers=selection.routers
+    )
     names = {command.group for command in chosen}
     if unknown := set(only) - names:
         raise ConfigError(
             "--only", f"unknown groups: {', '.join(sorted(unknown))}", f"Known: {', '.join(sorted(names))}."
         )
     values = {"RUN_DIR": str(run_dir.absolute()), "PLAN_DIR": str(run_dir.absolute())}
-    values |= {"HOST_1": "127.0.0.1"} if _one_host(plan) else {}
+    values |= {"HOST_1": "127.0.0.1"} if _one_host(deployment) else {}
     for name, address in (addresses or {}).items():
         check_address(f"--address: {name}={address}", address)
     values |= addresses or {}
@@ -130,7 +131,7 @@ def local_commands(
     if missing := sorted({name for command in found for name in hosts_in(command)}):
         remedy = " ".join(f"--address {name}=ADDRESS" for name in missing)
         raise ConfigError("--address", f"missing for {', '.join(missing)} of the plan", f"Add {remedy}.")
-    check_named(command.env for command in found)
+    check_secret_set(command.env for command in found)
     _check_callers(found)
     return found
 
@@ -155,15 +156,15 @@ def _check_callers(found: Sequence[LaunchCommand]) -> None:
             )
 
 
-def _one_host(plan: Plan) -> bool:
-    return sum(nodes.count for nodes in plan.nodes) == 1
+def _one_host(deployment: Deployment) -> bool:
+    return sum(nodes.count for nodes in deployment.nodes) == 1
 
 
 def _chosen(
-    plan: Plan, found: Sequence[LaunchCommand], host: str | None, *, routers: bool
+    deployment: Deployment, found: Sequence[LaunchCommand], host: str | None, *, routers: bool
 ) -> list[LaunchCommand]:
     used = {command.host for command in found}
-    hosts = [name.strip("${}") for name in dict.fromkeys(addresses_of(plan).values()) if name in used]
+    hosts = [name.strip("${}") for name in dict.fromkeys(addresses_of(deployment).values()) if name in used]
     if routers:
         return [c for c in found if c.kind == "router"]
     if host is None and len(hosts) <= 1:
@@ -172,7 +173,7 @@ def _chosen(
         problem = (
             f"{host!r} is not a host of the plan"
             if host
-            else f"the plan {plan.name!r} needs {len(hosts)} hosts"
+            else f"the plan {deployment.name!r} needs {len(hosts)} hosts"
         )
         raise ConfigError(
             "--host",

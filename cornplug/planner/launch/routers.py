@@ -1,4 +1,4 @@
-"""Creates the commands of the routers for a plan's engines, and the addresses for each request class.
+"""Creates the commands of the routers for a deployment's engines, and the addresses for each request class.
 
 The commands are for vllm-router 0.1.17 and sglang-router 0.3.2. Neither router supports weights, and both
 count requests instead of work. So each group, and each pair of prefill and decode groups, has its own router.
@@ -22,7 +22,7 @@ from cornplug.planner.launch.group_context import (
     context_for,
 )
 from cornplug.planner.launch.kv_transfer import Transfer
-from cornplug.planner.plan import Plan, PlanRoute, RouteStage
+from cornplug.planner.plan import Deployment, PlanRoute, RouteStage
 
 _POLICY: Final = {
     "power_of_two": "power_of_two",
@@ -67,12 +67,12 @@ class RouterCommand:
         return f"http://{self.host}:{self.port}"
 
 
-def pools_of(plan: Plan, route: PlanRoute) -> list[tuple[RouterPool, float]]:
+def pools_of(deployment: Deployment, route: PlanRoute) -> list[tuple[RouterPool, float]]:
     """Return the pools that serve a route's requests, with the share of each pool.
 
     The result is empty if the route has no language model.
     """
-    engine = {group.name: group.engine for group in plan.groups}
+    engine = {group.name: group.engine for group in deployment.groups}
     serving, prefill, decode = (_stage(route, tasks) for tasks in ("PD", "P", "D"))
     if serving:
         # Both routers support any OpenAI server. For servers other than SGLang, use vLLM's router.
@@ -89,11 +89,13 @@ def pools_of(plan: Plan, route: PlanRoute) -> list[tuple[RouterPool, float]]:
     ]
 
 
-def routers(plan: Plan, placed: Sequence[ReplicaAddress], *, transfer: Transfer) -> list[RouterCommand]:
+def routers(
+    deployment: Deployment, placed: Sequence[ReplicaAddress], *, transfer: Transfer
+) -> list[RouterCommand]:
     """Return one router for each pool. Router processes run on the first host."""
     pools: dict[RouterPool, list[tuple[PlanRoute, float]]] = defaultdict(list)
-    for route in plan.routes:
-        for pool, share in pools_of(plan, route):
+    for route in deployment.routes:
+        for pool, share in pools_of(deployment, route):
             pools[pool].append((route, share))
     found: list[RouterCommand] = []
     for pool, routes in pools.items():
@@ -104,18 +106,18 @@ def routers(plan: Plan, placed: Sequence[ReplicaAddress], *, transfer: Transfer)
             name, (server,) = f"direct-{len(found) + 1}", servers
             found.append(RouterCommand(name, pool, server.host, "", server.port, (), weights))
             continue
-        port = ROUTER_PORT + plan.router_ports + number
-        metrics_port = ROUTER_METRICS_PORT + plan.router_ports + number
-        bound = bind_address(plan, host)
+        port = ROUTER_PORT + deployment.router_ports + number
+        metrics_port = ROUTER_METRICS_PORT + deployment.router_ports + number
+        bound = bind_address(deployment, host)
         listens = ["--host", bound, "--port", str(port)]
         listens += ["--prometheus-host", bound, "--prometheus-port", str(metrics_port)]
-        argv = _argv(plan, pool, servers, listens, transfer)
+        argv = _argv(deployment, pool, servers, listens, transfer)
         found.append(RouterCommand(f"router-{number + 1}", pool, host, bound, port, tuple(argv), weights))
     return found
 
 
 def entries(
-    plan: Plan, front: Sequence[RouterCommand], *, without: Collection[str | None] = ()
+    deployment: Deployment, front: Sequence[RouterCommand], *, without: Collection[str | None] = ()
 ) -> dict[str, dict[str, Any]]:
     """Return the entries of routes.json, by request class.
 
@@ -123,13 +125,13 @@ def entries(
     of {"weight": share of the class, "url": ...}, with the largest weight first. If the application has a
     tenant, "cache_salt" is its name. Addresses in `without` are omitted if the class has other addresses.
     """
-    priority = {f"{one.app}/{one.request}": -one.priority for one in plan.latency_forecasts}
+    priority = {f"{one.app}/{one.request}": -one.priority for one in deployment.latency_forecasts}
     address = {router.pool: router.url for router in front}
     rates: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for route in plan.routes:
-        for pool, share in pools_of(plan, route):
+    for route in deployment.routes:
+        for pool, share in pools_of(deployment, route):
             rates[f"{route.app}/{route.request}"][address[pool]] += route.rate * share
-    salts = {app.name: {"cache_salt": app.tenant} for app in plan.applications if app.tenant}
+    salts = {app.name: {"cache_salt": app.tenant} for app in deployment.applications if app.tenant}
     return {
         name: {
             "priority": priority[name],
@@ -153,14 +155,14 @@ def _normalised(urls: Mapping[str, float]) -> list[dict[str, Any]]:
 
 
 def _argv(
-    plan: Plan,
+    deployment: Deployment,
     pool: RouterPool,
     servers: Sequence[ReplicaAddress],
     listens: Sequence[str],
     transfer: Transfer,
 ) -> list[str]:
     first = servers[0].group
-    policy = "cache_aware" if _counts_on_prefixes(plan, servers) else _POLICY[first.router]
+    policy = "cache_aware" if _counts_on_prefixes(deployment, servers) else _POLICY[first.router]
     command = ["vllm-router"] if pool.engine == "vllm" else ["python", "-m", "sglang_router.launch_router"]
     command += listens
     if pool.serving:
@@ -176,15 +178,15 @@ def _argv(
             kind += ["--decode", site.url]
     decode = next(s.group for s in servers if s.group.name in pool.decode)
     kind += ["--prefill-policy", policy, "--decode-policy", _POLICY[decode.router]]
-    return [*command, *kind, *_queue(plan, servers, pool)]
+    return [*command, *kind, *_queue(deployment, servers, pool)]
 
 
-def _queue(plan: Plan, servers: Sequence[ReplicaAddress], pool: RouterPool) -> list[str]:
+def _queue(deployment: Deployment, servers: Sequence[ReplicaAddress], pool: RouterPool) -> list[str]:
     """Return the router's flags that limit the queue of a prefill-decode pair.
 
     The router has to limit the queue, because SGLang's servers cannot limit their queues in a pair.
     """
-    contexts = [context_for(plan, s, [*servers], transfer="nixl", links={}) for s in servers]
+    contexts = [context_for(deployment, s, [*servers], transfer="nixl", links={}) for s in servers]
     ttft = min((c.ttft_s for c in contexts if c.limits_queue and c.ttft_s is not None), default=None)
     if ttft is None or not all(c.limits_queue for c in contexts):
         return []
@@ -220,12 +222,12 @@ def _partners(decode: RouteStage, engine: Mapping[str, str], kind: str) -> dict[
     return {name: weight / sum(same.values()) for name, weight in same.items()}
 
 
-def _counts_on_prefixes(plan: Plan, servers: Sequence[ReplicaAddress]) -> bool:
-    """Return whether the plan assumes cached prefixes for these servers, in a store or in the engines' own
+def _counts_on_prefixes(deployment: Deployment, servers: Sequence[ReplicaAddress]) -> bool:
+    """Return whether cached prefixes are expected for these servers, in a store or in the engines' own
     caches."""
-    if caches_for(plan, "prefix", {c for s in servers for c in s.group.components}):
+    if caches_for(deployment, "prefix", {c for s in servers for c in s.group.components}):
         return True
-    visitors = [one for s in servers if "P" in s.group.tasks for one in classes_of(plan, s.group)]
+    visitors = [one for s in servers if "P" in s.group.tasks for one in classes_of(deployment, s.group)]
     return any(one.prefix_hit_rate for one in visitors)
 
 

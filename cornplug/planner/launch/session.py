@@ -1,41 +1,62 @@
-"""Supervises the processes of a running launch, and changes them from one plan to the next."""
+"""Supervises the processes of a running launch, and changes them from one deployment to the next.
+
+`cornplug launch --apply` sends the next deployment through a socket. The socket also prevents a second
+launcher from running in the same run folder.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from cornplug.errors import ProcessFailed
+from pydantic import ValidationError
+
+from cornplug.errors import ConfigError, CornplugError, ProcessFailed
+from cornplug.local_socket import SocketClaim, foreign_user, frame, receive_frame
 from cornplug.planner.launch.command_lines import LaunchCommand, files, name_of
-from cornplug.planner.launch.command_process import CommandProcess, check_programs
+from cornplug.planner.launch.command_process import (
+    CommandProcess,
+    Event,
+    RestartPolicy,
+    Supervisor,
+    check_programs,
+)
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.launch.launcher import end, pending_with_routers_last, spawned, start_in_batches
-from cornplug.planner.launch.supervisor import Event, RestartPolicy, Supervisor
-from cornplug.planner.launch.transition import PlanTransition, Render, transition
-from cornplug.planner.plan import Plan
+from cornplug.planner.launch.transition import Render, Transition, transition
+from cornplug.planner.plan import Deployment
 from cornplug.private_paths import replace_text
 
 CURRENT: Final = "current-plan.json"
-"""File in the run folder with the running plan and the ports of its processes."""
+"""File in the run folder with the running deployment and the ports of its processes."""
 _POLL_S: Final = 0.1
 _ROUTES: Final = "routes.json"
+_SOCKET_NAME: Final = "launch.sock"
+_LIMIT: Final = 256 << 20
+_READ_S: Final = 10.0
+Apply = Callable[[Deployment], None]
+Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Folder with the sockets, the logs and the plan's files of a launch."""
+    """Folder with the sockets, the logs and other files of a launch."""
 
     path: Path
     transfer: Transfer = "nixl"
-    """Kind of KV transfer for which the plan's files are written."""
+    """Kind of KV transfer for which the files are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchWaits:
-    """Waiting times in seconds while a launch changes to another plan."""
+    """Waiting times in seconds while a launch changes to another deployment."""
 
     ready_s: float
     """Maximum time until a new process serves requests."""
@@ -45,16 +66,16 @@ class LaunchWaits:
 
 
 class LaunchSession:
-    """Processes of a plan that serve requests, until the caller stops them with `end`.
+    """Processes of a deployment that serve requests, until the caller stops them with `end`.
 
     Args:
         processes: list of the running processes. Each change updates it, so that the caller can stop them.
-        render: function that returns this host's commands for a plan.
+        render: function that returns this host's commands for a deployment.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        deployment: Deployment,
         processes: list[CommandProcess],
         *,
         render: Render,
@@ -63,7 +84,7 @@ class LaunchSession:
         policy: RestartPolicy,
         waits: LaunchWaits,
     ) -> None:
-        self.plan = plan
+        self.deployment = deployment
         self.supervisor = Supervisor(event, policy)
         self._render = render
         self._folder = folder
@@ -72,7 +93,7 @@ class LaunchSession:
         self._processes = processes
         for process in processes:
             self.supervisor.add(process)
-        self._save(plan)
+        self._save(deployment)
 
     def watch(self, stop: threading.Event, each: Callable[[], None] = lambda: None) -> bool:
         """Restart processes that end, until `stop` is set or no process will be restarted anymore.
@@ -86,8 +107,8 @@ class LaunchSession:
             each()
         return not self.supervisor.given_up
 
-    def apply(self, new: Plan, stop: threading.Event) -> PlanTransition:
-        """Change to a new plan, and return the steps.
+    def apply(self, new: Deployment, stop: threading.Event) -> Transition:
+        """Change to a new deployment, and return the steps.
 
         Raises ProcessFailed if a new process does not serve requests. If this happens before old processes
         are stopped, the old processes continue to run with the old routes. A process that replaces a stopped
@@ -97,12 +118,12 @@ class LaunchSession:
             self.supervisor.remove(dead)
             self._processes.remove(dead)
         running = [process.command for process in self.supervisor.processes]
-        steps = transition(self.plan, new, self._render, running=running)
+        steps = transition(self.deployment, new, self._render, running=running)
         check_programs([*steps.first, *steps.in_turn])
-        self._write_settings(steps.plan)
+        self._write_settings(steps.deployment)
         fresh = self._started(steps.first, stop)
         waiting = {c.url for c in steps.in_turn}
-        self._write_routes(steps.plan, without=waiting)
+        self._write_routes(steps.deployment, without=waiting)
         if steps.stopped:
             self._wait(self._waits.settle_s, stop)
         ending = {id(command) for command in steps.stopped}
@@ -113,10 +134,10 @@ class LaunchSession:
         end(old)
         for process in old:
             self._processes.remove(process)
-        self.plan = steps.plan
-        self._save(steps.plan)
+        self.deployment = steps.deployment
+        self._save(steps.deployment)
         self._start_in_turn(steps.in_turn, stop)
-        self._write_routes(steps.plan, without=set())
+        self._write_routes(steps.deployment, without=set())
         return steps
 
     def _start_in_turn(self, commands: Sequence[LaunchCommand], stop: threading.Event) -> None:
@@ -176,14 +197,100 @@ class LaunchSession:
             self.supervisor.tick()
         return True
 
-    def _write_settings(self, plan: Plan) -> None:
-        for name, text in files(plan, transfer=self._folder.transfer).items():
+    def _write_settings(self, deployment: Deployment) -> None:
+        for name, text in files(deployment, transfer=self._folder.transfer).items():
             if name != _ROUTES:
                 replace_text(self._folder.path / name, text)
 
-    def _write_routes(self, plan: Plan, *, without: set[str | None]) -> None:
-        text = files(plan, transfer=self._folder.transfer, without=without)[_ROUTES]
+    def _write_routes(self, deployment: Deployment, *, without: set[str | None]) -> None:
+        text = files(deployment, transfer=self._folder.transfer, without=without)[_ROUTES]
         replace_text(self._folder.path / _ROUTES, text)
 
-    def _save(self, plan: Plan) -> None:
-        replace_text(self._folder.path / CURRENT, plan.model_dump_json(indent=1) + "\n")
+    def _save(self, deployment: Deployment) -> None:
+        replace_text(self._folder.path / CURRENT, deployment.model_dump_json(indent=1) + "\n")
+
+
+class ControlSocket:
+    """Socket on which a launcher accepts new deployments, one at a time."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._claim = SocketClaim(run_dir / _SOCKET_NAME, setting="--run-dir")
+        self._claim.listener.setblocking(False)
+        self._peer: socket.socket | None = None
+
+    def poll(self, apply: Apply) -> None:
+        """Apply the deployment of a client that has connected, if any, and send the result to it."""
+        try:
+            peer, _ = self._claim.listener.accept()
+        except BlockingIOError:
+            return
+        with peer:
+            peer.settimeout(_READ_S)
+            try:
+                if foreign_user(peer) is not None:
+                    return
+                deployment = Deployment.model_validate_json(receive_frame(peer, limit=_LIMIT))
+            except (OSError, CornplugError, ValidationError):
+                return  # The caller detects that the connection was closed.
+            self._peer = peer
+            try:
+                apply(deployment)
+                self._send({"status": 0})
+            except CornplugError as e:
+                self._send({"status": 1, "error": str(e)})
+            finally:
+                self._peer = None
+
+    def tell(self, text: str) -> None:
+        """Send a line about the progress to the caller whose deployment is being applied, if there is one."""
+        self._send({"text": text})
+
+    def close(self) -> None:
+        """Close the socket, so that another launcher can run in the folder."""
+        self._claim.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        """Send a message. Errors are ignored, because the deployment is applied even if the caller has
+        disconnected."""
+        if self._peer is not None:
+            with contextlib.suppress(OSError):
+                self._peer.sendall(frame(json.dumps(message).encode(), limit=_LIMIT))
+
+
+@contextmanager
+def control_socket(run_dir: Path) -> Iterator[ControlSocket]:
+    """Open the socket of a launcher. Raises SocketTaken if another launcher runs in the folder."""
+    run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    made = ControlSocket(run_dir)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def send_deployment(run_dir: Path, deployment: Deployment, tell: Tell) -> str | None:
+    """Send a deployment to the launcher that runs in a folder, and return the launcher's error, or None.
+
+    `tell` is called with each line about the progress. Raises ConfigError if no launcher runs in the folder.
+    """
+    path = run_dir / _SOCKET_NAME
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            sock.connect(str(path))
+        except OSError as e:
+            raise ConfigError(
+                "--apply",
+                f"no launcher responds at {path} ({e.strerror})",
+                "Start the first plan with `cornplug launch`, or set its folder with --run-dir.",
+            ) from e
+        if foreign_user(sock) is not None:
+            raise ConfigError("--run-dir", f"{path} belongs to another user", "Use a folder of your own.")
+        sock.sendall(frame(deployment.model_dump_json().encode(), limit=_LIMIT))
+        while True:
+            try:
+                message = json.loads(receive_frame(sock, limit=_LIMIT))
+            except OSError:
+                return "the launcher stopped, or rejected the plan; see its output"
+            if "status" in message:
+                return message.get("error") if message["status"] else None
+            tell(message["text"])

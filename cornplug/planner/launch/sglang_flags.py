@@ -1,4 +1,4 @@
-"""Creates the command line of `python -m sglang.launch_server` (0.5.23) for a plan's engine."""
+"""Creates the command line of `python -m sglang.launch_server` (0.5.23) for a deployment's engine."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Final
 
 from cornplug.planner.launch import kv_transfer
 from cornplug.planner.launch.addresses import ReplicaAddress
-from cornplug.planner.launch.attention_backends import backend_of
 from cornplug.planner.launch.group_context import QUEUE_MARGIN, STORE_SOCKET, GroupContext, is_cpu
-from cornplug.planner.launch.vllm_flags import settings_of
+from cornplug.planner.launch.vllm_flags import backend_of, settings_of
 from cornplug.planner.plan import EngineSettings, ReplicaGroup
 
 # Without TORCHDYNAMO_DISABLE, the first image would wait 16 s for the compiler.

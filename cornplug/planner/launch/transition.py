@@ -1,6 +1,6 @@
-"""Determines how a host changes from one plan to the next: which processes continue, start, and stop.
+"""Determines how a host changes from one deployment to the next: which processes continue, start, and stop.
 
-A process continues if the new plan's command differs only in `LAGGING_FLAGS`. A replica on the devices of an
+A process continues if its new command differs only in `LAGGING_FLAGS`. A replica on the devices of an
 old replica gets the old replica's port, so that the commands can be equal. A new process starts at another
 port before old processes stop, unless it needs their GPUs or has to use their address.
 """
@@ -14,10 +14,10 @@ from typing import Final
 
 from cornplug.planner.launch.addresses import ENCODER_PORT, ENGINE_PORT, MOST_SERVERS, ReplicaAddress, sites
 from cornplug.planner.launch.command_lines import LaunchCommand
-from cornplug.planner.plan import Plan
+from cornplug.planner.plan import Deployment
 
-Render = Callable[[Plan], list[LaunchCommand]]
-"""Function that returns the commands of one host of a plan."""
+Render = Callable[[Deployment], list[LaunchCommand]]
+"""Function that returns the commands of one host of a deployment."""
 LAGGING_FLAGS: Final = (
     "--shutdown-timeout",
     "--max-num-queued-tokens",
@@ -27,15 +27,15 @@ LAGGING_FLAGS: Final = (
 """Flags that depend on the simulated load and differ slightly in every plan. A process that continues keeps
 its old values."""
 _NEXT_ROUTERS: Final = 100
-"""Offset between the two sets of router ports, which alternate between plans."""
+"""Offset between the two sets of router ports, which alternate between deployments."""
 
 
 @dataclass(frozen=True)
-class PlanTransition:
+class Transition:
     """Steps of a transition. Start `first`, then stop `stopped`, then start `in_turn`."""
 
-    plan: Plan
-    """New plan, with the ports of its processes."""
+    deployment: Deployment
+    """New deployment, with the ports of its processes."""
     kept: tuple[tuple[LaunchCommand, LaunchCommand], ...]
     """Old and new command of each process that continues to run."""
     first: tuple[LaunchCommand, ...]
@@ -46,7 +46,7 @@ class PlanTransition:
 
     @property
     def lagging(self) -> dict[str, list[str]]:
-        """Flags ("flag value") in which the new plan differs from a kept process, by group and replica."""
+        """Flags ("flag value") of kept processes that have a new value, by group and replica."""
         found = {}
         for old, new in self.kept:
             differing = [
@@ -58,12 +58,11 @@ class PlanTransition:
 
 
 def transition(
-    old: Plan, new: Plan, render: Render, *, running: Sequence[LaunchCommand] | None = None
-) -> PlanTransition:
-    """Return the steps from a running plan to a new plan.
+    old: Deployment, new: Deployment, render: Render, *, running: Sequence[LaunchCommand] | None = None
+) -> Transition:
+    """Return the steps from a running deployment to a new one.
 
-    `running` contains the commands of the running processes. By default, they are the commands of the plan
-    `old`.
+    `running` contains the commands of the running processes. By default, they are the commands of `old`.
     """
     running = [command for command in render(old) if command.argv] if running is None else running
     new = _with_ports_of(old, new)
@@ -79,8 +78,8 @@ def transition(
     stopped = [c for c in running if id(c) not in staying]
     started = [c for c in wanted if id(c) not in known]
     waiting = {id(c) for c in started if _waits(c, stopped)}
-    return PlanTransition(
-        plan=new,
+    return Transition(
+        deployment=new,
         kept=tuple(kept),
         first=tuple(c for c in started if id(c) not in waiting),
         stopped=tuple(stopped),
@@ -130,12 +129,12 @@ def _waits(command: LaunchCommand, stopped: Sequence[LaunchCommand]) -> bool:
     return False
 
 
-def _ports(plan: Plan) -> set[int]:
-    return {site.port for site in sites(plan)}
+def _ports(deployment: Deployment) -> set[int]:
+    return {site.port for site in sites(deployment)}
 
 
-def _with_ports_of(old: Plan, new: Plan) -> Plan:
-    """Return the new plan with ports for its replicas.
+def _with_ports_of(old: Deployment, new: Deployment) -> Deployment:
+    """Return the new deployment with ports for its replicas.
 
     Replicas on the devices of an old replica get its port, and other replicas get unused ports.
     """
@@ -164,14 +163,14 @@ def _with_ports_of(old: Plan, new: Plan) -> Plan:
 
 
 def _moved(
-    new: Plan,
+    new: Deployment,
     kept: Sequence[tuple[LaunchCommand, LaunchCommand]],
     running: Sequence[LaunchCommand],
     wanted: Sequence[LaunchCommand],
     *,
     used: Collection[int],
-) -> Plan:
-    """Return the plan with other ports for replicas that can start before old processes stop.
+) -> Deployment:
+    """Return the deployment with other ports for replicas that can start before old processes stop.
 
     These replicas would otherwise have the port of an old process.
     """
@@ -219,9 +218,9 @@ def _free(site: ReplicaAddress, taken: Collection[int]) -> int:
     return next(port for port in range(start, 65536) if port not in taken)
 
 
-def _ported(plan: Plan, ports: Mapping[tuple[str, int], int]) -> Plan:
+def _ported(deployment: Deployment, ports: Mapping[tuple[str, int], int]) -> Deployment:
     groups = [
         group.model_copy(update={"ports": [ports[group.name, r] for r in range(group.replicas)]})
-        for group in plan.groups
+        for group in deployment.groups
     ]
-    return plan.model_copy(update={"groups": groups})
+    return deployment.model_copy(update={"groups": groups})

@@ -1,15 +1,23 @@
-"""Creates the command line of `vllm serve` (0.32) for a plan's engine."""
+"""Creates the command lines of `vllm serve` (0.32) and of `vllm-omni serve` (0.30) for a deployment.
+
+The attention backends for models with latent attention (MLA) are the engines' own preferences by GPU
+generation, in `vllm/platforms/cuda.py` (0.32) and `sglang/srt/arg_groups/overrides.py` (0.5.23). For all
+other models, the engine chooses the backend. The flags of vLLM-Omni are in
+`vllm_omni/entrypoints/cli/serve.py`, which extends the parser of `vllm serve`.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from typing import Any, Final
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Literal
 
 from cornplug.errors import ConfigError
+from cornplug.planner.inputs.field_types import GeneratorServer
 from cornplug.planner.launch import kv_transfer
 from cornplug.planner.launch.addresses import ReplicaAddress
-from cornplug.planner.launch.attention_backends import backend_of
 from cornplug.planner.launch.group_context import (
     QUEUE_MARGIN,
     STORE_SOCKET,
@@ -17,9 +25,23 @@ from cornplug.planner.launch.group_context import (
     StoreSharing,
     is_cpu,
 )
-from cornplug.planner.plan import EngineSettings, ReplicaGroup
+from cornplug.planner.plan import EngineSettings, PlannedGroup, ReplicaGroup
 
 _CPU_ENV: Final = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+_Generation = Literal["ampere", "ada", "hopper", "blackwell", "cpu"]
+_GENERATIONS: Final[tuple[tuple[str, _Generation], ...]] = (
+    (r"\bG?B[123]0\d", "blackwell"),
+    (r"\bG?H(20|100|200|800)", "hopper"),
+    (r"\bL(4|20|40)", "ada"),
+    (r"\bA(10|30|40|100|800)", "ampere"),
+    (r"^cpu", "cpu"),
+)
+_MLA: Final[dict[_Generation, dict[str, str]]] = {
+    "hopper": {"vllm": "FLASHMLA", "sglang": "flashmla"},
+    "blackwell": {"vllm": "FLASHINFER_MLA", "sglang": "trtllm_mla"},
+    "ada": {"vllm": "TRITON_MLA", "sglang": "triton"},
+    "ampere": {"vllm": "TRITON_MLA", "sglang": "triton"},
+}
 
 
 def argv(site: ReplicaAddress, context: GroupContext) -> list[str]:
@@ -78,7 +100,7 @@ def settings_of(group: ReplicaGroup) -> EngineSettings:
     if group.settings is not None:
         return group.settings
     field = f"groups[{group.name!r}].settings"
-    if group.profile.startswith("throughput"):
+    if isinstance(group, PlannedGroup) and group.profile.startswith("throughput"):
         raise ConfigError(
             field,
             f"{group.components[0]} was planned from a throughput, without batch, chunk or KV size",
@@ -226,3 +248,44 @@ def _ours(context: GroupContext, key: str, name: str) -> dict[str, Any]:
     extra |= {"engine.tower": "service"} if context.encoder_urls else {}
     failure = {"kv_load_failure_policy": "recompute"} if kind == "kv" else {}
     return {key: name, f"{kind}_role": f"{kind}_both", **failure, f"{key}_extra_config": extra}
+
+
+def _gpu_generation(gpu: str) -> _Generation | None:
+    """Return the generation of a GPU type ("H100", "NVIDIA-L40S", "A100-80"), or None if it is not known."""
+    for pattern, generation in _GENERATIONS:
+        if re.search(pattern, gpu, re.IGNORECASE):
+            return generation
+    return None
+
+
+def backend_of(group: ReplicaGroup, pair_gpus: Iterable[str] = ()) -> str | None:
+    """Return the name of the attention backend for a group's engine, or None if the engine chooses it.
+
+    `pair_gpus` are the device types with which the group exchanges KV. NIXL's handshake in vLLM rejects
+    different backends, so a prefill-decode pair on two GPU generations gets a backend that runs on both.
+    """
+    if group.settings is not None and group.settings.attention_backend is not None:
+        return group.settings.attention_backend
+    mla = group.kv is not None and group.kv.mla
+    generations = {_gpu_generation(gpu) for gpu in {group.gpu, *pair_gpus}}
+    if group.engine == "vllm" and len(generations) > 1:
+        if mla:
+            return "TRITON_MLA"
+        return "FLASH_ATTN" if "blackwell" in generations else None
+    generation = _gpu_generation(group.gpu)
+    return _MLA.get(generation, {}).get(group.engine) if mla and generation else None
+
+
+def generator_command(
+    server: GeneratorServer | None, model: str, *, tp: int = 1, flags: Sequence[str] = ()
+) -> list[str]:
+    """Return the command of a generator's server, with the placeholders "{host}" and "{port}" for its
+    address.
+
+    The command is empty if `server` is None.
+    """
+    if server is None:
+        return []
+    argv = [server, "serve", model, "--omni", "--host", "{host}", "--port", "{port}"]
+    argv += ["--tensor-parallel-size", str(tp)] if tp > 1 else []
+    return [*argv, *flags]

@@ -2,27 +2,31 @@
 
 Only complete nodes have a cost, so a solver does not notice that a plan with fewer GPUs on a node is better.
 Therefore the solver first minimises a potential: the cost plus a small share of the price of each used GPU.
-In addition, each group of services is solved separately (`subproblems.py`). The least cost of a group bounds
-the pool's cost more tightly than the relaxation, in which a solver mostly splits replicas. Then the pool is
-searched only over the cells that occur in the groups' plans. Both steps are repeated with slightly different
-GPU prices. The last solver call minimises the cost itself.
+In addition, each group of services that can replace one another is solved separately. For example, the
+monolith and the separate prefill and decode services form a group, because a request may use either. At any
+GPU price, the least cost of a group is at most the group's cost in a plan, because constraints that couple
+groups (tiers of one demand, cache levels, the network, nodes that several groups share) are omitted. This
+bounds the pool's cost more tightly than the relaxation, which splits replicas freely and is some percent
+lower. Then the pool is searched only over the cells that occur in the groups' plans. Both steps are repeated
+with slightly different GPU prices. The last solver call minimises the cost itself.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from math import inf, isfinite
+from typing import Any, Literal
 
 import numpy as np
 from pulp import LpContinuous, lpSum
 
-from cornplug.planner.optimizer.incumbent import Incumbent, Tell
-from cornplug.planner.optimizer.optimization_problem import OptimizationProblem
+from cornplug.planner.optimizer.optimization_problem import OptimizationProblem, PathVariant, SolveProgress
 from cornplug.planner.optimizer.solution import Values
-from cornplug.planner.optimizer.solvers import SolverLimits, SolverRun, relax
+from cornplug.planner.optimizer.solvers import SolverLimits, SolverRun, reached, relax
 from cornplug.planner.optimizer.solvers import solve as run_solver
-from cornplug.planner.optimizer.subproblems import groups, subproblem
 from cornplug.planner.optimizer.variables import PoolModel
 
 Build = Callable[[OptimizationProblem], PoolModel]
@@ -38,6 +42,7 @@ GPU_WEIGHT = 0.1
 """Share of a GPU's price that is part of the potential."""
 SPREAD = 0.03
 """Relative variation of GPU prices between rounds, in both directions."""
+Tell = Callable[[SolveProgress], None]
 
 
 def least_cost(
@@ -56,7 +61,7 @@ def least_cost(
     best = Incumbent(model, cost, limits, tell)
     others = model.x.keys() - set(near)
     if near and others:
-        with without(model, others):
+        with _without_cells(model, others):
             # Pass another object than `cost`, so that `improve` does not use the bound, which is valid only
             # for these cells.
             best.improve(1 * cost, NEAR)
@@ -69,7 +74,7 @@ def least_cost(
     potential = cost + GPU_WEIGHT * lpSum(prices[name] * x for name, x in model.x.items())
     if best.values is None:
         best.improve(potential, POTENTIAL)
-    rounds(best, [build(subproblem(model.pool, part)) for part in groups(model.pool)], potential)
+    rounds(best, [build(subproblem(model.pool, part)) for part in service_groups(model.pool)], potential)
     if best.proven:
         return best.run(), best.values
     last = best.improve(cost, 1.0)
@@ -98,7 +103,7 @@ def rounds(best: Incumbent, parts: list[PoolModel], potential: Any) -> None:
         candidate_cells |= bound_groups(best, parts, spread)
         if best.values is not None:
             candidate_cells |= {name for name, x in model.x.items() if best.values[x] > 0.5}
-        with without(model, model.x.keys() - candidate_cells):
+        with _without_cells(model, model.x.keys() - candidate_cells):
             best.improve(potential, CHOSEN, gap=best.limits.gap / 10)
         if i == 0:
             best.improve(best.cost, ROOT)
@@ -150,7 +155,7 @@ def shadow_prices(best: Incumbent) -> dict[str, float]:
 
 
 @contextmanager
-def without(model: PoolModel, cells: Iterable[str]) -> Iterator[None]:
+def _without_cells(model: PoolModel, cells: Iterable[str]) -> Iterator[None]:
     """Fix the number of these cells' replicas to 0 within the context."""
     before = {name: (model.x[name].lowBound, model.x[name].upBound) for name in cells}
     for name in before:
@@ -158,3 +163,144 @@ def without(model: PoolModel, cells: Iterable[str]) -> Iterator[None]:
     yield
     for name, (low, high) in before.items():
         model.x[name].lowBound, model.x[name].upBound = low, high
+
+
+class Incumbent:
+    """Best plan and bound of a model. `tell` is called for every improvement."""
+
+    def __init__(self, model: PoolModel, cost: Any, limits: SolverLimits, tell: Tell | None) -> None:
+        """Create an incumbent without a plan. `limits` apply to all solver calls together."""
+        self.model, self.cost, self.limits, self.tell = model, cost, limits, tell
+        self.began, self.spent, self.timed_out = time.monotonic(), 0.0, False
+        self.values: Values | None = None
+        self.dollars, self.bound = inf, -inf
+        self.history: list[SolveProgress] = []
+
+    @property
+    def proven(self) -> bool:
+        return reached(self.dollars, self.bound, self.limits.gap)
+
+    def limits_of_call(self, gap: float, work: float) -> SolverLimits:
+        """Return the limits of one solver call: `work`, and the remaining seconds, each with a small
+        minimum."""
+        left = self.limits.seconds - (time.monotonic() - self.began)
+        work = max(min(work, self.limits.work - self.spent), 0.02 * self.limits.work)
+        return replace(self.limits, gap=gap, seconds=max(left, 0.02 * self.limits.seconds), work=work)
+
+    def record(self, run: SolverRun) -> None:
+        self.spent += run.work
+        self.timed_out = self.timed_out or run.timed_out
+
+    def improve(self, goal: Any, share: float, *, gap: float | None = None) -> SolverRun:
+        """Run the solver once, starting from the best plan, and keep the result if it is better.
+
+        Args:
+            goal: expression to minimise. The bound is used only if this is `cost` itself.
+            share: share of the work of all calls.
+            gap: gap at which the solver stops, or None for the gap in `limits`.
+        """
+        model, is_cost = self.model, goal is self.cost
+        model.problem.setObjective(goal)
+        for variable, value in (self.values or {}).items():
+            variable.varValue = value
+        limits = self.limits_of_call(self.limits.gap if gap is None else gap, share * self.limits.work)
+        watch = self._watch() if is_cost else None
+        run = run_solver(model.problem, limits, watch, start=self.values is not None)
+        self.record(run)
+        if run.status in ("optimal", "feasible"):
+            self._keep({v: v.varValue or 0.0 for v in model.problem.variables()}, equals=not is_cost)
+        if is_cost:
+            self.raise_bound(run.bound)
+        return run
+
+    def _keep(self, values: Values, *, equals: bool) -> None:
+        """Keep a plan if it is cheaper than the best plan.
+
+        With `equals`, a plan of equal cost also replaces the best plan, because its potential is better.
+        """
+        dollars = sum(weight * values[v] for v, weight in self.cost.items())
+        if dollars < self.dollars - 1e-6:
+            self.dollars, self.values = dollars, values
+            self._note(self.dollars, self.bound)
+        elif equals and dollars < self.dollars + 1e-6:
+            self.values = values
+
+    def raise_bound(self, bound: float) -> None:
+        if isfinite(bound) and bound > self.bound:
+            self.bound = bound
+            self._note(self.dollars, self.bound)
+
+    def _watch(self) -> Tell:
+        """Return a callback that notes the solver's progress when the incumbent or the bound changes."""
+
+        def heard(at: SolveProgress) -> None:
+            dollars = self.dollars if at.incumbent is None else min(at.incumbent, self.dollars)
+            bound = self.bound if at.bound is None else max(at.bound, self.bound)
+            last = self.history[-1] if self.history else None
+            if last is None or (last.incumbent, last.bound) != (_known(dollars), _known(bound)):
+                self._note(dollars, bound)
+
+        return heard
+
+    def _note(self, dollars: float, bound: float) -> None:
+        at = SolveProgress(time.monotonic() - self.began, _known(dollars), _known(bound))
+        self.history.append(at)
+        if self.tell is not None:
+            self.tell(at)
+
+    def run(self, status: Literal["infeasible"] | None = None) -> SolverRun:
+        """Return the result of all solver calls as a single run."""
+        seconds = time.monotonic() - self.began
+        history = tuple(self.history)
+        run = SolverRun("none", seconds, history=history, work=self.spent, timed_out=self.timed_out)
+        if status is not None:
+            return replace(run, status=status)
+        if self.values is None:
+            return replace(run, bound=self.bound)
+        first = next((at.seconds for at in history if at.incumbent is not None), None)
+        verdict: Literal["optimal", "feasible"] = "optimal" if self.proven else "feasible"
+        return replace(run, status=verdict, objective=self.dollars, bound=self.bound, first_s=first)
+
+
+def _known(value: float) -> float | None:
+    return value if isfinite(value) else None
+
+
+def service_groups(pool: OptimizationProblem) -> list[frozenset[str]]:
+    """Return a partition of the services that the pool's variants need."""
+    parts: list[frozenset[str]] = []
+    for u in pool.demands:
+        variants = [[need.service for need in v.needs] for v in pool.variants if v.demand == u.name]
+        services = dict.fromkeys(service for variant in variants for service in variant)
+        always = [s for s in services if all(s in variant for variant in variants)]
+        either = frozenset(services) - frozenset(always)
+        for new in [either, *(frozenset({service}) for service in always)]:
+            if new:
+                touched = [part for part in parts if part & new]
+                parts = [part for part in parts if not part & new]
+                parts.append(new.union(*touched))
+    return parts
+
+
+def subproblem(pool: OptimizationProblem, services: frozenset[str]) -> OptimizationProblem:
+    """Return the pool of one group, with the cells of `services` and the demands' work at these services."""
+    variants: dict[tuple[str, object], PathVariant] = {}
+    for v in pool.variants:
+        needs = tuple(need for need in v.needs if need.service in services)
+        variants.setdefault((v.demand, needs), replace(v, needs=needs, levels=frozenset(), network=0.0))
+    demands = {u for (u, needs) in variants if needs}
+    cells = [c for c in pool.cells if c.service in services]
+    return replace(
+        pool,
+        cells=tuple(
+            replace(c, capacity={u: r for u, r in c.capacity.items() if u in demands}) for c in cells
+        ),
+        demands=tuple(u for u in pool.demands if u.name in demands),
+        variants=tuple(v for v in variants.values() if v.demand in demands),
+        levels=(),
+        objective="cost",
+        current=None,
+        # Omit limits per node, because a group alone would pay for all nodes over which its replicas are
+        # spread.
+        limits=replace(pool.limits, by_node=False, crowded=()),
+    )

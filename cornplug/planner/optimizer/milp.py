@@ -3,8 +3,8 @@
 Sets        demands u, variants v, services s, cells j, node classes n, cache levels l
 Variables   phi_v  rate of a variant                 x_j  replicas of a cell (integer)
             f_uj   work of a demand on a cell        z_n  nodes of a class (integer)
-            w_l    cache level chosen (binary)       e_j  cell used (binary; `spare_replicas.py`)
-            a_j, d_j, m_jk  starts, stops, role switches (integer; `transition_costs.py`)
+            w_l    cache level chosen (binary)       e_j  cell used (binary)
+            a_j, d_j, m_jk  starts, stops, role switches (integer; `objectives.py`)
 Objectives  `objectives.py`: dollars; or goodput, then dollars; or the least share, then goodput, then dollars
 Constraints one function per kind. Every row is named, and a plan's reasons refer to these names
 
@@ -12,6 +12,11 @@ Work may always use a cell of a tighter tier than it requires. Tiers are nested 
 also stays under 0.5 s), so f needs no index for tiers. Instead, the cells of a tier and of all tighter tiers
 must be sufficient for all work that requires this tier or a tighter tier. By Gale's theorem for nested sets,
 this is necessary and sufficient for the existence of a flow. `solution.py` then splits f by tier.
+
+For the loss of a node, the model limits the number of a cell's replicas on each node. Nodes are counted, not
+indexed, so the model chooses the limit k (a binary b_jk for each k): x_j <= sum of k s_jk, with s_jk <= z_n
+if b_jk = 1 and s_jk = 0 otherwise. Whether the replicas of all services can be placed within these limits is
+checked at placement, and a failed placement is excluded as a `CrowdedNode`.
 """
 
 from __future__ import annotations
@@ -20,30 +25,24 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from math import inf
-from typing import Final
+from typing import Any, Final
 
 from pulp import lpSum
 
 from cornplug.errors import PlanUnfinished
 from cornplug.planner.inputs.schema import SolverOptions
-from cornplug.planner.optimizer import (
-    decomposition,
-    infeasibility,
-    problem_checks,
-    spare_replicas,
-    transition_costs,
-)
+from cornplug.planner.optimizer import decomposition, infeasibility, objectives, optimization_problem
 from cornplug.planner.optimizer.objectives import SolveGoal, goals
 from cornplug.planner.optimizer.optimization_problem import (
+    Cell,
+    CrowdedNode,
     OptimizationProblem,
     PoolSolution,
     SolveProgress,
 )
-from cornplug.planner.optimizer.polish import is_whole, polish
-from cornplug.planner.optimizer.solution import Values, read, signed
+from cornplug.planner.optimizer.solution import Values, is_whole, polish, read, signed, trim
 from cornplug.planner.optimizer.solvers import SolverLimits, SolverRun, with_objective
 from cornplug.planner.optimizer.solvers import solve as run_solver
-from cornplug.planner.optimizer.trim import trim
 from cornplug.planner.optimizer.variables import PoolModel
 
 TIE_GAP: Final = 1e-5
@@ -66,9 +65,9 @@ def constrain(model: PoolModel) -> None:
     stock(model)
     network(model)
     cache(model)
-    spare_replicas.constrain(model)
+    _add_spare_rows(model)
     if model.pool.current is not None:
-        transition_costs.constrain(model, model.pool.current)
+        objectives.add_transition_rows(model, model.pool.current)
 
 
 def demand(model: PoolModel) -> None:
@@ -213,7 +212,7 @@ def build(pool: OptimizationProblem) -> PoolModel:
     """Create the model with its variables and all constraints, without an objective."""
     model = PoolModel(pool)
     if pool.current is not None:
-        transition_costs.variables(model, pool.current)
+        objectives._add_transition_variables(model, pool.current)
     constrain(model)
     return model
 
@@ -240,7 +239,7 @@ def solve(
     any plan is found, and ConfigError if the pool itself is invalid.
     """
     began = time.monotonic()
-    problem_checks.check(pool)
+    optimization_problem.check(pool)
     model = build(pool)
     infeasibility.refuse_unserved(model, notes or {})
     wanted = goals(model)
@@ -327,3 +326,83 @@ def _hold(model: PoolModel, goal: SolveGoal, values: Values, *, last: bool) -> N
     if last:
         for z in model.z.values():
             z.lowBound = z.upBound = round(values[z])
+
+
+def _add_spare_rows(model: PoolModel) -> None:
+    """Add rows for every used cell of the services that must survive a loss.
+
+    The free capacity of cells that can replace the lost replicas must be sufficient for the lost replicas'
+    maximum load. After a loss, the share of the capacity for peaks may be used. Capacities are converted to
+    lost replicas with the minimum rate over all demands. This is exact if the cells' capacities are multiples
+    of one another, and conservative otherwise.
+    """
+    limit = model.pool.limits.max_utilisation
+    for name, used in model.e.items():
+        cell = model.cells[name]
+        model.add(f"used[{name}]", model.x[name] <= model.most(cell) * used)
+        left = [
+            rate * (limit * model.x[other.name] - model.load(other, model.online(other)))
+            for other in model.cells_of[cell.service]
+            if (rate := _stands_in(model, other, cell)) > 0
+        ]
+        if not model.pool.limits.by_node:
+            model.add(f"spare[{name}]", lpSum(left) >= limit * used)
+            continue
+        beside = _beside(model, cell)
+        needed = lpSum(worth * model.lost(other) for other, worth in beside)
+        most = sum(worth * model.per_node(other) for other, worth in beside)
+        # The row has no effect for a cell that is not used.
+        model.add(f"spare[{name}]", lpSum(left) + limit * most * (1 - used) >= limit * needed)
+    for name, choices in model.spread.items():
+        _spread(model, model.cells[name], choices)
+    for i, crowded in enumerate(model.pool.limits.crowded):
+        _not_again(model, i, crowded)
+
+
+def _stands_in(model: PoolModel, cell: Cell, lost: Cell) -> float:
+    """Return how many replicas of `lost` one replica of `cell` can replace.
+
+    Returns 0 if `cell` cannot do all of the work of `lost`.
+    """
+    if cell.tier > lost.tier:
+        return 0.0
+    return min(cell.capacity.get(u, 0.0) / lost.capacity[u] for u in model.online(lost))
+
+
+def _beside(model: PoolModel, lost: Cell) -> list[tuple[Cell, float]]:
+    """Return the cells whose replicas may be lost together with a node of `lost`.
+
+    Each cell has the maximum number of replicas of `lost` to which one of its replicas corresponds.
+    """
+    found = []
+    for cell in model.cells_of[lost.service]:
+        common = [u for u in model.online(lost) if u in cell.capacity]
+        if cell.name in model.e and cell.nodes == lost.nodes and cell.tier <= lost.tier and common:
+            found.append((cell, max(cell.capacity[u] / lost.capacity[u] for u in common)))
+    return found
+
+
+def _spread(model: PoolModel, cell: Cell, choices: list[tuple[int, Any, Any]]) -> None:
+    """Limit the number of a cell's replicas on each node to k, for exactly one k."""
+    name, z = cell.name, model.z[cell.nodes]
+    most = min(model.nodes[cell.nodes].stock, model.most(cell))
+    model.add(f"spread[{name}]", model.x[name] <= lpSum(k * s for k, _, s in choices))
+    model.add(f"spread[{name},one]", lpSum(b for _, b, _ in choices) == model.e[name])
+    model.add(f"spread[{name},nodes]", lpSum(s for _, _, s in choices) <= z)
+    for k, b, s in choices:
+        model.add(f"spread[{name},{k}]", s <= most * b)
+
+
+def _not_again(model: PoolModel, i: int, crowded: CrowdedNode) -> None:
+    """Exclude the placement of a crowded node.
+
+    The plan must have more nodes of this class than before, or survive the loss of all replicas of that node.
+    """
+    if crowded.nodes not in model.z:
+        return
+    more = model.count(f"q_{i}", 1)
+    model.add(f"crowded[{i}]", model.z[crowded.nodes] >= (crowded.count + 1) * more)
+    for name, replicas in crowded.replicas.items():
+        if name in model.spread:
+            lost = model.lost(model.cells[name])
+            model.add(f"crowded[{i},{name}]", lost >= replicas * (model.e[name] - more))

@@ -1,7 +1,11 @@
-"""Goals of the pool model, in the order in which they are optimised.
+"""Goals of the pool model, in the order in which they are optimised, and the costs of a change.
 
 The objective "cost" has only the cost. The other objectives optimise goodput, or the least served share and
 goodput, before the cost.
+
+When re-planning, x = x0 + a - d + in - out, with starts a, stops d, and role switches (in, out) between cells
+whose engines can change their role without a restart. Switches are preferred to restarts because they cost
+less. The number of changes may be limited.
 """
 
 from __future__ import annotations
@@ -11,8 +15,7 @@ from typing import Any
 
 from pulp import lpSum
 
-from cornplug.planner.optimizer import transition_costs
-from cornplug.planner.optimizer.optimization_problem import Cell
+from cornplug.planner.optimizer.optimization_problem import Cell, CurrentState
 from cornplug.planner.optimizer.solution import Values
 from cornplug.planner.optimizer.variables import PoolModel
 
@@ -45,7 +48,7 @@ def cost_objective(model: PoolModel) -> SolveGoal:
     current = model.pool.current
     if current is None:
         return SolveGoal("money", nodes)
-    return SolveGoal("money", current.horizon_hours * nodes + transition_costs.cost(model))
+    return SolveGoal("money", current.horizon_hours * nodes + _transition_cost(model))
 
 
 def goodput(model: PoolModel) -> SolveGoal:
@@ -72,3 +75,56 @@ def tie_break(model: PoolModel) -> SolveGoal:
 def _weight(model: PoolModel, cell: Cell) -> float:
     node = model.nodes[cell.nodes]
     return max(node.price / node.gpus, 1e-3) * cell.gpus * (1 + cell.preference)
+
+
+def _transition_cost(model: PoolModel) -> Any:
+    """Return the cost of all starts and role switches in dollars."""
+    current = model.pool.current
+    if current is None:
+        return 0.0
+    starts = lpSum(current.start_cost.get(name, 0.0) * a for name, a in model.a.items())
+    return starts + current.switch_cost * lpSum(counted_switches(model, current))
+
+
+def add_transition_rows(model: PoolModel, current: CurrentState) -> None:
+    _add_balance(model, current)
+    _add_dwell(model, current)
+    _add_change_budget(model, current)
+
+
+def _add_transition_variables(model: PoolModel, current: CurrentState) -> None:
+    for i, cell in enumerate(model.pool.cells):
+        now = current.replicas.get(cell.name, 0)
+        model.a[cell.name] = model.count(f"a_{i}", model.most(cell))
+        model.d[cell.name] = model.count(f"d_{i}", now)
+        for other in (o for o in cell.switches_with if now and o in model.cells):
+            model.m[cell.name, other] = model.count(f"m_{i}_{len(model.m)}", now)
+
+
+def _add_balance(model: PoolModel, current: CurrentState) -> None:
+    for name, x in model.x.items():
+        came = lpSum(m for (_, to), m in model.m.items() if to == name)
+        went = lpSum(m for (source, _), m in model.m.items() if source == name)
+        now = current.replicas.get(name, 0)
+        model.add(f"balance[{name}]", x == now + model.a[name] - model.d[name] + came - went)
+
+
+def _add_dwell(model: PoolModel, current: CurrentState) -> None:
+    """Prevent replicas within the minimum dwell time from being stopped or switched."""
+    for name, young_replicas in current.below_min_dwell.items():
+        went = lpSum(
+            m for (source, to), m in model.m.items() if source == name and (source, to) not in current.free
+        )
+        old = current.replicas.get(name, 0) - young_replicas
+        model.add(f"dwell[{name}]", model.d[name] + went <= old)
+
+
+def _add_change_budget(model: PoolModel, current: CurrentState) -> None:
+    if current.max_changes is not None:
+        changes = lpSum(model.a.values()) + lpSum(counted_switches(model, current))
+        model.add("change_budget", changes <= current.max_changes)
+
+
+def counted_switches(model: PoolModel, current: CurrentState) -> list[Any]:
+    """Return the variables of the role switches that require a change of the process."""
+    return [m for pair, m in model.m.items() if pair not in current.free]

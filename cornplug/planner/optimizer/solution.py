@@ -1,15 +1,24 @@
-"""Converts the values of a model's variables to a PoolSolution."""
+"""Converts the values of a model's variables to a PoolSolution, after polishing and trimming them.
+
+A solver's integers are exact only to a tolerance (1e-6 in HiGHS), so 4e-6 of a replica may do some work.
+Polishing fixes every integer at its rounded value, and solves for the rates again.
+
+If a solver is stopped early, a plan may have replicas and nodes that it does not need. Trimming removes a
+replica if every row of the model still holds without it. Rates do not change, and the rows for capacity and
+spare replicas ensure that needed replicas are kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from math import inf
+from typing import Any, Final, TypeVar
 
-from pulp import LpConstraintEQ, LpConstraintLE
+from pulp import LpConstraintEQ, LpConstraintLE, LpInteger
 
 from cornplug.planner.optimizer.optimization_problem import CellFlow, PathVariant, PoolSolution, SolveProgress
-from cornplug.planner.optimizer.solvers import SolverRun
+from cornplug.planner.optimizer.solvers import SolverLimits, SolverRun, solve
 from cornplug.planner.optimizer.variables import PoolModel
 
 Key = TypeVar("Key")
@@ -18,6 +27,11 @@ Values = Mapping[Any, float]
 
 NOTHING = 1e-7
 """Rate below which a rate is not real but a consequence of the solver's tolerance."""
+WHOLE: Final = 1e-9
+HELD: Final = 1e-7
+"""Relative loss that is allowed for an earlier goal, because of the solver's tolerances."""
+_TRIM_TOLERANCE: Final = 1e-6
+"""Maximum violation of a row, as in HiGHS."""
 
 
 def read(model: PoolModel, values: Values, run: SolverRun, sign: int, seconds: float) -> PoolSolution:
@@ -71,11 +85,11 @@ def slack(row: Any, values: Values) -> float:
     """Return the slack of a constraint, or 0 for an equation."""
     if row.sense == LpConstraintEQ:
         return 0.0
-    value = row_value(row, values)
+    value = _row_value(row, values)
     return -value if row.sense == LpConstraintLE else value
 
 
-def row_value(row: Any, values: Values) -> float:
+def _row_value(row: Any, values: Values) -> float:
     """Return the value of a constraint's left side.
 
     PuLP stores a row as expression + constant <= 0 (or >= 0, or = 0).
@@ -113,3 +127,99 @@ def flows(model: PoolModel, values: Values, served: Mapping[str, float]) -> Iter
                     yield CellFlow(u, service, cell.name, rate, tier)
                     left[cell.name] -= rate
                     asked -= rate
+
+
+def is_whole(model: PoolModel, values: Values) -> bool:
+    return all(abs(values[v] - round(values[v])) <= WHOLE for v in _integers(model))
+
+
+def polish(
+    model: PoolModel, fresh: PoolModel, wanted: Sequence[tuple[Any, int]], values: Values
+) -> dict[Any, float]:
+    """Return the values of `model` with rounded integers and the best rates for these integers.
+
+    If no rates are feasible with the rounded integers, the rates are not changed.
+
+    Args:
+        fresh: the same model without an objective. It is modified.
+        wanted: goals of `fresh`, as (expression, sign). The sign is 1 (minimised) or -1 (maximised).
+    """
+    rounded = {v.name: round(values[v]) for v in _integers(model)}
+    for v in _integers(fresh):
+        v.lowBound = v.upBound = rounded[v.name]
+    found: dict[str, float] = {}
+    for expression, sign in wanted:
+        fresh.problem.setObjective(sign * expression)
+        if solve(fresh.problem, SolverLimits(0.0, inf)).status not in ("optimal", "feasible"):
+            break
+        found = {v.name: v.varValue or 0.0 for v in fresh.problem.variables()}
+        reached = sum(weight * found[v.name] for v, weight in expression.items())
+        fresh.problem.addConstraint(sign * expression <= sign * reached + HELD * max(1.0, abs(reached)))
+    return {v: rounded.get(v.name, found.get(v.name, value)) for v, value in values.items()}
+
+
+def _integers(model: PoolModel) -> list[Any]:
+    return [v for v in model.problem.variables() if v.cat == LpInteger]
+
+
+def trim(model: PoolModel, values: Values) -> dict[Any, float]:
+    """Return the values without unneeded replicas, the most expensive first, and then without unneeded
+    nodes."""
+    left = dict(values)
+    for name, choices in model.spread.items():
+        for k, b, s in choices:  # A solver may count more nodes than the replicas need.
+            left[s] = left[model.x[name]] / k if left[b] > 0.5 else 0.0
+    rows_of: dict[Any, list[Any]] = {}
+    for row in model.rows.values():
+        for variable in row.keys():  # noqa: SIM118  (a PuLP expression is no mapping to iterate)
+            rows_of.setdefault(variable, []).append(row)
+    price = {name: node.price / node.gpus for name, node in model.nodes.items()}
+    for cell in sorted(model.pool.cells, key=lambda c: -price[c.nodes] * c.gpus):
+        while left[model.x[cell.name]] > 0.5 and _apply(
+            rows_of, left, _without_replica(model, left, cell.name)
+        ):
+            pass
+    for z in model.z.values():
+        while left[z] > 0.5 and _apply(rows_of, left, {z: left[z] - 1}):
+            pass
+    return left
+
+
+def _without_replica(model: PoolModel, values: Values, name: str) -> dict[Any, float]:
+    """Return the values that change if a cell has one replica less.
+
+    When re-planning, one replica is not started or one more replica is stopped.
+    """
+    x = model.x[name]
+    changed = {x: values[x] - 1}
+    if name in model.e and values[x] < 1.5:
+        changed[model.e[name]] = 0.0
+        changed |= {v: 0.0 for _, b, s in model.spread.get(name, ()) for v in (b, s)}
+    if name in model.a:
+        starts, stops = model.a[name], model.d[name]
+        changed |= {starts: values[starts] - 1} if values[starts] > 0.5 else {stops: values[stops] + 1}
+    return changed
+
+
+def _apply(rows_of: dict[Any, list[Any]], values: dict[Any, float], changed: dict[Any, float]) -> bool:
+    """Apply the changes if all affected rows still hold, and return whether they do."""
+    before = {variable: values[variable] for variable in changed}
+    values |= changed
+    bounds = all(v.upBound is None or value <= v.upBound for v, value in changed.items())
+    if bounds and _hold(values, (row for v in changed for row in rows_of.get(v, ()))):
+        return True
+    values |= before
+    return False
+
+
+def _hold(values: Values, rows: Iterable[Any]) -> bool:
+    for row in rows:
+        value = _row_value(row, values)
+        allowed = _TRIM_TOLERANCE * max(1.0, abs(row.constant))
+        if row.sense == LpConstraintEQ:
+            broken = abs(value)
+        else:
+            broken = value if row.sense == LpConstraintLE else -value
+        if broken > allowed:
+            return False
+    return True

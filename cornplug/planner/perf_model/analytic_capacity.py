@@ -2,7 +2,7 @@
 
 The station is modelled as a GI/G/c queue. Its servers do the work that occurs once per request (encode,
 prefill, generate). The longer the queue, the more of this work an iteration contains. Decoding uses the
-remaining time. The wait has the distribution of Allen and Cunneen (`queueing.py`), and each sampled request
+remaining time. The wait has the distribution of Allen and Cunneen (`wait_mean`), and each sampled request
 adds its own time. A bound applies to the percentile of the sum over all samples. The numbers of decoding
 requests and of their KV tokens are Poisson distributed as in M/G/infinity, so a percentile needs capacity for
 some standard deviations more than the mean.
@@ -17,11 +17,9 @@ from typing import Final
 import numpy as np
 
 from cornplug.planner.inputs.request_classes import SampledRequest
-from cornplug.planner.perf_model.analytic_load import ReplicaLoad
-from cornplug.planner.perf_model.analytic_state import AnalyticState
+from cornplug.planner.perf_model.analytic_load import ReplicaLoad, erlang_c, two_choices
+from cornplug.planner.perf_model.analytic_state import AnalyticState, Floats, RequestCosts, request_costs
 from cornplug.planner.perf_model.latency_bound import LatencyBound
-from cornplug.planner.perf_model.queueing import erlang_c, two_choices
-from cornplug.planner.perf_model.request_costs import Floats, RequestCosts, sizes_of
 from cornplug.planner.simulator.stations import Station
 
 WAIT_FACTOR: Final = {"least_work": 1.0, "join_shortest_queue": 3.0, "random": 1.0}
@@ -35,7 +33,7 @@ def screen(
 ) -> float:
     """Return the capacity of all replicas in requests per second, from closed forms. See
     `capacity.capacity`."""
-    sizes = sizes_of(tuple(samples))
+    sizes = request_costs(tuple(samples))
     if not _fits(station, sizes):
         return 0.0
     replica = ReplicaLoad(station, sizes, max(map(_sigmas, bound.each)))

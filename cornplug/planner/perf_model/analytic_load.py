@@ -2,7 +2,12 @@
 
 Work that occurs once per request (encode, prefill, generate) occupies the replica, and decoding requests
 share the remaining time. The state is a fixed point: the more requests decode, the slower each request
-becomes, and the more prompts wait, the more prompts an iteration contains.
+becomes, and the more prompts wait, the more prompts an iteration contains. Attention-DP groups run iterations
+in lockstep, so prompts of several groups share an iteration.
+
+Waits in queues follow Erlang, Allen-Cunneen and Mitzenmacher. Rates are per second, times are in seconds, and
+cv2 is a squared coefficient of variation (1 for an exponential distribution). These functions raise
+ValueError if a queue is overloaded, because its wait is not finite.
 """
 
 from __future__ import annotations
@@ -12,10 +17,8 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from cornplug.planner.perf_model.analytic_state import AnalyticState
-from cornplug.planner.perf_model.groups_in_step import SharedIterations, shared_iterations
-from cornplug.planner.perf_model.queueing import wait_mean
-from cornplug.planner.perf_model.request_costs import (
+from cornplug.planner.perf_model.analytic_state import (
+    AnalyticState,
     Floats,
     RequestCosts,
     decode_s,
@@ -29,6 +32,7 @@ _T = TypeVar("_T", float, Floats)
 _ROUNDS: Final = 24
 """Maximum number of steps to find the fixed point. A replica that needs more steps is almost overloaded, and
 would miss the bounds anyway."""
+_BUSIEST: Final = 0.999
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ class ReplicaLoad:
     def _engine(self, rate: float) -> AnalyticState | None:
         """Return the state of a replica that decodes, with or without prefill in the same iterations."""
         balance = self._balance(rate)
-        if balance is None or not self._has_room(rate, balance):
+        if balance is None or not self._fits(rate, balance):
             return None
         token_s, fill = self._token_s(balance.decoding), balance.fill
         service = _between(
@@ -247,7 +251,7 @@ class ReplicaLoad:
         # This is the maximum of both times, in a form for floats and arrays.
         return (with_them + iterations * token_s + abs(with_them - iterations * token_s)) * (mixed / 2)
 
-    def _has_room(self, rate: float, balance: _Balance) -> bool:
+    def _fits(self, rate: float, balance: _Balance) -> bool:
         """Return whether the requests and their KV tokens fit, with a margin of some standard deviations."""
         if balance.decoding + self._spread * balance.decoding**0.5 > self._station.max_batch:
             return False
@@ -314,3 +318,83 @@ class ReplicaLoad:
 
 def _between(low: _T, high: _T, share: float) -> _T:
     return low + share * (high - low)
+
+
+@dataclass(frozen=True)
+class SharedIterations:
+    """Iterations with prompts, in all groups of a replica."""
+
+    busy: float
+    """Share of the time in which iterations contain prompts."""
+    groups: float
+    """Mean number of groups with a prompt in an iteration."""
+    longer: float
+    """Duration relative to an iteration with a single prompt."""
+
+
+def shared_iterations(alone: float, groups: int, side_by_side: float) -> SharedIterations:
+    """Return how many groups' prompts share an iteration, as a fixed point.
+
+    Prompts that arrive at any group during an iteration join the next iteration: a server at utilisation u
+    has u^2 / (1 - u) waiting requests. Prompts that share an iteration take less time than separate
+    iterations.
+
+    Args:
+        alone: share of the time that the prompts of one group take alone.
+        groups: number of groups.
+        side_by_side: duration of an iteration with prompts of all groups, relative to a single prompt.
+    """
+    if groups == 1:
+        return SharedIterations(alone, 1.0, 1.0)
+    together, longer, busy = 1.0, 1.0, 0.0
+    for _ in range(_ROUNDS):
+        longer = 1 + (together - 1) / (groups - 1) * (side_by_side - 1)
+        busy = min(groups * alone * longer / together, _BUSIEST)
+        now = min(1 + busy * busy / (1 - busy), groups)
+        if abs(now - together) < 1e-3:
+            break
+        together = (together + now) / 2
+    return SharedIterations(busy, together, longer)
+
+
+def erlang_c(servers: int, load: float) -> float:
+    """Return the probability that a request waits in M/M/c.
+
+    `load` is the arrival rate x service time (erlangs). Source: Erlang's C formula, computed with the
+    recursion of the B formula, which never overflows.
+    """
+    _refuse_overload(servers, load)
+    blocked = 1.0
+    for n in range(1, servers + 1):
+        blocked = load * blocked / (n + load * blocked)
+    return blocked / (1 - load / servers * (1 - blocked))
+
+
+def wait_mean(
+    servers: int, rate: float, service_s: float, *, arrival_cv2: float = 1.0, service_cv2: float = 1.0
+) -> float:
+    """Return the mean wait in GI/G/c in seconds.
+
+    Source: Allen-Cunneen: W_q(M/M/c) x (c_a^2 + c_s^2) / 2.
+    """
+    waits = erlang_c(servers, rate * service_s)
+    return waits / (servers / service_s - rate) * (arrival_cv2 + service_cv2) / 2
+
+
+def two_choices(utilisation: float) -> tuple[float, float]:
+    """Return (share of requests that wait, mean wait of all requests in units of the service time).
+
+    Each request joins the shorter of two random queues. Source: the supermarket model of M/M/1 queues
+    (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001): a share u^(2^k - 1) of many
+    queues has k or more requests. With few queues, waits are shorter.
+    """
+    _refuse_overload(1, utilisation)
+    wait, k = 0.0, 2
+    while (longer := utilisation ** (2**k - 2)) > 1e-6:
+        wait, k = wait + longer, k + 1
+    return utilisation**2, wait
+
+
+def _refuse_overload(servers: int, load: float) -> None:
+    if servers < 1 or not 0 <= load < servers:
+        raise ValueError(f"{load:g} erlangs need more than {load:g} servers; there are {servers}")

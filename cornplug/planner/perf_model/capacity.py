@@ -1,23 +1,39 @@
-"""Computes a station's capacity: the largest rate of one request class that the station can serve within its
-bounds.
+"""Computes a station's capacity: the largest rate of one request class that it can serve within its bounds.
 
 Closed forms (`analytic_capacity.py`) compute the capacity in milliseconds, accurately enough to drop cells
-that no plan uses. The simulator (`simulated_capacity.py`) then computes the capacity of the cells that a plan
-uses.
+that no plan uses. The capacity of the cells that a plan uses is then found by simulation. The same samples
+and the same interarrival times, scaled, are simulated at every rate (common random numbers), so that two runs
+differ only in their rate.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cornplug.planner.inputs.request_classes import SampledRequest
-from cornplug.planner.perf_model import analytic_capacity, simulated_capacity
+from cornplug.planner.perf_model import analytic_capacity
 from cornplug.planner.perf_model.latency_bound import LatencyBound
+from cornplug.planner.simulator.simulator import JobOutcomes, StationJob, StationVisit, simulate
 from cornplug.planner.simulator.stations import Station
 
-__all__ = ["LatencyBound", "capacity"]
+SIMULATIONS: Final = 8
+CLOSE: Final = 1.03
+"""Ratio between the lowest failing and the highest passing rate at which the search ends."""
+MOST_JOBS: Final = 4000
+_JOBS: Final = {"mean": 1000, "p50": 1000, "p90": 1200, "p95": 1500, "p99": 3000}
+_MORE_WHERE_NOTHING_DECODES: Final = 2
+"""Factor by which the number of jobs is multiplied if nothing decodes, because queues without decoding have
+longer correlations and are cheaper to simulate."""
+_HEAD: Final = 0.2
+"""Share of the jobs at the beginning that are not counted, because the station is not in a steady state
+yet."""
 
 
 def capacity(
@@ -62,4 +78,206 @@ def _capacity(
     screened = _capacity(station, samples, bound, burst, seed, False)
     if not 0 < screened < float("inf"):
         return screened
-    return simulated_capacity.confirm(station, samples, bound, burst=burst, seed=seed, screened=screened)
+    return _simulated_capacity(station, samples, bound, burst=burst, seed=seed, screened=screened)
+
+
+def _simulated_capacity(
+    station: Station,
+    samples: Sequence[SampledRequest],
+    bound: LatencyBound,
+    *,
+    burst: float,
+    seed: int,
+    screened: float,
+) -> float:
+    """Return the largest rate of all replicas that meets the bounds in simulation, in requests per second, or
+    0.
+
+    The search begins with `screened`, the rate from closed forms.
+    """
+    most = _saturated(station, samples, seed=seed)
+    if not bound.bounded:
+        return most
+    load_test = _LoadTest.of(station, samples, bound, burst, seed, min(screened, most))
+    return _search(load_test, min(screened, 0.97 * most), most)
+
+
+def _saturated(station: Station, samples: Sequence[SampledRequest], *, seed: int = 0) -> float:
+    """Return the throughput of the station, in requests per second, if all requests are present at the
+    beginning.
+
+    One replica is simulated, because replicas with separate queues do not affect each other.
+    """
+    one = replace(station, replicas=1)
+    count = min(max(1000, 3 * station.groups * _in_flight(station, samples)), MOST_JOBS)
+    jobs = [StationJob(0.0, 0, request, (StationVisit(0),)) for request in _shuffled(samples, count, seed)]
+    seconds = simulate([one], jobs, seed=seed).stage_s[:, 0]
+    # Ignore requests without work at this station, whose embeddings are cached or whose only token is
+    # computed.
+    ends = np.sort(seconds[seconds > 0])
+    if not ends.size:
+        return math.inf
+    return _pace(ends, "D" in station.tasks) * count / len(ends) * station.replicas
+
+
+def _pace(ends: NDArray[np.float64], decodes: bool) -> float:
+    """Return the number of requests that end per second.
+
+    If requests decode, the times in which the batch fills and empties are excluded.
+    """
+    first, last = int(0.25 * len(ends)), int(0.75 * len(ends))
+    if decodes and ends[last] > ends[first]:
+        return (last - first) / float(ends[last] - ends[first])
+    return len(ends) / float(ends[-1])
+
+
+def _in_flight(station: Station, samples: Sequence[SampledRequest]) -> int:
+    """Return the maximum number of requests that decode together in one group."""
+    if "D" not in station.tasks or "G" in station.tasks:
+        return 1
+    held = sum(d.prompt_tokens + d.output_tokens for d in samples) / len(samples)
+    return int(min(station.max_batch, max(station.kv_tokens / held, 1)))
+
+
+def _shuffled(samples: Sequence[SampledRequest], count: int, seed: int) -> list[SampledRequest]:
+    """Return `count` samples in random order. The numbers of their occurrences differ by at most one."""
+    rng = np.random.default_rng(seed)
+    rounds = [rng.permutation(len(samples)) for _ in range(math.ceil(count / len(samples)))]
+    return [samples[i] for i in np.concatenate(rounds)[:count]]
+
+
+@dataclass(frozen=True)
+class _LoadTest:
+    """Simulation of a station that can be run at any rate."""
+
+    station: Station
+    scale: float
+    """Ratio between the rate of the complete station and the rate of the simulated replicas."""
+    samples: tuple[SampledRequest, ...]
+    at_s: NDArray[np.float64]
+    """Arrival times for a rate of one request per second."""
+    bound: LatencyBound
+    seed: int
+
+    @classmethod
+    def of(
+        cls,
+        station: Station,
+        samples: Sequence[SampledRequest],
+        bound: LatencyBound,
+        burst: float,
+        seed: int,
+        rate: float,
+    ) -> _LoadTest:
+        """Create a simulation that is long enough for a steady state, so that requests are replaced several
+        times.
+
+        If this requires too many requests, fewer replicas are simulated. Fewer replicas balance their load
+        less, so the resulting capacity is conservative.
+        """
+        needed = 6 * rate * _lifetime_s(station, samples)
+        replicas = station.replicas
+        if needed > MOST_JOBS:
+            replicas = max(int(replicas * MOST_JOBS / needed), 1)
+        scale = station.replicas / replicas
+        longest = max(_JOBS[one.percentile] for one in bound.each)
+        least = longest * (1 if "D" in station.tasks else _MORE_WHERE_NOTHING_DECODES)
+        count = int(min(max(least, needed / scale, 25 * replicas * station.groups), MOST_JOBS))
+        return cls(
+            replace(station, replicas=replicas),
+            scale,
+            tuple(_shuffled(samples, count, seed)),
+            _arrivals(count, burst, seed + 1),
+            bound,
+            seed,
+        )
+
+    def stress(self, rate: float) -> float:
+        """Return the largest ratio of a simulated time to its bound at a rate. A bound is missed above 1."""
+        at_s = self.at_s * (self.scale / rate)
+        jobs = [
+            StationJob(float(at), 0, request, (StationVisit(0),))
+            for at, request in zip(at_s, self.samples, strict=True)
+        ]
+        outcome = simulate([self.station], jobs, seed=self.seed)
+        end = self._end(outcome, at_s)
+        return max(max(self._stage(outcome, one), self._tokens(outcome, end, one)) for one in self.bound.each)
+
+    def _stage(self, outcome: JobOutcomes, bound: LatencyBound) -> float:
+        if bound.seconds is None:
+            return 0.0
+        times = outcome.ttft if "P" in self.station.tasks else outcome.stage_s[:, 0]
+        if bound.relative:
+            times = times / np.array([d.idle.ttft_s if d.idle else np.nan for d in self.samples])
+        return bound.of(times[self._head :]) / bound.seconds
+
+    def _tokens(self, outcome: JobOutcomes, end: int, bound: LatencyBound) -> float:
+        if bound.tpot_s is None or "D" not in self.station.tasks:
+            return 0.0
+        tpot = outcome.tpot
+        if bound.relative:
+            tpot = tpot / np.array([d.idle.tpot_s if d.idle else np.nan for d in self.samples])
+        tpot = tpot[self._head : end]
+        return bound.of(tpot[~np.isnan(tpot)]) / bound.tpot_s
+
+    @staticmethod
+    def _end(outcome: JobOutcomes, at_s: NDArray[np.float64]) -> int:
+        """Return the index after the last request that is counted.
+
+        Requests that are present when the last request arrives are not counted, because their batch shrinks.
+        At most a third of the requests is excluded.
+        """
+        end = np.searchsorted(at_s, at_s[-1] - float(np.median(outcome.e2e)))
+        return max(int(end), 2 * len(at_s) // 3)
+
+    @property
+    def _head(self) -> int:
+        return int(_HEAD * len(self.samples))
+
+
+def _arrivals(count: int, burst: float, seed: int) -> NDArray[np.float64]:
+    """Return arrival times with gamma-distributed interarrival times, and a mean rate of exactly one per
+    second.
+
+    The sampled times are rescaled, because their own mean rate would deviate by 1 / sqrt(count).
+    """
+    at_s: NDArray[np.float64] = np.cumsum(np.random.default_rng(seed).gamma(1 / burst, burst, count))
+    at_s *= count / at_s[-1]
+    return at_s
+
+
+def _lifetime_s(station: Station, samples: Sequence[SampledRequest]) -> float:
+    """Return the mean time in seconds that a request decodes, in a batch between empty and full."""
+    if "D" not in station.tasks or "G" in station.tasks or station.steps is None:
+        return 0.0
+    steps = sum(d.output_tokens - 1 for d in samples) / len(samples)
+    many = _in_flight(station, samples)
+    return steps * (station.steps.decode(many) + station.steps.decode(1)) / 2
+
+
+def _search(load_test: _LoadTest, rate: float, most: float) -> float:
+    """Return the largest rate that meets the bounds in simulation.
+
+    The search begins at the screened rate, and interpolates in logarithms once it has a passing and a failing
+    rate.
+    """
+    good, bad = 0.0, most
+    ease, stress = 0.0, math.inf
+    factor = 1.15
+    for _ in range(SIMULATIONS):
+        found = load_test.stress(rate)
+        if found <= 1:
+            good, ease = rate, found
+        else:
+            bad, stress = rate, found
+        if good and bad / good < CLOSE:
+            break
+        if not good:
+            rate, factor = bad / factor, factor**1.5
+        elif stress == math.inf:
+            rate, factor = min(good * factor, math.sqrt(good * most)), factor**1.5
+        else:
+            share = math.log(1 / max(ease, 1e-3)) / math.log(stress / max(ease, 1e-3))
+            # Keep a distance from both ends of the interval, so that both ends move.
+            rate = good * (bad / good) ** min(max(share, 0.2), 0.8)
+    return good

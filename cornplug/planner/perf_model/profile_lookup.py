@@ -22,9 +22,9 @@ from cornplug.planner.inputs.schema import (
     ThroughputProfile,
     TowerShape,
 )
-from cornplug.planner.parallelism import Parallelism
-from cornplug.planner.perf_model import kv_memory, roofline
+from cornplug.planner.perf_model import engine_spec, roofline
 from cornplug.planner.perf_model.engine_spec import EngineSpec
+from cornplug.planner.plan import Parallelism
 from cornplug.planner.simulator.step_times import ANY, CellHardware, EngineStepTimes, PiecewiseCurve
 
 Shape = LLMShape | TowerShape | GeneratorShape
@@ -123,7 +123,7 @@ def _llm(
         steps, source = _measured_steps(profile, role), profile.source
         kv_tokens = profile.kv_tokens if spec.share == 1 else None
     if kv_tokens is None and llm is not None:
-        kv_tokens = kv_memory.kv_tokens(llm, spec, extra_bytes=extra_bytes)
+        kv_tokens = engine_spec.kv_tokens(llm, spec, extra_bytes=extra_bytes)
     if steps is None or kv_tokens is None:
         return None
     return CellHardware(

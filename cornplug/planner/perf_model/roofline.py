@@ -1,9 +1,14 @@
 """Estimates times from a model's shape and the GPU table, for components without measurements.
 
 An iteration takes max(FLOP / (efficiency x peak), bytes / (efficiency x bandwidth)), plus its all-reduces, a
-latency per layer and a constant overhead (`device_efficiency.py`). Source: Williams, Waterman and Patterson
-2009. The FLOP counts are those of Kaplan et al. 2020 (2 per weight and token) plus attention. A plan marks
-cells whose times are estimates.
+latency per layer and a constant overhead. Source: Williams, Waterman and Patterson 2009. The FLOP counts are
+those of Kaplan et al. 2020 (2 per weight and token) plus attention. A plan marks cells whose times are
+estimates.
+
+The efficiencies for Hopper and Blackwell are fitted to half of 577 published measurements of vLLM (Llama 70B,
+MiniMax-M2.5, Qwen3-235B, Kimi-K2.5). `benchmarks/plan_vs_published.py` compares the other half. Those for
+Ampere, Ada, and 16-bit dense models are from kernel times of AIConfigurator 0.12, reduced if the sums of
+these times are known to be too short.
 
 Pipeline parallelism: the time between two prefill iterations is the time of one stage
 (`EngineStepTimes.pipeline` adds the other stages to the time to first token). In a decode iteration, all b
@@ -16,6 +21,11 @@ rank then has the same work as with tp alone, because experts process dp times t
 ranks. Instead of a layer's second all-reduce, the tokens of all groups are gathered before the experts, and
 the results are reduce-scattered after the experts, as both engines do without other libraries.
 
+Decode context parallelism (DCP): each rank holds a part of every request's KV. In vLLM (0.32,
+`dcp_comm_backend` "ag_rs"), a decode step gathers the queries of all ranks' heads, attends to the rank's own
+part of the context, and reduce-scatters the outputs. With MLA, the prefill of a prompt's later chunks gathers
+the latent vectors of the earlier chunks. With KV heads, it communicates like a decode step.
+
 Prefill context parallelism (vLLM 0.32): pcp groups of tp ranks divide the tokens of each prompt, and each
 group attends to the complete context for its tokens. Each group decodes 1 / pcp of the requests. Experts are
 divided as with attention data parallelism. The KV of each layer is gathered from all groups, so that all
@@ -27,12 +37,13 @@ sqrt(2 m ln G) of the tokens' choices, where m is the mean (Raab and Steger 1998
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import log, log2, sqrt
-from typing import Final
+from typing import Final, NamedTuple
 
 from cornplug.planner.inputs import component_shapes
+from cornplug.planner.inputs.component_shapes import kv_bytes_per_token
 from cornplug.planner.inputs.schema import (
     Component,
     GeneratorShape,
@@ -40,15 +51,6 @@ from cornplug.planner.inputs.schema import (
     LLMShape,
     RooflineProfile,
     TowerShape,
-)
-from cornplug.planner.perf_model import context_parallel
-from cornplug.planner.perf_model.device_efficiency import (
-    EXPERTS_S,
-    LAYER_S,
-    NOT_FITTED,
-    NVLINK,
-    PCIE,
-    compute_efficiency,
 )
 from cornplug.planner.perf_model.engine_spec import EngineSpec
 from cornplug.planner.simulator.step_times import (
@@ -66,6 +68,52 @@ IMAGE_PATCHES: Final = 4096
 """Maximum number of patches in one image, which attend to each other. More patches are a batch of several
 images."""
 _ACTIVATION_BYTES: Final = 2
+_NOT_FITTED: Final = 0.5
+"""Share of the peak FLOPS that towers and generators reach. It was not compared with published times."""
+LAYER_S: Final = 40e-6
+"""Time in seconds of a layer's sequential kernel launches, independent of the kernels' work."""
+EXPERTS_S: Final = 45e-6
+"""Additional time in seconds of a layer with experts, for routing, permutation and two grouped GEMMs."""
+_BYTES = 2
+
+
+class LinkEfficiency(NamedTuple):
+    """Efficiency of all-reduces between the GPUs of a node."""
+
+    efficiency: float
+    """Share of the link's peak bandwidth."""
+    latency_s: float
+    """Latency in seconds between two ranks. For n ranks, it is multiplied by log2(n)."""
+
+
+class ComputeEfficiency(NamedTuple):
+    """Shares of a GPU's peak FLOPS that engines reach."""
+
+    dense: float
+    dense_fp8: float
+    experts: float
+    """Share for mixtures of experts, whose grouped GEMMs are unevenly filled."""
+    experts_fp8: float
+
+
+NVLINK: Final = LinkEfficiency(0.6, 4.5e-6)
+_PCIE: Final = LinkEfficiency(0.5, 15e-6)
+
+_OF_GENERATION: Final[Mapping[str, ComputeEfficiency]] = {
+    "ampere": ComputeEfficiency(0.7, 0.7, 0.25, 0.25),
+    "ada": ComputeEfficiency(0.52, 0.42, 0.2, 0.12),
+    "hopper": ComputeEfficiency(0.68, 0.6, 0.19, 0.125),
+    "blackwell": ComputeEfficiency(0.47, 0.35, 0.1, 0.09),
+    "cpu": ComputeEfficiency(0.5, 0.5, 0.5, 0.5),
+}
+
+
+def compute_efficiency(gpu: GpuSpec, *, fp8: bool, experts: bool) -> float:
+    """Return the share of a GPU's peak FLOPS at this precision that an engine reaches with long prompts."""
+    of = _OF_GENERATION[gpu.generation]
+    if experts:
+        return of.experts_fp8 if fp8 else of.experts
+    return of.dense_fp8 if fp8 else of.dense
 
 
 @dataclass(frozen=True)
@@ -81,7 +129,7 @@ class DevicePeaks:
 
     @classmethod
     def of(
-        cls, gpu: GpuSpec, profile: RooflineProfile, quantisation: str, efficiency: float = NOT_FITTED
+        cls, gpu: GpuSpec, profile: RooflineProfile, quantisation: str, efficiency: float = _NOT_FITTED
     ) -> DevicePeaks:
         """Return the peaks of a GPU for this quantisation.
 
@@ -89,7 +137,7 @@ class DevicePeaks:
         `efficiency` is the share of the peak FLOPS if the profile does not set it.
         """
         peak = gpu.fp8_tflops if quantisation == "fp8" else gpu.bf16_tflops
-        link = NVLINK if gpu.nvlink else PCIE
+        link = NVLINK if gpu.nvlink else _PCIE
         return cls(
             peak * 1e12 * (profile.compute_efficiency or efficiency),
             gpu.bandwidth_gb_s * 1e9 * profile.bandwidth_efficiency,
@@ -146,7 +194,7 @@ def llm_steps(
         return device.seconds(flops / tp, read(tokens), sent) + latency_s
 
     def kv_gathered_s(tokens: float) -> float:
-        return context_parallel.kv_gathered_bytes(shape, tokens, pp=pp, pcp=pcp) / device.link + gather_s
+        return pcp_kv_bytes(shape, tokens, pp=pp, pcp=pcp) / device.link + gather_s
 
     def prefill(tokens: float) -> float:
         seconds = stage(tokens / pcp, tokens if context_tokens is None else context_tokens)
@@ -155,7 +203,7 @@ def llm_steps(
         if dcp == 1 or context_tokens is None or context_tokens <= tokens:
             return seconds
         earlier = context_tokens - tokens
-        sent = context_parallel.prefill_bytes(shape, tokens, earlier, layers=layers, tp=tp, pp=pp, dcp=dcp)
+        sent = dcp_prefill_bytes(shape, tokens, earlier, layers=layers, tp=tp, pp=pp, dcp=dcp)
         return seconds + sent / device.link + gather_s
 
     drafted, draft_layers = DRAFTS[component.speculative if component.acceptance else "none"]
@@ -166,7 +214,7 @@ def llm_steps(
         verify = pp * stage(each * (drafted + 1), 0.0)
         draft = drafted * draft_layers / shape.layers * pp * stage(each, 0.0)
         if dcp > 1:
-            sent = context_parallel.attention_bytes(shape, each, layers=layers, tp=tp, dcp=dcp)
+            sent = dcp_attention_bytes(shape, each, layers=layers, tp=tp, dcp=dcp)
             verify += pp * (sent / device.link + gather_s)
         if pcp > 1:
             verify += pp * kv_gathered_s(each * pcp)
@@ -308,3 +356,34 @@ def _sampled(
         x *= 2
     ordered = sorted(points | {2.0 * largest})
     return PiecewiseCurve.through(ordered, [seconds(x) for x in ordered])
+
+
+def dcp_attention_bytes(shape: LLMShape, tokens: float, *, layers: float, tp: int, dcp: int) -> float:
+    """Return the number of bytes that a rank sends for the queries and outputs of `tokens` tokens.
+
+    With MLA, a head is as wide as the latent vector.
+    """
+    width = shape.mla_rank or shape.head_dim
+    return layers * 2 * tokens * shape.heads / tp * width * (dcp - 1) * _BYTES
+
+
+def dcp_prefill_bytes(
+    shape: LLMShape, tokens: float, earlier: float, *, layers: float, tp: int, pp: int, dcp: int
+) -> float:
+    """Return the number of bytes that a rank sends for a prefill iteration of `tokens` tokens.
+
+    `earlier` is the number of tokens of the same prompts in earlier iterations.
+    """
+    if earlier <= 0:
+        return 0.0
+    if shape.mla_rank is None:
+        return dcp_attention_bytes(shape, tokens, layers=layers, tp=tp, dcp=dcp)
+    return earlier * kv_bytes_per_token(shape, tp=tp, pp=pp) * (dcp - 1) / dcp
+
+
+def pcp_kv_bytes(shape: LLMShape, tokens: float, *, pp: int, pcp: int) -> float:
+    """Return the number of bytes that a rank sends so that all `pcp` groups hold the KV of `tokens` tokens.
+
+    The latent vectors of MLA are not divided among the ranks of a group.
+    """
+    return tokens * kv_bytes_per_token(shape, pp=pp) * (pcp - 1) / pcp

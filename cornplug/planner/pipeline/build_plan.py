@@ -1,8 +1,12 @@
-"""Converts the solution of a pool to a plan."""
+"""Converts the solution of a pool to a plan, with routes and the costs of jobs.
+
+The cost of a job is its share of the cost of the machines that its requests use, until its deadline.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
 from math import isinf
@@ -10,29 +14,31 @@ from math import isinf
 from cornplug import __version__
 from cornplug.planner.candidates.cell_capacity import URGENCY
 from cornplug.planner.candidates.cells import CellSpec
-from cornplug.planner.candidates.engine_settings import PRIORITY, kv_geometry
-from cornplug.planner.inputs import length_distributions
+from cornplug.planner.candidates.replica_configs import PRIORITY, kv_geometry
+from cornplug.planner.inputs import request_sampling
 from cornplug.planner.inputs.request_classes import RequestClass
 from cornplug.planner.inputs.schema import Component, LLMShape, Slo, Workload
 from cornplug.planner.inputs.slo import QUANTITIES
-from cornplug.planner.latency_forecast import LatencyForecast, PercentileSlo, SimulatedSlowdown
-from cornplug.planner.launch.generator_servers import generator_command
+from cornplug.planner.latency_forecast import JobForecast, LatencyForecast, PercentileSlo, SimulatedSlowdown
+from cornplug.planner.launch.vllm_flags import generator_command
 from cornplug.planner.optimizer import solvers
-from cornplug.planner.optimizer.optimization_problem import PoolSolution
-from cornplug.planner.pipeline import build_plan_routes
+from cornplug.planner.optimizer.optimization_problem import PathVariant, PoolSolution, ServiceDemand
 from cornplug.planner.pipeline.formulate import FormulatedProblem
-from cornplug.planner.pipeline.job_costs import job_forecast
 from cornplug.planner.pipeline.place_replicas import Slot, idle_gpus, placement
 from cornplug.planner.plan import (
     CacheSize,
     KVGeometry,
     OptimalityProof,
     Plan,
+    PlannedGroup,
     PlannedNodes,
     PlanRoute,
     QosReservation,
-    ReplicaGroup,
+    RouteStage,
 )
+
+LEAST_PART = 1e-6
+"""Share of a class's rate below which a flow is only a consequence of the solver's tolerance."""
 
 
 def build_plan(problem: FormulatedProblem, solution: PoolSolution, *, digest: str) -> Plan:
@@ -41,7 +47,7 @@ def build_plan(problem: FormulatedProblem, solution: PoolSolution, *, digest: st
     Its latency forecasts have no times before the simulation in `validate.py`.
     """
     names = {cell: group_name(cell) for cell, n in solution.replicas.items() if n}
-    plan_routes = build_plan_routes.routes(problem, solution, names)
+    plan_routes = _routes(problem, solution, names)
     nodes = _nodes(problem, solution)
     goodput = sum(problem.classes[f"{r.app}/{r.request}"].request.weight * r.rate for r in plan_routes)
     return Plan(
@@ -87,20 +93,20 @@ def _nodes(problem: FormulatedProblem, solution: PoolSolution) -> list[PlannedNo
 
 def _groups(
     problem: FormulatedProblem, solution: PoolSolution, names: Mapping[str, str]
-) -> list[ReplicaGroup]:
+) -> list[PlannedGroup]:
     slots = placement(problem.pool, solution)
     return [_group(problem, solution, problem.cells[cell], name, slots[cell]) for cell, name in names.items()]
 
 
 def _group(
     problem: FormulatedProblem, solution: PoolSolution, spec: CellSpec, name: str, slots: list[Slot]
-) -> ReplicaGroup:
+) -> PlannedGroup:
     cell, footprint = spec.cell, spec.footprint
-    flows = [f for f in solution.flows if f.cell == cell.name and f.rate > build_plan_routes.LEAST_PART]
+    flows = [f for f in solution.flows if f.cell == cell.name and f.rate > LEAST_PART]
     users = [problem.classes[f.demand] for f in flows]
     replicas = solution.replicas[cell.name]
     main, *others = spec.service.components
-    return ReplicaGroup(
+    return PlannedGroup(
         name=name,
         service=spec.service.name,
         tasks=spec.service.tasks,
@@ -180,7 +186,7 @@ def _forecast(
         slo_e2e_s=slo.e2e_s,
         slo_also=_other_bounds(slo),
         slowdown=_slowdown(slo),
-        job=job_forecast(problem, solution, of),
+        job=_job_forecast(problem, solution, of),
     )
 
 
@@ -224,7 +230,7 @@ def _reservations(problem: FormulatedProblem, plan_routes: list[PlanRoute]) -> l
     for route in plan_routes:
         of = problem.classes[f"{route.app}/{route.request}"]
         if any(stage.tasks == "E" for stage in route.stages):
-            items = sum(length_distributions.mean(m.items) for m in of.request.media)
+            items = sum(request_sampling.mean_length(m.items) for m in of.request.media)
             users.setdefault(of.app.qos, []).append((of, route.rate * items))
     total = sum(load for loads in users.values() for _, load in loads)
     return [_reservation(qos, loads, total) for qos, loads in users.items()]
@@ -260,3 +266,80 @@ def _unit(problem: FormulatedProblem) -> str:
         return "weighted requests/s" if problem.pool.objective == "goodput" else "of each class"
     current = problem.pool.current
     return "$/h" if current is None else f"$ in {current.horizon_hours:g} h, including the cost of the change"
+
+
+def _routes(
+    problem: FormulatedProblem, solution: PoolSolution, group_of: Mapping[str, str]
+) -> list[PlanRoute]:
+    """Return a route for each variant that serves requests. `group_of` maps cells to names of groups."""
+    rates = {d.name: d.rate for d in problem.pool.demands}
+    served = [
+        v for v in problem.pool.variants if solution.served.get(v.name, 0.0) > LEAST_PART * rates[v.demand]
+    ]
+    return [_route(problem, solution, variant, group_of) for variant in served]
+
+
+def _route(
+    problem: FormulatedProblem, solution: PoolSolution, variant: PathVariant, group_of: Mapping[str, str]
+) -> PlanRoute:
+    tasks = {s.name: s.tasks for s in problem.request_paths[variant.name].path.stages}
+    app, request = variant.demand.split("/")
+    stages = []
+    for need in variant.needs:
+        weights = _weights(solution, variant.demand, need)
+        stages.append(
+            RouteStage(tasks=tasks[need.service], groups={group_of[c]: w for c, w in weights.items()})
+        )
+    rate = solution.served[variant.name]
+    return PlanRoute(app=app, request=request, structure=variant.structure, rate=rate, stages=stages)
+
+
+def _weights(solution: PoolSolution, demand: str, need: ServiceDemand) -> dict[str, float]:
+    """Return each cell's share of the demand's work that requires this service and tier."""
+    rates: dict[str, float] = {}
+    for f in solution.flows:
+        if (f.demand, f.service, f.tier) == (demand, need.service, need.tier):
+            rates[f.cell] = rates.get(f.cell, 0.0) + f.rate
+    total = sum(rates.values())
+    kept = {cell: rate for cell, rate in rates.items() if rate > LEAST_PART * total}
+    return {cell: rate / sum(kept.values()) for cell, rate in kept.items()}
+
+
+def _job_forecast(problem: FormulatedProblem, solution: PoolSolution, of: RequestClass) -> JobForecast | None:
+    """Return a job's forecast without the simulated completion time, or None if the class is not a job."""
+    job = of.request.job
+    if job is None:
+        return None
+    load: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for flow in solution.flows:
+        used = flow.rate / problem.cells[flow.cell].cell.capacity[flow.demand]
+        load[flow.cell][flow.demand] = load[flow.cell].get(flow.demand, 0.0) + used
+    per_hour = sum(
+        _cost_per_hour(problem, solution, cell) * used[of.name] / sum(used.values())
+        for cell, used in load.items()
+        if used.get(of.name)
+    )
+    return JobForecast(
+        requests=job.requests, deadline_hours=job.deadline_hours, dollars=per_hour * job.deadline_hours
+    )
+
+
+def _cost_per_hour(problem: FormulatedProblem, solution: PoolSolution, name: str) -> float:
+    """Return the cost of a cell's replicas.
+
+    The cost of all machines of the class is divided among the cells in proportion to the GPUs that they use.
+    """
+    cells = {c.name: c for c in problem.pool.cells}
+    nodes = next(n for n in problem.pool.nodes if n.name == cells[name].nodes)
+    gpus = {c: cells[c].gpus * n for c, n in solution.replicas.items() if n and cells[c].nodes == nodes.name}
+    return solution.nodes.get(nodes.name, 0) * nodes.price * gpus[name] / sum(gpus.values())
+
+
+def job_done_hours(job: JobForecast, served: float, last_answer_s: float | None) -> float | None:
+    """Return the time in hours from the job's first request to its last response.
+
+    Returns None if the plan was not simulated.
+    """
+    if last_answer_s is None or served <= 0:
+        return None
+    return (job.requests / served + last_answer_s) / 3600

@@ -3,20 +3,39 @@
 Closed forms estimate the capacities of all cells, and the simulator determines the capacities of the cells
 that a solution uses. If the solution's replicas can still serve all load, the solution is final. Otherwise
 the problem is solved again with the simulated capacities.
+
+A solver fills some cells completely and leaves other cells empty, especially spare replicas. `balance_load`
+reduces the load of the fullest cell of every service as far as its tiers allow. Waits become shorter, and
+spare replicas stay warm.
+
+When re-planning, there are a thousand ways to start new processes, and the solver may reach its limit before
+it finds a plan that is as good as keeping the current deployment. So the small pool of only the running
+processes is solved in addition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Final
+from math import inf
+from typing import Any, Final
 
-from cornplug.errors import PlanUnfinished
+from pulp import lpSum
+
+from cornplug.errors import PlanInfeasible, PlanUnfinished
 from cornplug.planner.candidates.cells import CellSpec
 from cornplug.planner.inputs.schema import SolverOptions
-from cornplug.planner.optimizer.optimization_problem import PoolSolution, SolveProgress
-from cornplug.planner.pipeline import current_deployment_baseline
-from cornplug.planner.pipeline.balance_load import balance_load
+from cornplug.planner.optimizer import milp
+from cornplug.planner.optimizer.optimization_problem import (
+    CurrentState,
+    OptimizationProblem,
+    PoolSolution,
+    SolveProgress,
+)
+from cornplug.planner.optimizer.solution import flows, slack
+from cornplug.planner.optimizer.solvers import SolverLimits
+from cornplug.planner.optimizer.solvers import solve as run_solver
+from cornplug.planner.optimizer.variables import PoolModel
 from cornplug.planner.pipeline.formulate import FormulatedProblem
 
 Report = Callable[[str, float], None]
@@ -39,6 +58,8 @@ SEARCH: Final = 0.5
 """Share of the solver's work after the used cells were simulated."""
 LATER: Final = 0.2
 """Share of the solver's work if a similar problem was solved before."""
+_RATE_TOLERANCE: Final = 1e-6
+"""Relative tolerance of fixed values, because of the solver's tolerances."""
 
 
 def with_simulated_capacities(
@@ -60,7 +81,7 @@ def with_simulated_capacities(
         settings = _settings(problem.solver, effort)
         cells = near.replicas if near is not None else ()
         try:
-            solution = current_deployment_baseline.solve(problem.pool, settings, watch, problem.notes, cells)
+            solution = solve_with_baseline(problem.pool, settings, watch, problem.notes, cells)
         except PlanUnfinished:
             if effort == 1:
                 raise
@@ -70,7 +91,7 @@ def with_simulated_capacities(
         solution = replace(_with_bound(solution, floor, problem.solver.gap), timed_out=timed_out)
         floor = near = solution
         rounds += 1
-        doubtful = _doubtful(problem, solution) if problem.rules.simulate and rounds < ROUNDS else []
+        doubtful = _unconfirmed(problem, solution) if problem.rules.simulate and rounds < ROUNDS else []
         fitted: PoolSolution | None = None
         if doubtful:
             found = _simulated(problem, doubtful, report)
@@ -110,7 +131,7 @@ def _settings(solver: SolverOptions, effort: float) -> SolverOptions:
     return solver.model_copy(update=limits)
 
 
-def _doubtful(problem: FormulatedProblem, solution: PoolSolution) -> list[tuple[CellSpec, int]]:
+def _unconfirmed(problem: FormulatedProblem, solution: PoolSolution) -> list[tuple[CellSpec, int]]:
     """Return the used cells whose capacity was not simulated for a similar number of replicas."""
     used = [(problem.cells[name], n) for name, n in solution.replicas.items() if n]
     return [
@@ -151,3 +172,108 @@ def _grown(
         if name in after.cells
         for u, rate in after.cells[name].cell.capacity.items()
     )
+
+
+def balance_load(
+    pool: OptimizationProblem, solution: PoolSolution, settings: SolverOptions
+) -> PoolSolution | None:
+    """Return the solution with evenly distributed flows, for the same replicas, variants and cost.
+
+    Returns None if the replicas' capacity is no longer sufficient. If rates are divided into slices, the
+    solution is not changed.
+    """
+    if any(u.slices is not None for u in pool.demands):
+        return solution
+    # Pass the replicas as the current deployment, because otherwise the model's own bounds allow only as many
+    # replicas as a plan needs.
+    model = milp.build(replace(pool, current=CurrentState(solution.replicas)))
+    _hold(model, solution)
+    fullest = _fullest(model, solution)
+    model.problem.setObjective(lpSum(fullest))
+    run = run_solver(model.problem, SolverLimits(0.0, inf, settings.threads, settings.work))
+    if run.status not in ("optimal", "feasible"):
+        return None
+    values = {v: v.varValue or 0.0 for v in model.problem.variables()}
+    slacks = {name: slack(row, values) for name, row in model.rows.items() if row.keys()}
+    return replace(
+        solution,
+        flows=tuple(flows(model, values, solution.served)),
+        slack={name: slacks.get(name, left) for name, left in solution.slack.items()},
+    )
+
+
+def _hold(model: PoolModel, solution: PoolSolution) -> None:
+    for name, x in model.x.items():
+        x.lowBound = x.upBound = solution.replicas.get(name, 0)
+    for name, z in model.z.items():
+        z.lowBound = z.upBound = solution.nodes.get(name, 0)
+    for name, w in model.w.items():
+        w.lowBound = w.upBound = int(name in solution.levels)
+    for name, e in model.e.items():
+        e.lowBound = e.upBound = int(name in solution.replicas)
+    for name, phi in model.phi.items():
+        rate = solution.served.get(name, 0.0)
+        phi.lowBound, phi.upBound = rate * (1 - _RATE_TOLERANCE), rate * (1 + _RATE_TOLERANCE)
+
+
+def _fullest(model: PoolModel, solution: PoolSolution) -> list[Any]:
+    """Add a variable for each service that bounds the utilisation of all its cells, and return the
+    variables."""
+    found = []
+    for i, (service, cells) in enumerate(model.cells_of.items()):
+        used = [c for c in cells if solution.replicas.get(c.name)]
+        if not used:
+            continue
+        fullest = model.real(f"fullest_{i}")
+        found.append(fullest)
+        for cell in used:
+            room = solution.replicas[cell.name] * fullest
+            model.add(f"fullest[{service},{cell.name}]", model.load(cell, model.classes(cell)) <= room)
+    return found
+
+
+def solve_with_baseline(
+    pool: OptimizationProblem,
+    settings: SolverOptions,
+    watch: Callable[[SolveProgress], None] | None,
+    notes: Mapping[str, str],
+    near: Collection[str] = (),
+) -> PoolSolution:
+    """Return the better of both solutions, with the bound of the complete pool.
+
+    Arguments and errors are those of `milp.solve`.
+    """
+    current = pool.current
+    if current is None or pool.objective != "cost":
+        return milp.solve(pool, settings, watch, notes=notes, near=near)
+    baseline = _baseline(pool, current, settings)
+    try:
+        known = {*near, *(baseline.replicas if baseline else ())}
+        whole = milp.solve(pool, settings, watch, notes=notes, near=known)
+    except PlanUnfinished:
+        if baseline is None:
+            raise
+        return replace(baseline, status="feasible", bound=0.0)
+    if baseline is None:
+        return whole
+    late = whole.timed_out or baseline.timed_out
+    if whole.objective <= baseline.objective:
+        return replace(whole, timed_out=late)
+    proven = baseline.objective - whole.bound <= settings.gap * abs(baseline.objective) + 1e-6
+    return replace(baseline, status="optimal" if proven else "feasible", bound=whole.bound, timed_out=late)
+
+
+def _baseline(
+    pool: OptimizationProblem, current: CurrentState, settings: SolverOptions
+) -> PoolSolution | None:
+    """Solve the pool of the running processes, with other numbers of replicas and with switched roles.
+
+    Returns None if these processes cannot serve the load or no plan was found.
+    """
+    names = set(current.replicas)
+    names |= {other for c in pool.cells if c.name in names for other in c.switches_with}
+    cells = tuple(c for c in pool.cells if c.name in names)
+    try:
+        return milp.solve(replace(pool, cells=cells), settings)
+    except (PlanInfeasible, PlanUnfinished):
+        return None

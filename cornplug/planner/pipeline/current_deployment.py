@@ -15,14 +15,14 @@ from math import log
 from cornplug.planner.candidates.cells import CellSpec
 from cornplug.planner.inputs.schema import ChangeRules
 from cornplug.planner.optimizer.optimization_problem import CurrentState, MachineClass, OptimizationProblem
-from cornplug.planner.plan import Plan, ReplicaGroup
+from cornplug.planner.plan import Plan, PlannedGroup
 
 Identity = tuple[str, str, str, int, int, int, int, int, bool, float, str, int]
 """Fields that identify the processes of a group or cell: service, engine, nodes, TP, PP, DP, DCP, PCP, EP,
 share, quantisation, and tokens per iteration, which are a command-line flag (0 if not planned)."""
 
 
-def of_group(g: ReplicaGroup) -> Identity:
+def of_group(g: PlannedGroup) -> Identity:
     chunk = 0 if g.settings is None else g.settings.chunk_tokens
     place = (g.service, g.engine, g.nodes)
     return (*place, *astuple(g.parallelism), g.expert_parallel, g.share, g.quantisation, chunk)
@@ -94,13 +94,13 @@ def limited_to(current: CurrentState | None, cells: Iterable[str]) -> CurrentSta
     )
 
 
-def home(g: ReplicaGroup, specs: Iterable[CellSpec]) -> CellSpec | None:
+def home(g: PlannedGroup, specs: Iterable[CellSpec]) -> CellSpec | None:
     """Return the cell with the group's processes whose tier is closest to the group's tier, or None."""
     same = [spec for spec in specs if of_cell(spec) == of_group(g)]
     return min(same, key=lambda spec: _distance(spec, g)) if same else None
 
 
-def _distance(spec: CellSpec, g: ReplicaGroup) -> float:
+def _distance(spec: CellSpec, g: PlannedGroup) -> float:
     if g.tier_s is None or not spec.timed:
         return spec.tier.seconds
     return abs(log(min(spec.tier.seconds, 1e9)) - log(g.tier_s))

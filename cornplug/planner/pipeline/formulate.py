@@ -11,14 +11,19 @@ from typing import Final
 from cornplug.planner.candidates import infeasible_classes, services
 from cornplug.planner.candidates.cache_sizes import CacheScenario, CacheSizeOption, cache_levels, scenarios
 from cornplug.planner.candidates.cell_capacity import CellBuilder
-from cornplug.planner.candidates.cells import CellSpec
-from cornplug.planner.candidates.dominance import loosest, prune
-from cornplug.planner.candidates.idle_replica import IdleReplicas
-from cornplug.planner.candidates.latency_tiers import Chain, LatencyTier, chain, how_many
+from cornplug.planner.candidates.cells import (
+    CellSpec,
+    Chain,
+    LatencyTier,
+    loosest_variants,
+    tier_chain,
+    tiers_per_service,
+    undominated_cells,
+)
 from cornplug.planner.candidates.request_paths import RequestPath, request_paths
-from cornplug.planner.candidates.samples import Samples
+from cornplug.planner.candidates.samples import IdleReplicas, Samples
 from cornplug.planner.candidates.services import Service
-from cornplug.planner.candidates.time_corrections import by_place
+from cornplug.planner.candidates.timed_configs import corrections_by_place
 from cornplug.planner.inputs import component_shapes, gpu_catalog
 from cornplug.planner.inputs.request_classes import RequestClass, request_classes
 from cornplug.planner.inputs.schema import (
@@ -140,7 +145,7 @@ def formulate(
     old = None if change is None else Plan.load(change.plan)
     if corrections is None:
         corrections = [] if old is None else old.corrections
-    cell_builder = CellBuilder(rules, nodes, table, bases, samples, by_place(corrections))
+    cell_builder = CellBuilder(rules, nodes, table, bases, samples, corrections_by_place(corrections))
     chains = _chains(candidates, len(nodes))
     every = [
         spec
@@ -149,12 +154,16 @@ def formulate(
             service, users, chains[service.name], _loosest_tiers(service, candidates, chains)
         )
     ]
-    specs = prune(every) if old is None else current_deployment.keep_current(every, prune(every), old)
+    specs = (
+        undominated_cells(every)
+        if old is None
+        else current_deployment.keep_current(every, undominated_cells(every), old)
+    )
     pool = OptimizationProblem(
         nodes=tuple(_nodes(n, table[n.gpu]) for n in nodes),
         cells=tuple(spec.cell for spec in specs),
         demands=tuple(_demand(c, rules) for c in classes.values()),
-        variants=loosest(_variant(w, chains, cell_builder) for w in candidates),
+        variants=loosest_variants(_variant(w, chains, cell_builder) for w in candidates),
         levels=tuple(level.in_pool for level in levels),
         limits=_limits(rules, candidates),
         objective=rules.objective,
@@ -192,8 +201,8 @@ def _chains(candidates: list[RequestPath], node_classes: int) -> dict[str, Chain
     for request_path in candidates:
         for p in request_path.stage_budgets:
             wanted.setdefault(p.service.name, set()).add((p.seconds, p.tpot_s))
-    most = how_many(len(wanted), node_classes)
-    return {name: chain(pairs, most) for name, pairs in wanted.items()}
+    most = tiers_per_service(len(wanted), node_classes)
+    return {name: tier_chain(pairs, most) for name, pairs in wanted.items()}
 
 
 def _loosest_tiers(

@@ -20,7 +20,7 @@ from cornplug.planner.optimizer.optimization_problem import CurrentState, Optimi
 from cornplug.planner.pipeline import current_deployment
 from cornplug.planner.pipeline.decide import PlanDecision
 from cornplug.planner.pipeline.formulate import FormulatedProblem
-from cornplug.planner.pipeline.lose_nodes import with_spare_nodes
+from cornplug.planner.pipeline.place_replicas import with_spare_nodes
 from cornplug.planner.plan import Plan, PlannedHour
 
 HOURS: Final = 24

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from cornplug.planner.candidates import cache_sizes
-from cornplug.planner.candidates.engine_settings import PRIORITY
+from cornplug.planner.candidates.replica_configs import PRIORITY
 from cornplug.planner.candidates.request_paths import EMBEDDING_EDGE_S
 from cornplug.planner.inputs.request_classes import RequestClass, SampledRequest
 from cornplug.planner.inputs.schema import LLMShape
 from cornplug.planner.latency_forecast import LatencyForecast
 from cornplug.planner.optimizer.optimization_problem import PoolSolution
-from cornplug.planner.pipeline.build_plan import group_name
+from cornplug.planner.pipeline.build_plan import group_name, job_done_hours
 from cornplug.planner.pipeline.formulate import FormulatedProblem, nic_bytes_s
-from cornplug.planner.pipeline.job_costs import done_hours
-from cornplug.planner.plan import Plan, PlanRoute, QueueForecast, ReplicaGroup
+from cornplug.planner.plan import Plan, PlannedGroup, PlanRoute, QueueForecast
 from cornplug.planner.simulator import end_to_end
 from cornplug.planner.simulator.simulator import Station
 from cornplug.planner.simulator.stations import QueuePeak
@@ -118,7 +117,7 @@ def delays(problem: FormulatedProblem) -> Callable[[str, str, SampledRequest], f
     return seconds
 
 
-def _with_queue(group: ReplicaGroup, peak: QueuePeak | None) -> ReplicaGroup:
+def _with_queue(group: PlannedGroup, peak: QueuePeak | None) -> PlannedGroup:
     if peak is None or not peak.requests:
         return group
     queue = QueueForecast(requests=peak.requests, prompt_tokens=peak.prompt_tokens)
@@ -135,7 +134,7 @@ def _with_times(forecast: LatencyForecast, found: Mapping[str, end_to_end.Simula
         slowdown = slowdown.model_copy(update=known)
     job = forecast.job
     if job is not None:
-        done = done_hours(job, forecast.served, times.e2e.p99)
+        done = job_done_hours(job, forecast.served, times.e2e.p99)
         job = job.model_copy(update={"done_hours": done})
     update = {"ttft": times.ttft, "tpot": times.tpot, "e2e": times.e2e, "slowdown": slowdown, "job": job}
     return forecast.model_copy(update=update)

@@ -11,12 +11,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import shlex
+import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -27,12 +33,13 @@ from cornplug.host import has_gpu
 from cornplug.planner.inputs import component_shapes, profile_tables
 from cornplug.planner.inputs.schema import Component, TowerShape
 from cornplug.planner.launch.command_lines import LaunchCommand
-from cornplug.planner.profiler import encoder_passes, engine_steps, run_environment, server_under_test
+from cornplug.planner.profiler import encoder_passes, engine_steps, server_under_test
 from cornplug.planner.profiler.sample_grid import SampleGrid
 from cornplug.planner.report import formatting
 
 READY_S = 900.0
 Report = Callable[[str, float], None]
+_PACKAGES: Final = ("cornplug", "torch")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     with _bar(console, args.out.name) as report:
         rows, facts = (_llm if args.kind == "llm" else _encoder)(args, report)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    about = {**run_environment.machine(), "measured": facts, "command": command}
+    about = {**_machine(), "measured": facts, "command": command}
     profile_tables.write(args.out, profile_tables.ProfileTable(tuple(rows), about))
     _show(Console(), rows, args.out)
     return 0
@@ -248,3 +255,40 @@ def _parser() -> argparse.ArgumentParser:
         )
         kind.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags for the server")
     return parser
+
+
+def _machine() -> dict[str, str]:
+    """Describe this machine, its GPUs, the date and the package versions, for the provenance of a table."""
+    found = {
+        "machine": f"{len(os.sched_getaffinity(0))} cores of {_cpu()}",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "versions": ", ".join(f"{name} {_version(name)}" for name in _PACKAGES),
+    }
+    gpus = _gpus()
+    return {**found, "gpus": gpus} if gpus else found
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _gpus() -> str:
+    """Describe the machine's GPUs, as in "2 x NVIDIA H100 80GB HBM3". Returns "" if it has none."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    listed = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False)
+    names = listed.stdout.strip().splitlines() if listed.returncode == 0 else []
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"

@@ -30,7 +30,7 @@ class GridPoint:
 
 @dataclass(frozen=True, slots=True)
 class TimedPoint:
-    ask: GridPoint
+    point: GridPoint
     seconds: float
     """Seconds from sending the request until its last token.
 
@@ -155,5 +155,5 @@ class SampleGrid:
         return max(self._step_s(timed, longest) - short_s, 0.0) / (longest - _SHORT_TOKENS)
 
 
-def _seconds(timed: Iterable[TimedPoint], ask: GridPoint) -> float:
-    return median(t.seconds for t in timed if t.ask == ask)
+def _seconds(timed: Iterable[TimedPoint], point: GridPoint) -> float:
+    return median(t.seconds for t in timed if t.point == point)

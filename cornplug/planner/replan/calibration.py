@@ -14,12 +14,12 @@ from math import exp, inf, log
 from typing import Final
 
 from cornplug.planner.candidates.cells import CellSpec
-from cornplug.planner.candidates.engine_settings import PRIORITY
-from cornplug.planner.candidates.time_corrections import (
+from cornplug.planner.candidates.replica_configs import PRIORITY
+from cornplug.planner.candidates.timed_configs import (
     Place,
-    at_place,
-    by_place,
-    corrected,
+    corrected_times,
+    corrections_by_place,
+    no_correction,
     place,
     place_of,
 )
@@ -28,8 +28,8 @@ from cornplug.planner.pipeline.current_deployment import home
 from cornplug.planner.pipeline.formulate import FormulatedProblem
 from cornplug.planner.pipeline.validate import delays
 from cornplug.planner.plan import Plan, PlanRoute, TimesCorrection
-from cornplug.planner.replan import attribution
-from cornplug.planner.replan.attribution import class_of
+from cornplug.planner.replan import observed_load
+from cornplug.planner.replan.observed_load import class_of
 from cornplug.planner.replan.observed_times import ObservedTime, Phase
 from cornplug.planner.simulator import end_to_end
 from cornplug.planner.simulator.end_to_end import Delays, SimulatedTimes, TrafficClass
@@ -92,12 +92,12 @@ def calibrated(
     corrections that currently apply.
     """
     simulation = _Simulation.of(problem, running)
-    unknowns = [_Unknown(one) for one in observed if simulation.tells(one)]
+    unknowns = [_Unknown(one) for one in observed if simulation.includes(one)]
     for i in range(ROUNDS if unknowns else 0):
         if i:
             for one in unknowns:
                 one.step()
-        simulation.teach(unknowns)
+        simulation.update(unknowns)
         if all(abs(one.left) <= CLOSE for one in unknowns):
             break
     return _corrections(problem, running, unknowns)
@@ -107,7 +107,7 @@ def _corrections(
     problem: FormulatedProblem, running: Plan, unknowns: Sequence[_Unknown]
 ) -> list[TimesCorrection]:
     groups = {g.name: g for g in running.groups}
-    earlier, found = by_place(problem.corrections), dict[Place, dict[str, float]]()
+    earlier, found = corrections_by_place(problem.corrections), dict[Place, dict[str, float]]()
     for one in sorted(unknowns, key=lambda one: -one.of.requests):
         if one.overloaded or abs(one.left) > EXPLAINED or abs(one.log_factor) < NOTICEABLE:
             continue
@@ -115,7 +115,7 @@ def _corrections(
         before = getattr(earlier[at], one.of.phase) if at in earlier else 1.0
         # If two groups share a profile, the group with more requests determines the factor.
         found.setdefault(at, {}).setdefault(one.of.phase, round(before * exp(one.log_factor), 3))
-    return [earlier.get(at, at_place(at)).model_copy(update=factors) for at, factors in found.items()]
+    return [earlier.get(at, no_correction(at)).model_copy(update=factors) for at, factors in found.items()]
 
 
 @dataclass(frozen=True)
@@ -148,12 +148,12 @@ class _Simulation:
         classes = {name: _traffic(problem, running, problem.classes[name]) for name in names}
         return cls(running, cells, routes, classes, delays(problem), problem.rules.seed + 3)
 
-    def tells(self, one: ObservedTime) -> bool:
+    def includes(self, one: ObservedTime) -> bool:
         """Return whether the simulation includes an observed time's group and all classes of its scope."""
-        inside = attribution.scopes(self.running)[one.scope]
+        inside = observed_load.scopes(self.running)[one.scope]
         return one.group in self.cells and inside <= self.classes.keys()
 
-    def teach(self, unknowns: Sequence[_Unknown]) -> None:
+    def update(self, unknowns: Sequence[_Unknown]) -> None:
         """Simulate the plan with the current factors, and record each factor's simulated time."""
         factors: dict[str, dict[str, float]] = {name: {} for name in self.cells}
         for one in unknowns:
@@ -165,7 +165,7 @@ class _Simulation:
         ).times
         rates = {name: of.rate for name, of in self.classes.items()}
         for one in unknowns:
-            parts = attribution.rates_at(self.running, one.of.scope, rates)
+            parts = observed_load.rates_at(self.running, one.of.scope, rates)
             total = sum(rate * _mean(times[name], one.of.phase) for name, rate in parts.items())
             one.overloaded = any(times[name].finished < SERVED * rates[name] for name in parts)
             one.learn(total / sum(parts.values()))
@@ -173,8 +173,8 @@ class _Simulation:
 
 def _station(spec: CellSpec, replicas: int, factors: Mapping[str, float]) -> Station:
     assert spec.hardware is not None
-    correction = at_place(place(spec.service, spec.footprint)).model_copy(update=factors)
-    return replace(spec, hardware=corrected(spec.hardware, correction)).station(replicas)
+    correction = no_correction(place(spec.service, spec.footprint)).model_copy(update=factors)
+    return replace(spec, hardware=corrected_times(spec.hardware, correction)).station(replicas)
 
 
 def _traffic(problem: FormulatedProblem, running: Plan, of: RequestClass) -> TrafficClass:

@@ -1,17 +1,17 @@
-"""Compares times from engines' metrics with the times in the plan.
+"""Compares times from engines' metrics with the times in the plan, and decides whether to correct profiles.
 
 If the plan's times differ from the times of the running engines, another plan does not help, because it would
-be computed from the same wrong times.
+be computed from the same wrong times. Times are corrected if two consecutive windows agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from cornplug.planner.plan import Plan, ReplicaGroup
-from cornplug.planner.replan import attribution
+from cornplug.planner.plan import Plan, PlannedGroup, TimesCorrection
+from cornplug.planner.replan import observed_load
 from cornplug.planner.replan.observed_load import HistogramCounts, ObservedWindow
 from cornplug.planner.report import formatting
 
@@ -25,6 +25,9 @@ MORE_LOAD: Final = 1.1
 
 Phase = Literal["prefill", "decode"]
 TASK: Final[dict[Phase, str]] = {"prefill": "P", "decode": "D"}
+NOTICED: Final = 1.2
+"""Ratio of observed to planned time, or its inverse, at which times are corrected."""
+NEUTRAL: Final = 0.05
 
 
 @dataclass(frozen=True)
@@ -69,14 +72,14 @@ def slow_engines(plan: Plan, windows: Mapping[str, ObservedWindow]) -> Iterator[
     The plan's TTFT also includes encoding in another service, so the comparison may miss slow engines.
     """
     for scope, window in windows.items():
-        planned_s = _planned_s(plan, scope, "prefill") if attribution.does(plan, scope, "P") else None
+        planned_s = _planned_s(plan, scope, "prefill") if observed_load.scope_does(plan, scope, "P") else None
         if planned_s is None or window.ttft is None or not _comparable(plan, scope, window, window.ttft):
             continue
         if window.ttft.mean > SLOWER * planned_s:
             yield SlowEngines(scope, window.ttft.mean, planned_s)
 
 
-def of_groups(
+def times_of_groups(
     plan: Plan, windows: Mapping[str, ObservedWindow], *, now: float, least_age_s: float
 ) -> list[ObservedTime]:
     """Return the observed times of groups whose load does not exceed the plan's.
@@ -100,7 +103,7 @@ def of_groups(
 def _of_group(
     plan: Plan, scope: str, window: ObservedWindow, phase: Phase, counts: HistogramCounts | None
 ) -> ObservedTime | None:
-    group = attribution.sole_group(plan, scope, TASK[phase])
+    group = observed_load.sole_group(plan, scope, TASK[phase])
     if group is None or counts is None or window.restarted:
         return None
     if phase == "prefill" and _encoded_elsewhere(plan, scope):
@@ -113,13 +116,13 @@ def _of_group(
 
 def _comparable(plan: Plan, scope: str, window: ObservedWindow, counts: HistogramCounts) -> bool:
     """Return whether a window has enough requests, and a rate that does not exceed the planned rate."""
-    planned = sum(attribution.planned_rates(plan, scope).values())
+    planned = sum(observed_load.planned_rates(plan, scope).values())
     return counts.number >= LEAST_REQUESTS and window.rate <= MORE_LOAD * planned
 
 
 def _planned_s(plan: Plan, scope: str, phase: Phase) -> float | None:
     """Return a scope's mean time in the plan's simulation, or None if a class has no simulated time."""
-    rates = attribution.planned_rates(plan, scope)
+    rates = observed_load.planned_rates(plan, scope)
     forecasts = {f"{f.app}/{f.request}": f for f in plan.latency_forecasts}
     total = 0.0
     for name, rate in rates.items():
@@ -131,10 +134,58 @@ def _planned_s(plan: Plan, scope: str, phase: Phase) -> float | None:
 
 
 def _encoded_elsewhere(plan: Plan, scope: str) -> bool:
-    inside = attribution.scopes(plan)[scope]
-    routes = [r for r in plan.routes if attribution.class_of(r) in inside]
+    inside = observed_load.scopes(plan)[scope]
+    routes = [r for r in plan.routes if observed_load.class_of(r) in inside]
     return any(stage.tasks == "E" for r in routes for stage in r.stages)
 
 
-def _young(group: ReplicaGroup, now: float, least_age_s: float) -> bool:
+def _young(group: PlannedGroup, now: float, least_age_s: float) -> bool:
     return group.since is not None and now - group.since < least_age_s
+
+
+def ratios(observed: Sequence[ObservedTime]) -> dict[str, float]:
+    """Return a window's ratios of observed to planned times, which the next window needs."""
+    return {_name(one): one.ratio for one in observed}
+
+
+def agreed_times(
+    observed: Sequence[ObservedTime], last: Mapping[str, float], explained: Mapping[str, float]
+) -> list[ObservedTime]:
+    """Return all times of a window if at least one has to be corrected, otherwise [].
+
+    A time has to be corrected if it deviates by `NOTICED`, in the same direction as in the last window. All
+    times are returned, because a correction of prefill also changes decode. `last` contains the last window's
+    ratios, and `explained` the ratios that the current corrections explain.
+    """
+    for one in observed:
+        name, usual = _name(one), explained.get(_name(one), 1.0)
+        side = _off(one.ratio / usual)
+        if side and side == _off(last.get(name, usual) / usual):
+            return list(observed)
+    return []
+
+
+def without_neutral(corrections: Sequence[TimesCorrection]) -> list[TimesCorrection]:
+    """Return the corrections that have an effect.
+
+    If an engine matches its profile again, its factors return to about 1.
+    """
+    return [c for c in corrections if max(abs(c.prefill - 1), abs(c.decode - 1)) > NEUTRAL]
+
+
+def _off(ratio: float) -> int:
+    return (ratio >= NOTICED) - (ratio <= 1 / NOTICED)
+
+
+def _name(one: ObservedTime) -> str:
+    return f"{one.group} {one.phase}"
+
+
+def correction_text(one: TimesCorrection) -> str:
+    weights = "" if one.quantisation == "none" else f", {one.quantisation}"
+    shape = formatting.shape(one.parallelism, one.share)
+    where = f"{one.service} ({one.engine} {shape}{weights}) on {one.gpu}"
+    return (
+        f"Corrected from metrics: {where} takes {one.prefill:.2g} x the profile's time for prefill "
+        f"and {one.decode:.2g} x for decode."
+    )

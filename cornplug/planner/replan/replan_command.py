@@ -13,6 +13,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -20,29 +21,20 @@ from rich.console import Console
 
 from cornplug.errors import PlanInfeasible, PlanUnfinished
 from cornplug.planner import plan_command
-from cornplug.planner.candidates.time_corrections import merged, place_of
+from cornplug.planner.candidates.timed_configs import merged_corrections, place_of
 from cornplug.planner.inputs.schema import Application, ChangeRules, PlanInput
 from cornplug.planner.pipeline.current_deployment import of_group
 from cornplug.planner.pipeline.decide import PlanDecision, decide
 from cornplug.planner.pipeline.formulate import formulate
 from cornplug.planner.plan import Plan, TimesCorrection
-from cornplug.planner.replan import (
-    attribution,
-    learned_times,
-    observed_load,
-    replan_state,
-    verdict_text,
-    workload_update,
-)
+from cornplug.planner.replan import observed_load, observed_times, replan_state, workload_update
 from cornplug.planner.replan.calibration import calibrated
-from cornplug.planner.replan.decision import ReplanDecision, judge
-from cornplug.planner.replan.load_history import DailyRates
+from cornplug.planner.replan.decision import PlanStep, ReplanDecision, judge
 from cornplug.planner.replan.observed_load import MetricsSnapshot, ObservedWindow
-from cornplug.planner.replan.observed_times import of_groups, slow_engines
-from cornplug.planner.replan.replan_state import ReplanState
-from cornplug.planner.replan.verdict_text import WindowFindings
+from cornplug.planner.replan.observed_times import slow_engines, times_of_groups
+from cornplug.planner.replan.replan_state import DailyRates, ReplanState
 from cornplug.planner.replan.workload_update import FigureDifference
-from cornplug.planner.report import plan_folder, progress
+from cornplug.planner.report import plan_folder, terminal
 
 CHANGE: Final = 3
 """Exit status if a change is recommended."""
@@ -83,7 +75,7 @@ def main(argv: list[str]) -> int:
     state, applications, differences = _load(plan_input, old, windows, state, at_s, args.ahead)
     seen = plan_input.model_copy(update={"applications": applications, "change": change})
     state, corrections = _times(seen, change, old, windows, state, keep=args.keep_times)
-    told = WindowFindings(
+    told = _WindowFindings(
         tuple(differences), tuple(slow), tuple(c for c in corrections if c not in old.corrections)
     )
     planned_for = _digest(digest, differences, corrections)
@@ -144,12 +136,12 @@ def _times(
     if keep:
         return state.model_copy(update={"times": {}, "corrections": None, "explained": {}}), []
     known = old.corrections if state.corrections is None else state.corrections
-    observed = of_groups(old, windows, now=time.time(), least_age_s=change.min_dwell_s)
-    ratios = learned_times.ratios(observed)
+    observed = times_of_groups(old, windows, now=time.time(), least_age_s=change.min_dwell_s)
+    ratios = observed_times.ratios(observed)
     update: dict[str, object] = {"times": ratios}
-    if off := learned_times.agreed(observed, state.times, state.explained):
+    if off := observed_times.agreed_times(observed, state.times, state.explained):
         found = calibrated(formulate(seen, known), old, off)
-        known = learned_times.without_neutral(merged(known, found))
+        known = observed_times.without_neutral(merged_corrections(known, found))
         update |= {"corrections": known, "explained": {**state.explained, **ratios}}
     return state.model_copy(update=update), known
 
@@ -185,10 +177,10 @@ def aged(old: Plan, new: Plan, now: float) -> Plan:
 def _source(text: str, plan: Plan) -> tuple[str, str]:
     """Parse "SCOPE=ADDRESS" if SCOPE is a scope of the plan. Any other text is an address without a scope."""
     scope, equals, address = text.partition("=")
-    if equals and ("/" not in scope or scope in attribution.scopes(plan)) and ":" not in scope:
-        attribution.check(plan, scope)
+    if equals and ("/" not in scope or scope in observed_load.scopes(plan)) and ":" not in scope:
+        observed_load.check_scope(plan, scope)
         return scope, address
-    return attribution.EVERYTHING, text
+    return observed_load.EVERYTHING, text
 
 
 def _snapshots(
@@ -199,7 +191,7 @@ def _snapshots(
     Waits for a window to pass if the engines' earlier snapshots are missing or too old. Files are read once,
     and if they are not newer than the earlier snapshots, the beginning is None.
     """
-    now = {a: observed_load.read(a) for a in addresses}
+    now = {a: observed_load.read_metrics(a) for a in addresses}
     live = all(a.startswith(("http://", "https://")) for a in addresses)
     fresh = all(a in before and now[a].at_s > before[a].at_s for a in addresses)
     if live:
@@ -207,7 +199,7 @@ def _snapshots(
         old = not fresh or any(now[a].at_s - before[a].at_s > _STALE * wanted for a in addresses)
         if window_s is not None or old:
             time.sleep(wanted)
-            return now, {a: observed_load.read(a) for a in addresses}
+            return now, {a: observed_load.read_metrics(a) for a in addresses}
     return (dict(before), now) if fresh else (None, now)
 
 
@@ -220,7 +212,7 @@ def _windows(
     for scope, address in sources:
         by_scope.setdefault(scope, []).append(address)
     return {
-        scope: observed_load.between(_merged(before, addresses), _merged(after, addresses))
+        scope: observed_load.window_between(_merged(before, addresses), _merged(after, addresses))
         for scope, addresses in by_scope.items()
     }
 
@@ -243,7 +235,7 @@ def _change_rules(in_file: ChangeRules | None, plan: Path) -> ChangeRules:
 def _decided(
     plan_input: PlanInput, digest: str, corrections: Sequence[TimesCorrection], *, quiet: bool
 ) -> PlanDecision:
-    with progress.shown(Console(stderr=True), quiet=quiet) as line:
+    with terminal.shown_progress(Console(stderr=True), quiet=quiet) as line:
         return decide(
             plan_input, digest=digest, progress=line.phase, watch=line.watch, corrections=corrections
         )
@@ -253,15 +245,15 @@ def _say(
     args: argparse.Namespace,
     old: Plan,
     new: Plan,
-    told: WindowFindings,
+    told: _WindowFindings,
     verdict: ReplanDecision,
     *,
     agreed: bool,
 ) -> int:
     if args.json:
-        print(json.dumps(verdict_text.as_json(told, verdict, agreed=agreed), indent=1))
+        print(json.dumps(_verdict_json(told, verdict, agreed=agreed), indent=1))
     else:
-        print("\n".join(verdict_text.lines(old, new, told, verdict, agreed=agreed)))
+        print("\n".join(_verdict_lines(old, new, told, verdict, agreed=agreed)))
     return CHANGE if agreed else 0
 
 
@@ -315,3 +307,55 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+@dataclass(frozen=True)
+class _WindowFindings:
+    """Deviations from the plan in the metrics of a window."""
+
+    differences: tuple[FigureDifference, ...]
+    slow: tuple[str, ...]
+    """Messages about engines that are slower than planned."""
+    corrections: tuple[TimesCorrection, ...] = ()
+    """Corrections of profiles' times that the running plan does not contain."""
+
+
+def _verdict_lines(
+    old: Plan, new: Plan, told: _WindowFindings, verdict: ReplanDecision, *, agreed: bool
+) -> list[str]:
+    """Return the lines to print. This is a single line if no action is required and no time deviates."""
+    times = [*told.slow, *map(observed_times.correction_text, told.corrections)]
+    if not verdict.act:
+        return [f"{verdict.reason[0].upper()}{verdict.reason[1:]}.", *times]
+    if not agreed:
+        waiting = (
+            f"This window calls for a change ({verdict.reason}). Waiting for the next window to confirm it."
+        )
+        return [waiting, *times]
+    said = [f"Change: {verdict.reason}."]
+    said += [f"  {d.demand}: {d.what} {_figure(d.planned)} → {_figure(d.observed)}" for d in told.differences]
+    said += [f"{n}. {step.text}" for n, step in enumerate(verdict.steps, 1)]
+    said.append(f"Cost: ${old.cost_per_hour:,.2f}/h → ${new.cost_per_hour:,.2f}/h")
+    return [*said, *times]
+
+
+def _verdict_json(told: _WindowFindings, verdict: ReplanDecision, *, agreed: bool) -> dict[str, object]:
+    return {
+        "act": agreed,
+        "waiting": verdict.act and not agreed,
+        "reason": verdict.reason,
+        "saves_per_hour": verdict.saves_per_hour,
+        "switching_cost": verdict.switching_cost,
+        "observed": [vars(d) for d in told.differences],
+        "slow": list(told.slow),
+        "corrections": [c.model_dump() for c in told.corrections],
+        "steps": [_step(s) for s in verdict.steps] if verdict.act else [],
+    }
+
+
+def _step(step: PlanStep) -> dict[str, str]:
+    return {"kind": step.kind, "text": step.text}
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3g}"

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Final
 
-from cornplug.planner.inputs import length_distributions
+from cornplug.planner.inputs import request_sampling
 from cornplug.planner.inputs.schema import Application, Histogram, Length, LogNormal, RequestSpec
 from cornplug.planner.plan import Plan
-from cornplug.planner.replan import attribution
-from cornplug.planner.replan.attribution import ClassShare
-from cornplug.planner.replan.observed_load import HistogramCounts, ObservedWindow
+from cornplug.planner.replan import observed_load
+from cornplug.planner.replan.observed_load import ClassShare, HistogramCounts, ObservedWindow
 
 TOLERANCE: Final = 0.05
 """Relative difference above which a value is changed. The difference must also exceed twice its standard
@@ -47,7 +46,7 @@ def updated(
     if its engines count requests twice.
     """
     for scope in windows:
-        attribution.check(plan, scope)
+        observed_load.check_scope(plan, scope)
     differences: list[FigureDifference] = []
     known = {f"{a.name}/{r.name}": r for a in applications for r in a.requests}
     rates = {name: r.rate for name, r in known.items()}
@@ -56,7 +55,7 @@ def updated(
         requests = []
         for request in app.requests:
             name = f"{app.name}/{request.name}"
-            shares = list(attribution.shares(name, plan, rates, windows))
+            shares = list(observed_load.class_shares(name, plan, rates, windows))
             changes = _changes(app.name, name, known, shares, differences) if shares else {}
             requests.append(request.model_copy(update=changes))
         apps.append(app.model_copy(update={"requests": requests}))
@@ -71,7 +70,7 @@ def observed_rates(
     rates = {name: r.rate for name, r in known.items()}
     found = {}
     for name, rate in rates.items():
-        shares = [s for s in attribution.shares(name, plan, rates, windows) if s.answers]
+        shares = [s for s in observed_load.class_shares(name, plan, rates, windows) if s.answers]
         if shares:
             found[name] = rate * _growth(shares)
     return found
@@ -159,7 +158,7 @@ def _lengths(
             continue
         request = requests[name]
         planned: Length = getattr(request, what)
-        expected = length_distributions.mean(planned)
+        expected = request_sampling.mean_length(planned)
         beside = _tokens(request, what) - expected
         mean = max((expected + beside) * ratio - beside, 1.0)
         found.append(FigureDifference(name, what, expected, mean))
@@ -171,11 +170,11 @@ def _lengths(
 def _tokens(request: RequestSpec, what: str) -> float:
     """Return the mean number of tokens as the engine counts them. A prompt includes its media tokens."""
     if what == "output":
-        return length_distributions.mean(request.output)
+        return request_sampling.mean_length(request.output)
     media = sum(
-        length_distributions.mean(m.items) * length_distributions.mean(m.tokens) for m in request.media
+        request_sampling.mean_length(m.items) * request_sampling.mean_length(m.tokens) for m in request.media
     )
-    return length_distributions.mean(request.prompt) + media
+    return request_sampling.mean_length(request.prompt) + media
 
 
 def _histogram(seen: Sequence[HistogramCounts]) -> Histogram:

@@ -1,4 +1,5 @@
-"""Sizes and labels of a report's bars and cost curve, which `report.html.j2` draws.
+"""Charts of a plan's HTML report, which `report.html.j2` draws: bars, the cost curve, request flows, and
+placement.
 
 A `kind` is a CSS class in `report.css`, so that the charts follow the reader's light or dark theme.
 """
@@ -6,15 +7,27 @@ A `kind` is a CSS class in `report.css`, so that the charts follow the reader's 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 
-from cornplug.planner.plan import CurvePoint, ReplicaGroup
+from cornplug.planner.plan import CurvePoint, Plan, PlannedGroup, PlannedNodes, PlanRoute
 from cornplug.planner.report import formatting
-from cornplug.planner.report.slo_checks import SloCheck
+from cornplug.planner.report.formatting import SloCheck
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84.0, 600.0, 16.0, 200.0
 """Edges of the area with a cost curve's points, in the units of the SVG."""
+BOX, HEIGHT = 190.0, 34.0
+"""Width and height of a box."""
+_COLUMN_GAP, _ROW = 90.0, 44.0
+_ORDER = "EPDG"
+MOST_NODES = 48
+"""Maximum number of nodes that are drawn for a class, because a plan may have hundreds."""
+GPU_SIDE = 26.0
+"""Side of a GPU's square."""
+_GAP, _ACROSS = 3.0, 4
+_COLOURS = 6
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,7 @@ class Curve:
     """SVG path through all points that have a plan, or "" for fewer than two points."""
 
 
-def utilisation(groups: Sequence[ReplicaGroup]) -> list[Bar]:
+def utilisation(groups: Sequence[PlannedGroup]) -> list[Bar]:
     """Return a bar with the utilisation of each group. Groups with estimated times have a warning colour."""
     return [
         Bar(
@@ -100,3 +113,193 @@ def ceiling(value: float) -> float:
         return 1.0
     power = float(10 ** math.floor(math.log10(value)))
     return next(n * power for n in (1.0, 2.0, 5.0, 10.0) if n * power >= value * 0.999999)
+
+
+@dataclass(frozen=True)
+class Box:
+    x: float
+    y: float
+    label: str
+    under: str
+    kind: str
+    """CSS class of the box in `report.css`."""
+
+
+@dataclass(frozen=True)
+class Line:
+    path: str
+    width: float
+    title: str
+
+
+@dataclass(frozen=True)
+class FlowChart:
+    width: float
+    height: float
+    boxes: list[Box]
+    lines: list[Line]
+
+
+def flow_chart(plan: Plan) -> FlowChart:
+    """Return the chart of request classes and groups. The width of a line is proportional to its requests per
+    second."""
+    boxes = _boxes(plan)
+    edges = _edges(plan.routes)
+    most = max(edges.values(), default=1.0)
+    lines = [
+        Line(_path(boxes[a], boxes[b]), 1 + 7 * flow / most, f"{a} → {b}: {formatting.rate(flow)}")
+        for (a, b), flow in edges.items()
+        if a in boxes and b in boxes
+    ]
+    width = max((box.x for box in boxes.values()), default=0.0) + BOX + 8
+    height = max((box.y for box in boxes.values()), default=0.0) + HEIGHT + 8
+    return FlowChart(width, height, list(boxes.values()), lines)
+
+
+def _classes(routes: Sequence[PlanRoute]) -> dict[str, float]:
+    rates: dict[str, float] = defaultdict(float)
+    for r in routes:
+        rates[f"{r.app}/{r.request}"] += r.rate
+    return dict(rates)
+
+
+def _edges(routes: Sequence[PlanRoute]) -> dict[tuple[str, str], float]:
+    """Return the requests per second on each edge (from, to). Edges between two stages are proportional to
+    the weights of both stages' groups.
+    """
+    flows: dict[tuple[str, str], float] = defaultdict(float)
+    for route in routes:
+        before = {f"{route.app}/{route.request}": 1.0}
+        for stage in route.stages:
+            for a, share in before.items():
+                for b, weight in stage.groups.items():
+                    flows[a, b] += route.rate * share * weight
+            before = stage.groups
+    return dict(flows)
+
+
+def _boxes(plan: Plan) -> dict[str, Box]:
+    """Return the boxes by name: a column with the classes, then the groups in columns by their first task, in
+    the order in which a request needs the tasks.
+    """
+    boxes = {
+        name: Box(4.0, 4 + n * _ROW, name, formatting.rate(flow), "c1")
+        for n, (name, flow) in enumerate(_classes(plan.routes).items())
+    }
+    columns = sorted({g.tasks[0] for g in plan.groups}, key=_ORDER.find)
+    for column, task in enumerate(columns, 1):
+        for row, g in enumerate(g for g in plan.groups if g.tasks[0] == task):
+            under = f"{g.replicas} × {g.gpu} {formatting.shape(g.parallelism, g.share)}"
+            boxes[g.name] = Box(4 + column * (BOX + _COLUMN_GAP), 4 + row * _ROW, g.service, under, "c0")
+    return boxes
+
+
+def _path(a: Box, b: Box) -> str:
+    x1, y1, x2, y2 = a.x + BOX, a.y + HEIGHT / 2, b.x, b.y + HEIGHT / 2
+    middle = (x1 + x2) / 2
+    return f"M{x1:g} {y1:g}C{middle:g} {y1:g} {middle:g} {y2:g} {x2:g} {y2:g}"
+
+
+def flow_legend(routes: Sequence[PlanRoute]) -> Iterator[str]:
+    """Yield the chart's routes in words, such as "chat/short: 7.5/s as E+PD"."""
+    for r in routes:
+        yield f"{r.app}/{r.request}: {formatting.rate(r.rate)} as {r.structure}"
+
+
+@dataclass(frozen=True)
+class GpuPart:
+    """Part of one GPU that a replica uses."""
+
+    node: int
+    gpu: int
+    start: float
+    """Position on the GPU at which the part begins, 0 to 1."""
+    share: float
+    group: str
+    replica: int
+
+
+def gpu_parts(plan: Plan, nodes: PlannedNodes) -> list[GpuPart]:
+    """Return the parts of GPUs that replicas use on this class of nodes. Replicas that share a GPU have
+    consecutive parts."""
+    taken: dict[tuple[int, int], float] = defaultdict(float)
+    found = []
+    for g in plan.groups:
+        for replica, place in enumerate(g.placement if g.nodes == nodes.name else []):
+            for node, gpu in _gpus(g, nodes.gpus, place[0], place[1]):
+                found.append(GpuPart(node, gpu, taken[node, gpu], g.share, g.name, replica))
+                taken[node, gpu] += g.share
+    return found
+
+
+def _gpus(g: PlannedGroup, of_node: int, node: int, first: int) -> Iterator[tuple[int, int]]:
+    """Yield (node, GPU) for each GPU of a replica that starts at GPU `first` of `node`. The replica may
+    continue on the next node."""
+    for n in range(g.ranks):
+        more, gpu = divmod(first + n, of_node)
+        yield node + more, gpu
+
+
+@dataclass(frozen=True)
+class Square:
+    """Rectangle on the page for a part of a GPU."""
+
+    x: float
+    y: float
+    height: float
+    title: str
+    colour: int
+
+
+@dataclass(frozen=True)
+class PlacementChart:
+    """Chart of the nodes of one class."""
+
+    of: PlannedNodes
+    width: float
+    height: float
+    names: list[tuple[float, float, str]]
+    gpus: list[tuple[float, float]]
+    squares: list[Square]
+
+    @property
+    def not_drawn(self) -> int:
+        return max(self.of.count - MOST_NODES, 0)
+
+
+def placement_chart(plan: Plan, nodes: PlannedNodes) -> PlacementChart:
+    """Return the chart of a class of nodes: a box for each node, a square for each GPU, and the parts that
+    replicas use."""
+    shown = min(nodes.count, MOST_NODES)
+    columns = min(nodes.gpus, 4)
+    wide, high = columns * (GPU_SIDE + _GAP) + 12, ceil(nodes.gpus / columns) * (GPU_SIDE + _GAP) + 26
+
+    def corner(node: int, gpu: int) -> tuple[float, float]:
+        x = (node % _ACROSS) * wide + 6 + (gpu % columns) * (GPU_SIDE + _GAP)
+        return x, (node // _ACROSS) * high + 20 + (gpu // columns) * (GPU_SIDE + _GAP)
+
+    colours = dict(group_colours(plan))
+    squares = [
+        Square(
+            corner(part.node, part.gpu)[0],
+            corner(part.node, part.gpu)[1] + GPU_SIDE * part.start,
+            GPU_SIDE * part.share,
+            f"{part.group}, replica {part.replica}, node {part.node}, GPU {part.gpu}",
+            colours[part.group],
+        )
+        for part in gpu_parts(plan, nodes)
+        if part.node < shown
+    ]
+    return PlacementChart(
+        nodes,
+        _ACROSS * wide,
+        max(ceil(shown / _ACROSS), 1) * high,
+        [(corner(n, 0)[0], corner(n, 0)[1] - 5, f"{nodes.name} {n}") for n in range(shown)],
+        [corner(n, gpu) for n in range(shown) for gpu in range(nodes.gpus)],
+        squares,
+    )
+
+
+def group_colours(plan: Plan) -> list[tuple[str, int]]:
+    """Return each group with the number of its colour, for the legend."""
+    return [(g.name, n % _COLOURS) for n, g in enumerate(plan.groups)]

@@ -7,9 +7,10 @@ questions that were skipped because of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from math import ceil
 from typing import Final
 
 from cornplug.planner.inputs.schema import Engine, PlanInput, SolverOptions
@@ -17,12 +18,12 @@ from cornplug.planner.optimizer.optimization_problem import OptimizationProblem
 from cornplug.planner.pipeline.decide import PlanDecision
 from cornplug.planner.pipeline.formulate import formulate
 from cornplug.planner.plan import BindingConstraint, PlanAlternative, PlanExplanation
-from cornplug.planner.report import alternatives, binding_constraints, formatting, monolith, slo_cost_curve
+from cornplug.planner.report import counterfactual, formatting, slo_cost_curve
 from cornplug.planner.report.counterfactual import (
     CounterfactualAnswer,
     CounterfactualQuestion,
     ExplanationBudget,
-    ask,
+    solve_question,
 )
 
 WORK: Final = 15.0
@@ -32,10 +33,12 @@ _NAMED: Final = 3
 """Maximum number of questions that a note lists by name."""
 
 Report = Callable[[str, float], None]
+_LOADS: Final = (0.25, 4.0, 0.5, 2.0)
+"""Factors on all request rates at which monoliths are compared with the best plan, in this order."""
 
 
 @dataclass
-class _Asked:
+class _Questions:
     """Decision with its input, the remaining solver work, and the answers so far."""
 
     plan_input: PlanInput
@@ -62,7 +65,7 @@ class _Asked:
         """Largest difference from `value` that the solver's gap alone can cause."""
         return max(self.settings.gap, self.decision.solution.gap) * abs(self.value) + 1e-6
 
-    def ask(
+    def answer(
         self, name: str, pool: OptimizationProblem, *, better: bool = False
     ) -> CounterfactualAnswer | None:
         """Solve this pool, and return the answer, or None if no work is left. A second call with the same
@@ -78,7 +81,7 @@ class _Asked:
             return None
         gain = -self.noise if self.costs else self.noise
         at_least = self.value + gain if better else None
-        answer = self.answers[name] = ask(pool, self.settings, self.budget, at_least=at_least)
+        answer = self.answers[name] = solve_question(pool, self.settings, self.budget, at_least=at_least)
         if answer.timed_out:
             self.timed_out.append(name)
         return answer
@@ -103,26 +106,28 @@ def explain(
     report = progress or (lambda _phase, _share: None)
     solver = plan_input.solver
     settings = solver.model_copy(update={"gap": max(solver.gap, _GAP)})
-    asked = _Asked(plan_input, decision, ExplanationBudget(work / 2), settings)
+    questions = _Questions(plan_input, decision, ExplanationBudget(work / 2), settings)
     report("reasons", 0.0)
-    sentence = _monolith(asked)
+    sentence = _monolith(questions)
     report("reasons", 0.2)
-    others = _alternatives(asked)
+    others = _alternatives(questions)
     report("reasons", 0.35)
-    binding = _bindings(asked)
+    binding = _bindings(questions)
     report("reasons", 0.5)
     sweep = slo_cost_curve.SloSweep(
         plan_input,
-        ExplanationBudget(work / 2 + asked.budget.left),
-        skipped=asked.skipped,
-        timed_out=asked.timed_out,
+        ExplanationBudget(work / 2 + questions.budget.left),
+        skipped=questions.skipped,
+        timed_out=questions.timed_out,
     )
-    curve = slo_cost_curve.curve(sweep, asked.value) if _bounds_matter(asked) else []
+    curve = slo_cost_curve.curve(sweep, questions.value) if _bounds_matter(questions) else []
     report("reasons", 0.8)
     if curve:
-        binding = _dearest_first([*binding, *slo_cost_curve.slo_prices(sweep, asked.value, asked.noise)])
+        binding = _dearest_first(
+            [*binding, *slo_cost_curve.slo_prices(sweep, questions.value, questions.noise)]
+        )
     report("reasons", 1.0)
-    notes = [*decision.plan.explanation.notes, *_notes(decision, asked)]
+    notes = [*decision.plan.explanation.notes, *_notes(decision, questions)]
     return PlanExplanation(
         binding=binding,
         alternatives=others,
@@ -132,14 +137,14 @@ def explain(
     )
 
 
-def _alternatives(asked: _Asked) -> list[PlanAlternative]:
+def _alternatives(questions: _Questions) -> list[PlanAlternative]:
     found = []
-    in_pool = alternatives.questions(asked.decision.pool, asked.decision.solution)
-    for question in chain(in_pool, _engines(asked)):
-        answer = asked.ask(question.name, question.pool)
+    in_pool = counterfactual.alternative_questions(questions.decision.pool, questions.decision.solution)
+    for question in chain(in_pool, _engines(questions)):
+        answer = questions.answer(question.name, question.pool)
         if answer is not None:
-            cost = answer.value if asked.costs else None
-            reason_against = _against(asked, answer)
+            cost = answer.value if questions.costs else None
+            reason_against = _against(questions, answer)
             found.append(
                 PlanAlternative(
                     name=question.name, text=question.text, cost_per_hour=cost, reason_against=reason_against
@@ -148,47 +153,47 @@ def _alternatives(asked: _Asked) -> list[PlanAlternative]:
     return sorted(found, key=lambda a: (a.cost_per_hour is None, a.cost_per_hour or 0.0))
 
 
-def _engines(asked: _Asked) -> Iterator[CounterfactualQuestion]:
-    used = {g.engine for g in asked.decision.plan.groups}
+def _engines(questions: _Questions) -> Iterator[CounterfactualQuestion]:
+    used = {g.engine for g in questions.decision.plan.groups}
     engines: tuple[Engine, ...] = ("sglang", "vllm")
-    for engine in engines if asked.budget.left > 0 else ():
-        others = alternatives.without_engine(asked.decision.problem.components, engine)
+    for engine in engines if questions.budget.left > 0 else ():
+        others = counterfactual.without_engine(questions.decision.problem.components, engine)
         if engine in used and others:
-            pool = formulate(asked.plan_input.model_copy(update={"components": others})).pool
+            pool = formulate(questions.plan_input.model_copy(update={"components": others})).pool
             yield CounterfactualQuestion(
                 f"without {engine}", f"no replica of {engine} (closed-form estimates only)", pool
             )
 
 
-def _against(asked: _Asked, answer: CounterfactualAnswer) -> str:
-    gained = asked.gained(answer)
+def _against(questions: _Questions, answer: CounterfactualAnswer) -> str:
+    gained = questions.gained(answer)
     if gained is None:
         if answer.reason:
             return answer.reason
         return "no plan meets the SLOs" if answer.proven else "no plan was found within the solver work"
     lost = -gained
-    if lost <= asked.noise:
+    if lost <= questions.noise:
         return "equally good within the solver's gap"
-    share = formatting.percent(lost / abs(asked.value)) if asked.value else ""
+    share = formatting.percent(lost / abs(questions.value)) if questions.value else ""
     about = "" if answer.proven else "at most "
-    if asked.costs:
+    if questions.costs:
         return f"costs {about}{formatting.dollars(lost)} more (+{share})"
     return f"serves {about}{lost:.3g} less (-{share})"
 
 
-def _bindings(asked: _Asked) -> list[BindingConstraint]:
+def _bindings(questions: _Questions) -> list[BindingConstraint]:
     found = []
-    for relaxed in binding_constraints.questions(asked.decision.pool, asked.decision.solution):
-        answer = asked.ask(relaxed.question.name, relaxed.question.pool, better=True)
-        gained = None if answer is None else asked.gained(answer)
-        unasked = answer is None and not relaxed.price and abs(relaxed.slack) < 1e-6
-        if gained is not None or unasked:
+    for relaxed in counterfactual.constraint_questions(questions.decision.pool, questions.decision.solution):
+        answer = questions.answer(relaxed.question.name, relaxed.question.pool, better=True)
+        gained = None if answer is None else questions.gained(answer)
+        unanswered = answer is None and not relaxed.price and abs(relaxed.slack) < 1e-6
+        if gained is not None or unanswered:
             found.append(
                 BindingConstraint(
                     constraint=relaxed.question.name,
                     text=relaxed.question.text,
                     slack=relaxed.slack,
-                    saves_per_hour=gained if asked.costs else None,
+                    saves_per_hour=gained if questions.costs else None,
                 )
             )
     return _dearest_first(found)
@@ -198,42 +203,42 @@ def _dearest_first(found: list[BindingConstraint]) -> list[BindingConstraint]:
     return sorted(found, key=lambda b: -(b.saves_per_hour or 0.0))
 
 
-def _bounds_matter(asked: _Asked) -> bool:
+def _bounds_matter(questions: _Questions) -> bool:
     """Return whether bounds affect the cost. If only throughputs are known, all bounds cost the same."""
-    timed = any(spec.timed for spec in asked.decision.problem.cells.values())
-    bounded = slo_cost_curve.bounded(asked.plan_input.applications)
-    return asked.costs and asked.plan_input.change is None and timed and bounded
+    timed = any(spec.timed for spec in questions.decision.problem.cells.values())
+    bounded = slo_cost_curve.bounded(questions.plan_input.applications)
+    return questions.costs and questions.plan_input.change is None and timed and bounded
 
 
-def _monolith(asked: _Asked) -> str:
-    pool = asked.decision.pool
-    if not asked.costs:
+def _monolith(questions: _Questions) -> str:
+    pool = questions.decision.pool
+    if not questions.costs:
         return ""
-    used = alternatives.structures(pool, asked.decision.solution)
-    whole = all(alternatives.is_monolith(s) for s in used)
-    single = asked.ask(alternatives.MONOLITHS, alternatives.monoliths(pool))
+    used = counterfactual.used_structures(pool, questions.decision.solution)
+    whole = all(counterfactual.is_monolith(s) for s in used)
+    single = questions.answer(counterfactual.MONOLITHS, counterfactual.only_monoliths(pool))
     if single is None:
         return ""
-    if alternatives.divided(pool).variants == pool.variants and whole:
+    if counterfactual.without_monoliths(pool).variants == pool.variants and whole:
         return "The input allows only monoliths."
     if whole:
-        other = asked.ask(alternatives.DIVIDED, alternatives.divided(pool))
-        head = monolith.it_wins(asked.value, other)
+        other = questions.answer(counterfactual.DIVIDED, counterfactual.without_monoliths(pool))
+        head = _monolith_wins(questions.value, other)
     else:
-        head = monolith.it_loses(asked.value, single)
-    loads = [load for factor in monolith.LOADS if (load := _at_load(asked, factor))]
-    return " ".join([head, monolith.at_other_loads(loads, asked.settings.gap)]).strip()
+        head = monolith_loses(questions.value, single)
+    loads = [load for factor in _LOADS if (load := _at_load(questions, factor))]
+    return " ".join([head, _at_other_loads(loads, questions.settings.gap)]).strip()
 
 
-def _at_load(asked: _Asked, factor: float) -> monolith.MonolithCost | None:
+def _at_load(questions: _Questions, factor: float) -> MonolithCost | None:
     """Return the costs at a multiple of the planned rates, or None if no solver work is left."""
-    pool, name = asked.decision.pool, f"load × {factor:g}"
-    single = asked.ask(f"monolith at {name}", monolith.at(alternatives.monoliths(pool), factor))
-    best = asked.ask(name, monolith.at(pool, factor)) if single else None
-    return monolith.MonolithCost(factor, single.value, best.value) if single and best else None
+    pool, name = questions.decision.pool, f"load × {factor:g}"
+    single = questions.answer(f"monolith at {name}", at_load(counterfactual.only_monoliths(pool), factor))
+    best = questions.answer(name, at_load(pool, factor)) if single else None
+    return MonolithCost(factor, single.value, best.value) if single and best else None
 
 
-def _notes(decision: PlanDecision, asked: _Asked) -> Iterator[str]:
+def _notes(decision: PlanDecision, questions: _Questions) -> Iterator[str]:
     for miss in decision.misses:
         over = formatting.percent(miss.times - 1)
         bound = formatting.measured(miss.bound, slowdown=miss.slowdown)
@@ -261,10 +266,10 @@ def _notes(decision: PlanDecision, asked: _Asked) -> Iterator[str]:
             f"{', '.join(spot)} are spot machines, which may all be taken back at once. They serve at most "
             f"{most} of each online request class. Other requests wait if the machines are taken back."
         )
-    if asked.timed_out:
-        yield f"The solver's time limit ended {_names(asked.timed_out)}. Another run may differ."
-    if asked.skipped:
-        yield f"The solver work did not suffice for {_names(asked.skipped)}. Increase --explain."
+    if questions.timed_out:
+        yield f"The solver's time limit ended {_names(questions.timed_out)}. Another run may differ."
+    if questions.skipped:
+        yield f"The solver work did not suffice for {_names(questions.skipped)}. Increase --explain."
     for reason, n in decision.problem.dropped.most_common(3):
         yield f"Excluded {formatting.count(n, 'configuration')}: {reason}."
 
@@ -274,3 +279,71 @@ def _names(questions: Iterable[str]) -> str:
     names = list(dict.fromkeys(questions))
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{', '.join(names[:_NAMED])}{more}"
+
+
+@dataclass(frozen=True)
+class MonolithCost:
+    """Dollars per hour at `factor` times the planned rates. A cost is None if there is no plan."""
+
+    factor: float
+    monolith: float | None
+    """Cost with monoliths only."""
+    best: float | None
+    """Cost with any structures."""
+
+
+def at_load(pool: OptimizationProblem, factor: float) -> OptimizationProblem:
+    """Return the pool with all rates multiplied by `factor`, and with more stock for a larger load, so that
+    the stock does not decide the comparison."""
+    demands = tuple(replace(d, rate=d.rate * factor) for d in pool.demands)
+    nodes = tuple(replace(n, stock=ceil(n.stock * max(factor, 1.0))) for n in pool.nodes)
+    return replace(pool, demands=demands, nodes=nodes, current=None)
+
+
+def _monolith_wins(cost: float, divided: CounterfactualAnswer | None) -> str:
+    """Return the sentence for a plan with monoliths only, whose cost is `cost`."""
+    if divided is None:
+        return "The monolith wins here."
+    if divided.value is None:
+        return "The monolith wins here: no other structure meets the SLOs with this pool."
+    return f"The monolith wins here: dividing requests costs {_more(divided.value, cost)}."
+
+
+def monolith_loses(cost: float, single: CounterfactualAnswer) -> str:
+    """Return the sentence for a plan that divides some requests among engines, whose cost is `cost`."""
+    if single.value is None:
+        reason = f" ({single.reason})" if single.reason else ""
+        return f"The monolith loses here: no plan of monoliths only meets the SLOs with this pool{reason}."
+    if single.value <= cost + 1e-6:
+        return "Using the monolith everywhere costs the same here."
+    return f"The monolith loses here: using it everywhere costs {_more(single.value, cost)}."
+
+
+def _at_other_loads(loads: Sequence[MonolithCost], gap: float) -> str:
+    """Return a sentence about the loads at which monoliths are as cheap as the best plan, within the solver's
+    gap."""
+    known = sorted((x for x in loads if x.best is not None), key=lambda x: x.factor)
+    if not known:
+        return ""
+    wins = [x.factor for x in known if _as_cheap(x, gap)]
+    loses = [x.factor for x in known if not _as_cheap(x, gap)]
+    said = [f"it is the cheapest at {_times(wins)} this load"] if wins else []
+    said += [f"it is not at {_times(loses)} this load"] if loses else []
+    text = ", ".join(said)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _as_cheap(load: MonolithCost, gap: float) -> bool:
+    assert load.best is not None
+    return load.monolith is not None and load.monolith <= load.best * (1 + gap) + 1e-6
+
+
+def _times(factors: Sequence[float]) -> str:
+    *first, last = [f"{f:g}" for f in factors]
+    return f"{', '.join(first)} and {last} times" if first else f"{last} times"
+
+
+def _more(cost: float, than: float) -> str:
+    if cost <= than + 1e-6 or not than:
+        return f"{formatting.dollars(cost)}, the same"
+    return f"{formatting.dollars(cost)}, {formatting.percent(cost / than - 1)} more"

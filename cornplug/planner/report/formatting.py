@@ -1,15 +1,15 @@
-"""Text for a plan's numbers on the terminal, in the HTML report and in messages."""
+"""Text for a plan's numbers on the terminal, in the report and in messages, and checks of its SLOs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from cornplug.planner.latency_forecast import JobForecast
-from cornplug.planner.parallelism import Parallelism
-from cornplug.planner.plan import OptimalityProof, Plan, ReplicaGroup
+from cornplug.planner.latency_forecast import JobForecast, LatencyForecast
+from cornplug.planner.plan import OptimalityProof, Parallelism, Plan, PlannedGroup
 
 NONE = "–"
 
@@ -89,7 +89,7 @@ def mark(profile: str) -> str:
     return "measured" if profile.startswith("measured") else "given"
 
 
-def replicas(of: ReplicaGroup) -> str:
+def replicas(of: PlannedGroup) -> str:
     """Format the number of replicas: "4", or "3+1" if one of them runs on GPUs that would otherwise be
     idle."""
     extra = of.extra_replicas
@@ -153,3 +153,65 @@ def headline(plan: Plan) -> str:
     nodes = ", ".join(f"{n.count} × {n.name}" for n in plan.nodes if n.count)
     goodput = "" if plan.goodput is None else f", {rate(plan.goodput)} of goodput"
     return f"{dollars(plan.cost_per_hour)}{goodput}: {nodes or 'no nodes'}"
+
+
+@dataclass(frozen=True)
+class SloCheck:
+    """Bound of a request class and the simulated time, both in seconds, or as a multiple of an idle replica's
+    time."""
+
+    demand: str
+    quantity: str
+    """TTFT, TPOT or E2E, or the slowdown of one of them."""
+    percentile: str
+    bound: float | None
+    """None if the input sets no bound, and only the simulated time is shown."""
+    simulated: float | None
+    """Simulated time, or None if it is unknown."""
+    slowdown: bool = False
+    """Whether both values are multiples of an idle replica's time."""
+
+    @property
+    def kept(self) -> bool | None:
+        """Whether the simulated time keeps the bound, or None if either is None."""
+        if self.bound is None or self.simulated is None:
+            return None
+        return self.simulated <= self.bound
+
+    @property
+    def name(self) -> str:
+        """Name of the time that is checked, such as "TTFT P95"."""
+        return f"{self.quantity} {percentile(self.percentile)}"
+
+    @property
+    def bound_text(self) -> str:
+        return measured(self.bound, slowdown=self.slowdown)
+
+    @property
+    def simulated_text(self) -> str:
+        return measured(self.simulated, slowdown=self.slowdown)
+
+
+def slo_checks(plan: Plan) -> list[SloCheck]:
+    """Return the checks of all request classes of a plan."""
+    return [check for forecast in plan.latency_forecasts for check in _of(forecast)]
+
+
+def verdict(check: SloCheck) -> tuple[str, Literal["good", "bad", "soft"]]:
+    """Return the result of a check in one or two words, and its style."""
+    if check.kept is None:
+        return ("no bound" if check.bound is None else "unknown"), "soft"
+    return ("kept", "good") if check.kept else ("MISSED", "bad")
+
+
+def _of(forecast: LatencyForecast) -> Iterator[SloCheck]:
+    """Yield a check for each bound, and one at the SLO's first percentile for each time without a bound."""
+    found = [b for b in forecast.bounds if b.bound is not None]
+    quantities = {b.quantity for b in found}
+    for b in forecast.bounds:
+        unbounded = b.quantity not in quantities and b.percentile == forecast.slo_percentile
+        if b.bound is not None or (unbounded and not b.slowdown and b.simulated is not None):
+            quantities.add(b.quantity)
+            quantity = b.quantity.upper() + (" slowdown" if b.slowdown else "")
+            name = f"{forecast.app}/{forecast.request}"
+            yield SloCheck(name, quantity, b.percentile, b.bound, b.simulated, b.slowdown)

@@ -22,8 +22,8 @@ from cornplug.planner.inputs.schema import PlanInput
 from cornplug.planner.launch import command_lines, command_list
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import Plan
-from cornplug.planner.report import formatting, slo_checks
-from cornplug.planner.simulator import arrivals
+from cornplug.planner.report import formatting
+from cornplug.planner.simulator import traffic
 
 SECONDS: Final = 120.0
 """Time that a trace spans, unless this needs fewer than `FEWEST` or more than `MOST` requests."""
@@ -87,7 +87,7 @@ def _load_test(
     rng = np.random.default_rng([plan_input.rules.seed, number])
     hits = request_sampling.HitShares({}, forecast.prefix_hit_rate)
     requests = request_sampling.sample_requests(of.request, rng, n, patches_per_token={}, hits=hits)
-    at_s = arrivals.times(rate, of.request.burst, n, rng).tolist()
+    at_s = traffic.arrival_times(rate, of.request.burst, n, rng).tolist()
     return LoadTest(
         of.name,
         f"{of.app.name}-{of.request.name}-{number}.jsonl",
@@ -134,7 +134,7 @@ def _model(plan: Plan, of: RequestClass) -> str:
 
 def _expected(plan: Plan, demand: str) -> str:
     found = []
-    for check in slo_checks.of(plan):
+    for check in formatting.slo_checks(plan):
         if check.demand == demand:
             bound = "" if check.bound is None else f" (bound {check.bound_text})"
             percentile = formatting.percentile(check.percentile)

@@ -1,21 +1,50 @@
-"""Folder to which a plan is written. A later run replaces only the files that an earlier run wrote."""
+"""Folder to which a plan is written: plan.json, an HTML report, command lines, and files for Prometheus.
+
+A later run replaces only the files that an earlier run wrote. The HTML page loads no external resources and
+runs no code. The files for Prometheus are recording rules with the plan's forecasts, and targets with the
+engines' addresses. The dashboard `deploy/grafana/plan.json` shows the forecasts next to the engines' own
+metrics, joined by the label `cornplug_group`.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
 from cornplug.errors import ConfigError
+from cornplug.planner.latency_forecast import LatencyForecast
 from cornplug.planner.launch import command_list
+from cornplug.planner.launch.addresses import ReplicaAddress, sites
 from cornplug.planner.launch.kv_transfer import Transfer
-from cornplug.planner.plan import Plan
-from cornplug.planner.report import html_report, prometheus_files
+from cornplug.planner.plan import Plan, PlannedGroup, PlanRoute
+from cornplug.planner.report import charts, formatting
 
 WRITTEN: Final = ".cornplug-plan.json"
 """File that lists the names of the files that a run wrote."""
+CONTENT_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
+RULES, TARGETS = "prometheus-rules.yml", "prometheus-targets.json"
+GROUP_LABEL: Final = "cornplug_group"
+RATE, SECONDS, BOUND = (
+    "cornplug_plan_requests_per_second",
+    "cornplug_plan_seconds",
+    "cornplug_plan_slo_seconds",
+)
+SERIES_LABELS: Final[Mapping[str, tuple[str, ...]]] = {
+    RATE: (GROUP_LABEL,),
+    SECONDS: (GROUP_LABEL, "app", "request", "quantity", "percentile"),
+    BOUND: (GROUP_LABEL, "app", "request", "quantity", "percentile"),
+}
+"""Label names of each recorded series."""
+_PERCENTILES: Final = ("mean", "p50", "p90", "p95", "p99")
+_Rule = tuple[str, float, dict[str, str]]
+"""Series, value and labels of a recording rule."""
 
 
 def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> tuple[list[Path], str]:
@@ -30,11 +59,11 @@ def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> tuple[lis
     with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as made:
         new = Path(made)
         plan.save(new / "plan.json")
-        (new / "report.html").write_text(html_report.html(plan), encoding="utf-8")
+        (new / "report.html").write_text(html_report(plan), encoding="utf-8")
         without = ""
         try:
             command_list.write(plan, new, transfer=transfer)
-            prometheus_files.write(plan, new)
+            write_prometheus_files(plan, new)
         except ConfigError as e:
             without = str(e)
         return _replace(folder, new), without
@@ -69,3 +98,134 @@ def _written(folder: Path) -> set[str]:
         raise ConfigError(f"-o {folder}", f"{WRITTEN} cannot be read ({e})", "Choose another folder.") from e
     # cornplug writes only plain file names. Ignore others, so that no file outside the folder is deleted.
     return {name for name in names if Path(name).name == name}
+
+
+def html_report(plan: Plan) -> str:
+    """Return the HTML page of a plan. All text from the plan is escaped."""
+    found = formatting.slo_checks(plan)
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            plan=plan,
+            policy=CONTENT_POLICY,
+            flows=charts.flow_chart(plan),
+            legend=list(charts.flow_legend(plan.routes)),
+            checks=[(check, *formatting.verdict(check)) for check in found],
+            times=charts.against_bounds(found),
+            curve=charts.cost_curve(plan.explanation.curve) if plan.explanation.curve else None,
+            utilisation=charts.utilisation(plan.groups),
+            colours=charts.group_colours(plan),
+            nodes=[charts.placement_chart(plan, nodes) for nodes in plan.nodes if nodes.count],
+        )
+    )
+
+
+def _environment() -> Environment:
+    made = Environment(
+        loader=PackageLoader(__package__, "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.filters |= {
+        "dollars": formatting.dollars,
+        "seconds": formatting.seconds,
+        "percent": formatting.percent,
+        "proof": formatting.proof,
+        "headline": formatting.headline,
+        "job": formatting.job,
+        "mark": formatting.mark,
+        "replicas": formatting.replicas,
+        "paid_gpus": formatting.paid_gpus,
+        "day_parts": formatting.day_parts,
+        "day_cost": formatting.day_cost,
+        "px": _px,
+    }
+    made.globals |= {
+        "shape": formatting.shape,
+        "box": (charts.BOX, charts.HEIGHT),
+        "side": charts.GPU_SIDE,
+    }
+    return made
+
+
+def _px(length: float) -> str:
+    return f"{length:.2f}".rstrip("0").rstrip(".")
+
+
+def write_prometheus_files(plan: Plan, folder: Path) -> None:
+    """Write the rules and the targets to the folder. Raises ConfigError as `sites` does."""
+    targets = _targets(sites(plan))
+    (folder / RULES).write_text(_rules(plan), encoding="utf-8")
+    (folder / TARGETS).write_text(targets, encoding="utf-8")
+
+
+def _targets(placed: Sequence[ReplicaAddress]) -> str:
+    """Return the content for `file_sd_configs`: the addresses of all engines that serve /metrics, which are
+    rank 0 of each replica."""
+    by_group: dict[str, list[str]] = defaultdict(list)
+    for site in placed:
+        if site.group.engine != "external" and site.rank == 0:
+            by_group[site.group.name].append(f"{site.host}:{site.port}")
+    found = [{"targets": addresses, "labels": {GROUP_LABEL: name}} for name, addresses in by_group.items()]
+    return json.dumps(found, indent=2) + "\n"
+
+
+def _rules(plan: Plan) -> str:
+    lines = ["groups:", "  - name: cornplug-plan", "    rules:"]
+    for series, value, labels in (*_rates(plan), *_times(plan)):
+        lines += [f"      - record: {series}", f"        expr: vector({value:.6g})", "        labels:"]
+        # Every JSON string is a YAML string.
+        lines += [f"          {name}: {json.dumps(text)}" for name, text in labels.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _rates(plan: Plan) -> Iterator[_Rule]:
+    """Yield the requests per second of each group that generates output, to compare with the counters of its
+    engines."""
+    rates: dict[str, float] = defaultdict(float)
+    for route in plan.routes:
+        for group, share in _answering(plan, route):
+            rates[group.name] += route.rate * share
+    for name, rate in rates.items():
+        yield RATE, rate, {GROUP_LABEL: name}
+
+
+def _times(plan: Plan) -> Iterator[_Rule]:
+    """Yield TTFT and TPOT of each request class, for each group whose engines measure them. Engines that only
+    decode measure only TPOT.
+    """
+    forecasts = {(one.app, one.request): one for one in plan.latency_forecasts}
+    seen = dict.fromkeys(
+        (group.name, "P" in group.tasks, route.app, route.request)
+        for route in plan.routes
+        for group, _ in _answering(plan, route)
+    )
+    for name, whole, app, request in seen:
+        labels = {GROUP_LABEL: name, "app": app, "request": request}
+        for quantity in ("ttft", "tpot") if whole else ("tpot",):
+            yield from _of_class(forecasts[app, request], quantity, {**labels, "quantity": quantity})
+
+
+def _of_class(forecast: LatencyForecast, quantity: str, labels: dict[str, str]) -> Iterator[_Rule]:
+    times = forecast.ttft if quantity == "ttft" else forecast.tpot
+    for percentile in _PERCENTILES:
+        value = times.at(percentile)
+        if value is not None:
+            yield SECONDS, value, {**labels, "percentile": percentile}
+    for of in forecast.bounds:
+        if of.quantity == quantity and of.bound is not None and not of.slowdown:
+            yield BOUND, of.bound, {**labels, "percentile": of.percentile}
+
+
+def _answering(plan: Plan, route: PlanRoute) -> Iterator[tuple[PlannedGroup, float]]:
+    """Yield the groups whose engines generate the route's output, each with its share of the route's
+    requests."""
+    groups = {group.name: group for group in plan.groups}
+    for stage in route.stages:
+        for name, share in stage.groups.items():
+            if "D" in groups[name].tasks and groups[name].engine != "external":
+                yield groups[name], share

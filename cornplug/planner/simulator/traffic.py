@@ -1,4 +1,10 @@
-"""Generates the requests of a plan's classes, and the stations that they visit, for a simulation."""
+"""Generates the requests of a plan's classes, and the stations that they visit, for a simulation.
+
+Arrivals are a renewal process with gamma-distributed interarrival times. `burst` is their squared coefficient
+of variation: 1 is Poisson, 4 is bursty, and 0.25 is more regular than Poisson. The interarrival times are
+quantiles of the distribution in random order (stratified sampling), not a random sample. A run then has
+exactly the requested rate and burst, and percentiles vary half as much between seeds.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +17,6 @@ from numpy.typing import NDArray
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs.request_classes import SampledRequest
 from cornplug.planner.plan import PlanRoute, RouteStage
-from cornplug.planner.simulator import arrivals
 from cornplug.planner.simulator.replicas import isolated_latency_s
 from cornplug.planner.simulator.simulator import Station, StationJob, StationVisit
 
@@ -20,6 +25,7 @@ Delays = Callable[[str, str, SampledRequest], float]
 _MEANS_TO_WARM = 3.0
 _LEAST_OF_A_CLASS = 500
 _LONGER_FOR_RARE = 3.0
+_SAMPLES_PER_QUANTILE = 8
 
 
 @dataclass(frozen=True)
@@ -153,9 +159,9 @@ def horizon(
 
 def jobs_of(t: ClassTraffic, kind: int, seconds: float, rng: np.random.Generator) -> list[StationJob]:
     """Return a class's requests in `seconds` seconds, with random samples, paths and groups."""
-    at = arrivals.within(t.of.rate, t.of.burst, seconds, rng)
+    at = arrivals_within(t.of.rate, t.of.burst, seconds, rng)
     n = len(at)
-    paths, samples = t.choose(n, rng), arrivals.evenly(len(t.of.samples), n, rng)
+    paths, samples = t.choose(n, rng), evenly(len(t.of.samples), n, rng)
     chosen = [[stop.choose(n, rng).tolist() for stop in path.stops] for path in t.paths]
     between = [[stop.delays_s.tolist() for stop in path.stops] for path in t.paths]
     return [
@@ -168,3 +174,37 @@ def jobs_of(t: ClassTraffic, kind: int, seconds: float, rng: np.random.Generator
         )
         for i, (time, w, d) in enumerate(zip(at.tolist(), paths.tolist(), samples.tolist(), strict=True))
     ]
+
+
+def arrival_times(rate: float, burst: float, n: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Return the ascending times in seconds of the first `n` arrivals at `rate` per second. The first time is
+    0."""
+    gaps = _gaps(burst, n, rng) / rate
+    return np.cumsum(gaps) - gaps[0] if n else gaps
+
+
+def arrivals_within(
+    rate: float, burst: float, seconds: float, rng: np.random.Generator
+) -> NDArray[np.float64]:
+    """Return the ascending times in seconds of the arrivals in [0, `seconds`).
+
+    The process is closed to a circle and cut at a random point, so that a bursty process does not always
+    begin with a burst.
+    """
+    n = int(rate * seconds + rng.random())
+    at = (np.cumsum(_gaps(burst, n, rng)) * seconds / max(n, 1) + rng.random() * seconds) % seconds
+    return np.sort(at)
+
+
+def evenly(choices: int, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Return `n` numbers below `choices` in random order. The numbers of their occurrences differ by at most
+    one."""
+    rounds = [rng.permutation(choices) for _ in range(-(-n // choices))]
+    return rng.permutation(np.concatenate(rounds)[:n]) if rounds else np.empty(0, dtype=np.int64)
+
+
+def _gaps(burst: float, n: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Return interarrival times at rate 1, with a mean of exactly 1."""
+    sample = np.sort(rng.gamma(1.0 / burst, burst, n * _SAMPLES_PER_QUANTILE))
+    gaps = sample[_SAMPLES_PER_QUANTILE // 2 :: _SAMPLES_PER_QUANTILE]
+    return rng.permutation(gaps / gaps.mean() if n else gaps)

@@ -27,12 +27,12 @@ from cornplug.errors import ConfigError, CornplugError, LayoutError
 from cornplug.kv_page import PageGeometry, PageSize, RankSlice
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import logger
-from cornplug.sglang_hooks.kv import page_hash_hooks
 from cornplug.sglang_hooks.kv.early_lookup import EarlyLookup
 from cornplug.sglang_hooks.kv.hicache_config import SECOND_SIGHT, compile_hash
 from cornplug.sglang_hooks.kv.idle_backups import IdleBackups
 from cornplug.sglang_hooks.kv.storage_interface import FurtherPools
 from cornplug.sglang_hooks.kv.window_pool import layer_groups, open_windows
+from cornplug.sglang_hooks.kv_pages import page_hash_index
 from cornplug.sglang_hooks.kv_pages.costs import LoadPace
 from cornplug.sglang_hooks.kv_pages.draft_pages import DraftPages
 from cornplug.sglang_hooks.kv_pages.layout import (
@@ -50,8 +50,7 @@ from cornplug.sglang_hooks.kv_pages.layout import (
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_copies import copy_threads
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
-from cornplug.sglang_hooks.kv_pages.pool_context import PoolContext, RankPool
-from cornplug.sglang_hooks.kv_pages.reader import PageReader
+from cornplug.sglang_hooks.kv_pages.reader import PageReader, PoolContext, RankPool
 from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
 from cornplug.store.base import WriterPart
 
@@ -97,7 +96,7 @@ class CornplugStorage(FurtherPools):
         """Backups while the server is idle. None until SGLang has registered its pools, and on servers that
         do not save pages while they are idle."""
         self._extra_pools: dict[str, Any] = {}
-        self._controller = page_hash_hooks.attaching()
+        self._controller = page_hash_index.attaching_controller()
 
     # -- start ------------------------------------------------------------------------------
 
@@ -164,7 +163,7 @@ class CornplugStorage(FurtherPools):
         heads, writes = rank_heads(pages, page, place.tp_size, place.tp_rank)
         verify(pages, self._controller, None if groups is None else groups.full.device)
         try:
-            index = page_hash_hooks.open_index(pages.page_size, tokens)
+            index = page_hash_index.open_index(pages.page_size, tokens)
         except ValueError as e:
             raise LayoutError(str(e), reason="page_size") from e
         # Load the compiled hash in this process now. Otherwise SGLang would load it on a thread that it may
@@ -253,13 +252,13 @@ class CornplugStorage(FurtherPools):
 
     def _stop(self, reason: str, why: str) -> None:
         self._off, self.why_off = reason, why
-        page_hash_hooks.close_index()
+        page_hash_index.close_index()
         logger.warning("cornplug: KV of this engine is not shared: %s", why)
 
     def close(self) -> None:
         """Stop sharing KV. The process keeps its store connection for embeddings."""
         self._off = "closed"
-        page_hash_hooks.close_index()
+        page_hash_index.close_index()
         for part in (self._reader, self._writer, self._windows, self._draft):
             if part is not None:
                 part.close()

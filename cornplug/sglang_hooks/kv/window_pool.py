@@ -24,8 +24,7 @@ from cornplug.sglang_hooks.kv_pages.layout import (
     verify,
 )
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
-from cornplug.sglang_hooks.kv_pages.pool_context import PoolContext, RankPool
-from cornplug.sglang_hooks.kv_pages.reader import PageReader
+from cornplug.sglang_hooks.kv_pages.reader import PageReader, PoolContext, RankPool
 from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
 from cornplug.store.base import Tier
 

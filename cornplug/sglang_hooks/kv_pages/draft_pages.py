@@ -28,8 +28,7 @@ from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.kv_pages.layout import ModelKV, host_pages, page_geometry, rank_heads, verify
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_copies import copy_threads
-from cornplug.sglang_hooks.kv_pages.pool_context import PoolContext, RankPool
-from cornplug.sglang_hooks.kv_pages.reader import PageReader
+from cornplug.sglang_hooks.kv_pages.reader import PageReader, PoolContext, RankPool
 from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
 
 _ENGINE: Final = "sglang draft"

@@ -1,7 +1,7 @@
 """Roots of page keys. A root is a digest of everything that affects the KV of a namespace, except the tokens.
 
 The roots equal vLLM's roots for the same checkpoint, dtype, page geometry and salt, because both engines call
-`engine_common.kv_root`.
+`engine_common.model_identity.page_root`.
 
 SGLang creates an id at each load of a LoRA adapter, and appends the id to the `extra_key` of a request's
 namespace. The root contains the adapter's digest instead, and the names of the adapter's weights that this
@@ -15,15 +15,14 @@ import json
 from collections.abc import Callable
 from typing import Any, Final
 
-from cornplug.engine_common.background_identity import CurrentIdentity
-from cornplug.engine_common.kv_root import page_root
 from cornplug.engine_common.lora_digests import LaterAdapters
+from cornplug.engine_common.model_identity import page_root
+from cornplug.engine_common.weights_guard import CurrentIdentity
 from cornplug.errors import CheckpointError
 from cornplug.identity import digest
 from cornplug.kv_page import PageGeometry
 from cornplug.sglang_hooks import activation
-from cornplug.sglang_hooks.cache_salt import salt_of
-from cornplug.sglang_hooks.compat import Hook, logger
+from cornplug.sglang_hooks.compat import Hook, logger, salt_of
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
 
 _files: Final = LaterAdapters()

@@ -7,27 +7,57 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from cornplug.engine_common.load_policy import FadedRate
+from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.errors import CodecError, CornplugError, StoreUnavailable
 from cornplug.identity import page_key
+from cornplug.metrics import Tally
 from cornplug.sglang_hooks.kv_pages.costs import LoadPace
+from cornplug.sglang_hooks.kv_pages.layout import HostPages
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots, RootsOfCall
 from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PagePart
 from cornplug.sglang_hooks.kv_pages.page_hash_index import (
     CacheNamespace,
     HashedPage,
+    PageHashIndex,
     PageOverlap,
 )
-from cornplug.sglang_hooks.kv_pages.pool_context import PoolContext, RankPool
 from cornplug.store.base import Lease, Store, Tier
 from cornplug.store.payload import FAR_WAIT_S, LEASE_S, recalled, sought
+
+
+@dataclass(frozen=True, slots=True)
+class PoolContext:
+    """Objects and settings that all pools of a rank use."""
+
+    runtime: EngineRuntime
+    index: PageHashIndex
+    tally: Tally
+    pace: LoadPace
+    """Measures the engine's steps, from which the time to compute a page is estimated."""
+    stopping: Callable[[], bool]
+    """Returns whether SGLang waits for its storage threads to end. SGLang exits after 10 s."""
+    only_seen: bool = False
+    """Whether to save only pages that an earlier request used (`PagePublisher`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPool:
+    """A host pool of one rank, and the part of the store's pages that this rank holds."""
+
+    mine: RankPages
+    host: HostPages
+    threads: int = 1
+    """Number of threads that copy pages in parallel (`PageCopies`)."""
+
 
 _RECALL_FRESH_S: Final = 60.0
 """Age in seconds at which measurements of the disk's speed expire, so that a disk that was too slow is tried

@@ -19,8 +19,7 @@ from cornplug.kv_page import PageGeometry, tensor_parallel_heads
 from cornplug.sglang_hooks.kv_pages.namespace_roots import RootsOfCall
 from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PagePart, Rows
 from cornplug.sglang_hooks.kv_pages.page_hash_index import HashedPage
-from cornplug.sglang_hooks.kv_pages.pool_context import PoolContext, RankPool
-from cornplug.sglang_hooks.kv_pages.reader import PageReader
+from cornplug.sglang_hooks.kv_pages.reader import PageReader, PoolContext, RankPool
 from cornplug.store.base import Reservation, ReserveRefusal, WriterPart
 
 _TAIL_BYTES: Final = 64 << 20

@@ -28,7 +28,7 @@ from cornplug.encoder_service.client.engine_encoder import engine_encoder
 from cornplug.encoder_service.wire.messages import EncodeRequest, WireTensor
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.engine_common import engine_state, weights_guard
-from cornplug.engine_common.embedding_fetch import EncoderRequestPolicy, ExpectedEmbedding
+from cornplug.engine_common.embeddings import EncoderRequestPolicy, ExpectedEmbedding
 from cornplug.engine_common.load_policy import encode_deadline_s
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.engine_common.runtime import EMBEDDING, EngineRuntime

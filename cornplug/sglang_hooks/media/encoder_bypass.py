@@ -23,8 +23,7 @@ import torch
 
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import engine_state, weights_guard
-from cornplug.engine_common.embedding_fetch import ExpectedEmbedding
-from cornplug.engine_common.embedding_publisher import EmbeddingPublisher, TowerClock
+from cornplug.engine_common.embeddings import EmbeddingPublisher, ExpectedEmbedding, TowerClock
 from cornplug.engine_common.load_policy import FetchRule
 from cornplug.engine_common.runtime import EMBEDDING, EngineRuntime
 from cornplug.errors import CodecError, CornplugError

@@ -30,15 +30,14 @@ from typing import Any, Final
 
 import torch
 
-from cornplug.encoder_service.wire.signed_claims import SignedClaim, salt_proof
+from cornplug.encoder_service.wire.engine_seal import SignedClaim, salt_proof
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.runtime import EMBEDDING
 from cornplug.errors import CheckpointError, CodecError, EncoderRefused
 from cornplug.identity import embedding_key
 from cornplug.sglang_hooks import activation
-from cornplug.sglang_hooks.cache_salt import salt_of_request
-from cornplug.sglang_hooks.compat import Hook, logger
+from cornplug.sglang_hooks.compat import Hook, logger, salt_of_request
 from cornplug.sglang_hooks.media import placeholder_tokens
 from cornplug.sglang_hooks.model.model_config import engine_model
 

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from cornplug.engine_common.embedding_fetch import BackOff
+from cornplug.engine_common.embeddings import BackOff
 from cornplug.engine_common.runtime import EMBEDDING
 from cornplug.errors import EncoderUnavailable
 from cornplug.sglang_hooks import activation

@@ -8,8 +8,8 @@ and the key in its embedding cache. This module calls
 
 for every image with a digest. The key is the same as in vLLM, so that both engines use the same placeholder
 tokens. It replaces any identity that SGLang or a client has set. Media whose tower is run only by SGLang get
-a key for that tower (`tower_inputs.py`). Media without a digest keep SGLang's identifier and get no identity,
-so that they cannot be confused with media that have a key.
+a key for that tower. Media without a digest keep SGLang's identifier and get no identity, so that they cannot
+be confused with media that have a key.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from cornplug.engine_common.background_identity import CurrentIdentity
 from cornplug.engine_common.model_identity import TowerIdentity
+from cornplug.engine_common.weights_guard import CurrentIdentity
 from cornplug.errors import CheckpointError
 from cornplug.identity import embedding_key, medium_with_options, overridden
 from cornplug.sglang_hooks import activation, compat
-from cornplug.sglang_hooks.cache_salt import salt_of_request
-from cornplug.sglang_hooks.compat import Hook
-from cornplug.sglang_hooks.media import media_digests, placeholder_tokens, preprocessing_probe
+from cornplug.sglang_hooks.compat import Hook, salt_of_request
+from cornplug.sglang_hooks.media import media_digests, placeholder_tokens, preprocessing
 from cornplug.sglang_hooks.media.embedding_prefetch import EmbeddingPrefetcher
-from cornplug.sglang_hooks.media.tower_inputs import OwnTower, own_tower
+from cornplug.sglang_hooks.media.media_digests import OwnTower, own_tower
 from cornplug.sglang_hooks.model.model_config import engine_model, runs_generic_backend
 
 _USUAL: Final[Mapping[str, Any]] = {"detail": "auto"}
@@ -116,7 +115,7 @@ def _own_tower() -> OwnTower | None:
 def _tower_identity(processor: Any) -> TowerIdentity:
     model = engine_model()
     tower = model.tower_identity()
-    differs = preprocessing_probe.preprocessing_difference(processor, model)
+    differs = preprocessing.preprocessing_difference(processor, model)
     if differs is None:
         return tower
     compat.logger.info(

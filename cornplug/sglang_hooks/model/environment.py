@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any, Final
 
-from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables, SettingsVerdict, judge
+from cornplug.engine_common.engine_config import AS_OVERRIDE, FieldTables, SettingsVerdict, judge
 from cornplug.sglang_hooks.model.server_args_fields import grouped
 
 HARMLESS: Final = {

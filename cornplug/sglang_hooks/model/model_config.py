@@ -12,9 +12,8 @@ from typing import Any, Final
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import engine_state
-from cornplug.engine_common.allow_lists import judge
+from cornplug.engine_common.engine_config import judge, remote_code
 from cornplug.engine_common.model_identity import EngineModel, StartedModel, declares_quantization
-from cornplug.engine_common.resolved_config import remote_code
 from cornplug.errors import CheckpointError
 from cornplug.sglang_hooks.compat import EPOCHS, GENERIC_INPUTS, validated_families
 from cornplug.sglang_hooks.model import environment

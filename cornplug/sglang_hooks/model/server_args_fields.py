@@ -1,7 +1,7 @@
 """Tables that classify each field of SGLang's `ServerArgs`: part of the key, harmless, or excluding sharing.
 
 A field that is in none of these tables was added by a later release of SGLang. If its value is not the
-default, nothing is shared, and the log names the field (`engine_common.allow_lists`). Fields are grouped by
+default, nothing is shared, and the log names the field (`engine_common.engine_config`). Fields are grouped by
 reason. The tables for environment variables are in `environment`.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables
+from cornplug.engine_common.engine_config import AS_OVERRIDE, FieldTables
 
 
 def grouped(groups: Mapping[str, str], prefix: str = "") -> dict[str, str]:
@@ -44,7 +44,7 @@ _IDENTIFIED: Final = {
     "in the key as `sglang_quantization`, unless the checkpoint declares it": "quantization",
     "the page's geometry contains the dtype; other dtypes are not shared": "kv_cache_dtype",
     "in the key as the image processor's arguments; video and audio are not shared": "mm_process_config",
-    "pixels are compared with transformers' (`preprocessing_probe`)": (
+    "pixels are compared with transformers' (`preprocessing`)": (
         "image_processor_backend disable_fast_image_processor"
     ),
     "digests of adapters' files and of the modules to which they apply, see `namespace_roots`": (

@@ -1,7 +1,7 @@
 """Hooks on SGLang's calls that replace a server's weights in place.
 
-Each of these calls ends sharing (`weights_guard`). The exceptions are a successful update from a checkpoint
-(`disk_updates.py`) and, if a trainer's versions are trusted, updates with tensors (`trainer_updates.py`).
+Each of these calls ends sharing (`weights_guard`). The exceptions (`weight_epochs.py`) are a successful
+update from a checkpoint and, if a trainer's versions are trusted, updates with tensors.
 
 Every process is notified before the first byte changes: the scheduler of each rank when it receives the
 request, and the tokenizer when it passes the request on.

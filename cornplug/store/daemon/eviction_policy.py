@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final, Generic, Protocol, TypeVar
 
 from cornplug.settings import DEFAULT_NAMESPACE, NamespaceConfig
-from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
+from cornplug.store.daemon.reservations import ExpiryBuckets
 
 _BELOW_CEILING: Final = 0.75
 """Fraction of its ceiling below which a namespace that reached its ceiling may evict entries of other

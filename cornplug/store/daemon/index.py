@@ -35,10 +35,15 @@ from cornplug.store.base import (
 )
 from cornplug.store.daemon.allocator import align_up
 from cornplug.store.daemon.entry_watchers import EntryWatchers
-from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
 from cornplug.store.daemon.placement import EntryPlacement, EvictableEntry, Grow, StoredEntry
 from cornplug.store.daemon.purges import PurgeJobs
-from cornplug.store.daemon.reservations import OpenEntries, OpenEntry, ReservationTimes, Sightings
+from cornplug.store.daemon.reservations import (
+    ExpiryBuckets,
+    OpenEntries,
+    OpenEntry,
+    ReservationTimes,
+    Sightings,
+)
 from cornplug.store.daemon.store_counters import AppBytes, RemovalCause, StoreCounters
 from cornplug.store.store_stats import StoreStat
 from cornplug.store.use_notes import NotedReads

@@ -27,9 +27,9 @@ from cornplug.local_socket import SocketClaim
 from cornplug.private_paths import read_secret
 from cornplug.settings import parse_size
 from cornplug.store.arena import SharedArena, fitting_size
-from cornplug.store.autostart import LOG_BYTES
 from cornplug.store.daemon.reservations import ReservationTimes
 from cornplug.store.daemon.server import OpenedTiers, ServedSocket, StoreServer
+from cornplug.store.daemon_link import LOG_BYTES
 
 if TYPE_CHECKING:
     from cornplug.store.disk.open_disk import OpenedDisk
@@ -110,9 +110,8 @@ def store_parser(defaults: config.StoreConfig) -> argparse.ArgumentParser:
         "--far",
         action="append",
         metavar="URL",
-        help="far store through which hosts share entries: file:///FOLDER, s3://BUCKET/PREFIX, "
-        "valkey://HOST:6379/0, mooncake://MASTER:50051 or nixl://HOST:8760+HOST:8760; can be repeated "
-        "(default: the setting store.far)",
+        help="far store: file:///FOLDER, s3://BUCKET/PREFIX, valkey://HOST:6379/0, mooncake://MASTER:50051 "
+        "or nixl://HOST:8760+HOST:8760; can be repeated (default: the setting store.far)",
     )
     parser.add_argument(
         "--secret-file",
@@ -136,7 +135,7 @@ def store_parser(defaults: config.StoreConfig) -> argparse.ArgumentParser:
         "--metrics",
         metavar="[HOST:]PORT",
         default=defaults.metrics,
-        help="address for Prometheus metrics (/metrics); without HOST, on this host only (default: none)",
+        help="address for Prometheus metrics; without HOST, on this host only (default: none)",
     )
     parser.add_argument(
         "--clamp",

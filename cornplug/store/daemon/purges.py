@@ -15,7 +15,7 @@ from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.placement import StoredEntry
 from cornplug.store.daemon.reservations import OpenEntries, OpenEntry
 from cornplug.store.daemon.store_counters import RemovalCause
-from cornplug.store.validation import check_purge
+from cornplug.store.messages import check_purge
 
 PORTION: Final = 256
 """Number of entries in a batch, which takes about 1.5 ms if all of them are deleted. The first batch also

@@ -38,8 +38,8 @@ from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import ReservationTimes
 from cornplug.store.daemon.store_counters import StoreTelemetry
 from cornplug.store.entry_table import TableShape
+from cornplug.store.messages import check_entries, check_meta, check_terms, check_ttl
 from cornplug.store.use_notes import NO_PAGE, UseNotes
-from cornplug.store.validation import check_entries, check_meta, check_terms, check_ttl
 
 if TYPE_CHECKING:
     from cornplug.store.disk.open_disk import OpenedDisk

@@ -24,7 +24,7 @@ from typing import Final, Literal, TypeVar
 import msgspec
 
 from cornplug.host import without_proxies
-from cornplug.store.far.far_store import FarFailure
+from cornplug.store.far.open_far import FarFailure
 
 _CHANNELS: Final = 4
 """Number of sockets to the process, one for each thread of a far peer that makes calls."""

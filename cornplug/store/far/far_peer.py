@@ -29,11 +29,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from cornplug.store.circuit_breaker import CircuitBreaker
+from cornplug.store.connection import CircuitBreaker
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
 from cornplug.store.far.far_questions import FarQuestions, taken
 from cornplug.store.far.far_record import FarRecord, FarSealer
-from cornplug.store.far.far_store import ASK_S, MOVE_S, FarFailure, FarStore
+from cornplug.store.far.open_far import ASK_S, MOVE_S, FarFailure, FarStore
 from cornplug.store.store_stats import FarStat
 
 _KIND_S: Final = 1.0

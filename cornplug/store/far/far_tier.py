@@ -24,8 +24,7 @@ from cornplug.store.disk.record_format import RecordDamaged
 from cornplug.store.disk.tier_protocols import FAR_OWNER, MemoryTier, TieredEntry
 from cornplug.store.far.far_peer import FarPeer, Write
 from cornplug.store.far.far_record import FarRecord, FarSealer, RecordHead
-from cornplug.store.far.far_store import FarStore
-from cornplug.store.far.open_far import OpenedFar
+from cornplug.store.far.open_far import FarStore, OpenedFar
 from cornplug.store.store_stats import FarStat
 
 MOST_SHOWN: Final = 1 << 15

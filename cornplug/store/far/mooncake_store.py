@@ -15,9 +15,8 @@ from pydantic import BaseModel, ByteSize
 
 from cornplug.errors import ConfigError
 from cornplug.store.far.client_process import ProcessFarStore
-from cornplug.store.far.far_store import label_of
 from cornplug.store.far.mooncake_client import MOST_BYTES, ClientSettings
-from cornplug.store.far.open_far import fields_of
+from cornplug.store.far.open_far import fields_of, label_of
 
 _SETTING: Final = "store.far"
 _PORT: Final = 50051

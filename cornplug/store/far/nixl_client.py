@@ -4,6 +4,14 @@
     exists, delete ──> all members, by `MemberChannel`
     get            ──> the member that has the record writes it into this member's memory, by NIXL
 
+Members exchange messages over TCP, authenticated by the domain's secret:
+
+    asker ──> listener    16 random bytes; the listener replies with 16 random bytes
+    message               u32 length | 16 bytes of HMAC-SHA256(key, direction | number | body) | body
+
+The key is derived from the secret and both sides' random bytes, so that no message is valid on another
+connection, in the other direction or a second time. Bodies are not encrypted.
+
 Only members of the domain receive the addresses to which NIXL may write, in authenticated messages. NIXL's
 own exchange of metadata is not authenticated. Records are sealed, so NIXL's transfers need not be trusted.
 
@@ -13,19 +21,24 @@ Usage: nixl_client.py DESCRIPTOR ... < SETTINGS
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
+import itertools
 import os
+import secrets
 import socket
+import struct
 import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Final, Literal
 
 import msgspec
 
 from cornplug.store.far.client_process import Answer, Question, client_settings, serve
-from cornplug.store.far.member_channel import MemberChannel
 from cornplug.store.far.nixl_agent import NixlAgent, RecordRing
 
 MOST_BYTES: Final = 32 << 20
@@ -341,3 +354,87 @@ def _say(what: str) -> None:
 
 if __name__ == "__main__":
     main(client_settings(MemberSettings), [int(number) for number in sys.argv[1:]])
+
+
+MOST_CHANNEL_BYTES: Final = 1 << 20
+_NONCE_BYTES: Final = 16
+_MAC_BYTES: Final = 16
+_DOMAIN: Final = b"cornplug member 1"
+_REST: Final = struct.pack("@ll", 2, 0)
+"""Time limit for the rest of a message whose first bytes have arrived. This is 2 s as `struct timeval`."""
+
+
+class MemberChannel:
+    """Authenticated connection to another member, used by one thread at a time. Calls raise OSError or
+    EOFError. After such an error, the channel is unusable.
+
+    Args:
+        connected: TCP connection, which the channel closes.
+        key: Key derived from the domain's secret.
+        asks: Whether this side opened the connection.
+        within_s: Maximum time in seconds that the constructor waits for the exchange of random bytes.
+    """
+
+    def __init__(self, connected: socket.socket, key: bytes, *, asks: bool, within_s: float) -> None:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setblocking(True)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connected.setsockopt(socket.SOL_SOCKET, option, _REST)
+        self._connection = Connection(connected.detach())
+        try:
+            mine = secrets.token_bytes(_NONCE_BYTES)
+            self._connection.send_bytes(mine)
+            theirs = self._take(within_s, _NONCE_BYTES)
+        except BaseException:
+            self._connection.close()
+            raise
+        asker, listener = (mine, theirs) if asks else (theirs, mine)
+        self._key = hmac.digest(key, _DOMAIN + asker + listener, hashlib.sha256)
+        # Each direction has its own mark, so that a side's own message is not valid for itself.
+        self._sends, self._gets = (b">", b"<") if asks else (b"<", b">")
+        self._sent, self._got = itertools.count(), itertools.count()
+
+    def send(self, body: bytes) -> None:
+        """Send a message of at most `MOST_CHANNEL_BYTES`."""
+        self._connection.send_bytes(self._mac(self._sends, next(self._sent), body) + body)
+
+    def receive(
+        self, within_s: float | None, meanwhile: Callable[[], object] | None = None, every_s: float = 0.0
+    ) -> bytes:
+        """Return the next message. Until it arrives, call `meanwhile` repeatedly, with pauses of `every_s`.
+
+        Raises TimeoutError after `within_s`. Raises PermissionError if the message is not authenticated as
+        the next message to this side.
+        """
+        message = self._take(within_s, MOST_CHANNEL_BYTES + _MAC_BYTES, meanwhile, every_s)
+        mac, body = message[:_MAC_BYTES], message[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(self._gets, next(self._got), body)):
+            raise PermissionError(
+                "the other side does not have this domain's secret, or its messages were changed"
+            )
+        return body
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+    def _mac(self, direction: bytes, number: int, body: bytes) -> bytes:
+        text = direction + number.to_bytes(8, "little") + body
+        return hmac.digest(self._key, text, hashlib.sha256)[:_MAC_BYTES]
+
+    def _take(
+        self,
+        within_s: float | None,
+        most_bytes: int,
+        meanwhile: Callable[[], object] | None = None,
+        every_s: float = 0.0,
+    ) -> bytes:
+        end_s = None if within_s is None else time.monotonic() + within_s
+        while True:
+            left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
+            if self._connection.poll(left_s if meanwhile is None else every_s):
+                return self._connection.recv_bytes(most_bytes)
+            if left_s == 0.0:
+                raise TimeoutError(f"no message within {within_s:g} s")
+            if meanwhile is not None:
+                meanwhile()

@@ -16,9 +16,8 @@ from pydantic import BaseModel, ByteSize, Field
 from cornplug.errors import ConfigError
 from cornplug.store.disk.record_format import derive_key
 from cornplug.store.far.client_process import ProcessFarStore
-from cornplug.store.far.far_store import label_of
 from cornplug.store.far.nixl_client import MOST_BYTES, MemberSettings
-from cornplug.store.far.open_far import fields_of
+from cornplug.store.far.open_far import fields_of, label_of
 
 _SETTING: Final = "store.far"
 _PORT: Final = 8760

@@ -17,7 +17,7 @@ from obstore.exceptions import BaseError
 from obstore.store import LocalStore, ObjectStore, S3Store
 
 from cornplug.errors import ConfigError
-from cornplug.store.far.far_store import MOVE_S, FarFailure
+from cornplug.store.far.open_far import MOVE_S, FarFailure
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

@@ -1,4 +1,9 @@
-"""Opens the far stores in the settings. A package is imported only if a URL needs it."""
+"""Interface of far stores, and opening of those in the settings.
+
+A package is imported only if a URL needs it.
+
+Far stores map names to records. Records are sealed (`far_record.py`), because far stores are not trusted.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +11,13 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import BaseModel, ValidationError
 
 from cornplug.errors import ConfigError
 from cornplug.private_paths import is_own_secret, read_secret
-from cornplug.store.far.far_store import FarStore, label_of
 
 Fields = TypeVar("Fields", bound=BaseModel)
 _SETTING: Final = "store.far"
@@ -100,3 +104,46 @@ def _open(url: str, label: str, secret: bytes) -> FarStore:
             _SETTING, f"{label!r} needs a package: {e}", f"Run: pip install 'cornplug[{extra}]'"
         ) from e
     return store
+
+
+ASK_S: Final = 0.25
+"""Deadline of a lookup in seconds."""
+MOVE_S: Final = 2.0
+"""Deadline of one record's transfer, in either direction, in seconds."""
+
+
+class FarFailure(OSError):
+    """Raised if a far store does not reply in time, or replies with an error."""
+
+
+class FarStore(Protocol):
+    """One far store. Its methods are called on threads that may wait, and raise FarFailure."""
+
+    @property
+    def most_bytes(self) -> int:
+        """Maximum size in bytes of a record that can be written or read."""
+
+    @property
+    def most_names(self) -> int:
+        """Maximum number of names in one lookup."""
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        """Return whether each of these records exists."""
+
+    def get(self, name: str) -> bytes | None:
+        """Return the record of this name, or None if it does not exist."""
+
+    def put(self, name: str, record: bytes) -> None:
+        """Store a record under this name, and replace an older record of the same name."""
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete the records of these names. Names without a record are ignored."""
+
+    def close(self) -> None:
+        """Close the connections."""
+
+
+def label_of(url: str) -> str:
+    """Return the URL without user, password and query, for logs and metrics."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -13,7 +13,7 @@ from valkey.exceptions import ValkeyError
 from valkey.retry import Retry
 
 from cornplug.errors import ConfigError
-from cornplug.store.far.far_store import ASK_S, MOVE_S, FarFailure, label_of
+from cornplug.store.far.open_far import ASK_S, MOVE_S, FarFailure, label_of
 
 _SETTING: Final = "store.far"
 _MOST_BYTES: Final = 4 << 20

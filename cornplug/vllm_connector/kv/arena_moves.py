@@ -21,8 +21,15 @@ from cornplug.codec import segment_checksums
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.errors import CodecError, CornplugError, LayoutError, StoreUnavailable
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv.metadata import PageLoad, PageSave
-from cornplug.vllm_connector.kv.move_reports import MoveReports, OngoingSave, SavedPage, pages_of, take
+from cornplug.vllm_connector.kv.metadata import (
+    MoveReports,
+    OngoingSave,
+    PageLoad,
+    PageSave,
+    SavedPage,
+    pages_of,
+    take,
+)
 from cornplug.vllm_connector.kv_copies.arena_copies import ArenaCopies, ArenaSlab, Run
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks, kernel_table
 from cornplug.vllm_connector.kv_copies.copy_sides import CudaSide

@@ -20,9 +20,9 @@ from cornplug.engine_common.page_publish import PagePublisher, free_pages
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.kv_page import PageGeometry
 from cornplug.store.base import Reservation, ReserveRefusal
-from cornplug.vllm_connector.engine_alarm import ALARM, EngineAlarm
-from cornplug.vllm_connector.kv.deferred_ops import OpenSave
+from cornplug.vllm_connector.cpu_use import ALARM, EngineAlarm
 from cornplug.vllm_connector.kv.metadata import PageSave, PageWrite
+from cornplug.vllm_connector.kv.open_saves import OpenSave
 from cornplug.vllm_connector.kv.page_saves import PageSaves, SavingRequests, save_name
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
@@ -248,4 +248,5 @@ class IdleSaves:
         save.blocks = page.blocks
         self._saves.freed.release(self._pool, save)
         write = PageWrite(page.index, reservation.token, reservation.location)
-        return PageSave(save.name, (write,), tuple(block.block_id for block in page.blocks))
+        blocks = tuple(block.block_id for block in page.blocks)
+        return PageSave(save.name, (write,), blocks, self._saves.group)

@@ -1,5 +1,5 @@
 """Loading of KV pages. A request's stored pages are leased, offered to vLLM, and loaded if vLLM accepts the
-offer."""
+offer. Pages on disk or in far stores are read first, while vLLM continues with other requests."""
 
 from __future__ import annotations
 
@@ -12,24 +12,35 @@ from typing import TYPE_CHECKING, Final
 
 from cornplug.engine_common.rank_pages import whole_pages
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, miss
+from cornplug.errors import StoreUnavailable
 from cornplug.kv_page import PageGeometry, pages_between
 from cornplug.metrics import Tally
-from cornplug.store.base import NO_LEASES, Leases
+from cornplug.store.base import NO_LEASES, Leases, Tier
 from cornplug.store.payload import LEASE_S, MOST_SOUGHT
 from cornplug.vllm_connector.kv.costs import LoadCosts
-from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
 from cornplug.vllm_connector.kv.metadata import PageLoad
+from cornplug.vllm_connector.kv.open_saves import DeferredStoreOps
 from cornplug.vllm_connector.kv.page_keys import PageKeys
-from cornplug.vllm_connector.kv.page_recalls import PageRecall, PageRecalls
-from cornplug.vllm_connector.kv.resets import StoredBefore
+from cornplug.vllm_connector.kv.pauses import StoredBefore
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 if TYPE_CHECKING:
     from cornplug.vllm_connector.kv.page_events import PageEvents
 
+
 _FIRST_PAGES: Final = 32
 """Number of pages in the first query of a lookup. Computing the keys of this many pages takes about as long
 as the query."""
+
+_LOOK_S: Final = 1e-3
+"""Minimum seconds between two checks for newly arrived pages of a recall. vLLM polls once per step, and idle
+steps are short."""
+_AGAIN_S: Final = 0.05
+"""Seconds after which pages that have not arrived are requested again. The store reads only a part of a long
+prompt at a time."""
+
+_WAITED_S: Final = 0.05
+"""Seconds after which a waiting request that was not polled again is assumed to be aborted."""
 
 
 @dataclass(slots=True)
@@ -236,33 +247,36 @@ class LoadOffers:
             self._store_ops.release(tracked.offer.tokens)
         tracked.offer = None
 
-    def take(self, tracked: TrackedRequest, blocks: Sequence[int], external: int) -> None:
-        """Handle the engine's decision about an offer. The engine loads `external` tokens into `blocks`, or
-        has declined the offer if `external` is 0."""
-        if tracked.offer is None:
+    def take(self, tracked: TrackedRequest, blocks: Sequence[Sequence[int]], external: int) -> None:
+        """Handle the engine's decision about an offer. The engine loads `external` tokens into `blocks`, one
+        list per cache group, or has declined the offer if `external` is 0."""
+        offer = tracked.offer
+        if offer is None:
             return
         if not external:
             self.withdraw(tracked)
             return
-        load, tracked.offer = tracked.offer, None
-        tracked.loading = load
-        load.end = load.computed + external
+        tracked.offer, tracked.loading = None, offer
+        offer.end = offer.computed + external
+        self._load(tracked, offer, blocks)
+
+    def _load(self, tracked: TrackedRequest, offer: LeasedPages, blocks: Sequence[Sequence[int]]) -> None:
         # The engine may accept only a part of the offer.
-        load.pages = load.pages[: -(-load.end // self._page.page_tokens) - load.first_page]
+        offer.pages = offer.pages[: -(-offer.end // self._page.page_tokens) - offer.first_page]
         request_id = tracked.request.request_id
-        self._costs.load_began(request_id, len(load.pages))
+        self._costs.load_began(request_id, len(offer.pages))
         self._taken.append(
             PageLoad(
                 request_id,
-                load.computed,
-                load.end,
-                load.first_page,
-                load.pages,
-                array("q", blocks),
-                self._costs.deadline_s(external),
+                offer.computed,
+                offer.end,
+                offer.first_page,
+                offer.pages,
+                array("q", blocks[0]),
+                self._costs.deadline_s(offer.end - offer.computed),
             )
         )
-        tracked.saved_until(load.end // self._page.page_tokens)
+        tracked.saved_until(offer.end // self._page.page_tokens)
 
     def new_loads(self) -> list[PageLoad]:
         """Return the loads that the engine has accepted since the last call, for the worker halves."""
@@ -276,9 +290,6 @@ class LoadOffers:
             self._count_misses(reason)
         if tracked is not None:
             tracked.load_failed = True
-            if tracked.loading is not None:
-                # The pages that the request computes now may be missing from the store.
-                tracked.save_again_from(tracked.loading.computed // self._page.page_tokens)
 
     def ended(self, tracked: TrackedRequest) -> None:
         """Record that the worker halves have ended the load of a request, successfully or not, and release
@@ -296,3 +307,112 @@ class LoadOffers:
             self._tally.count("cornplug_saved_tokens_total", app, by=load.end - load.computed)
             if tracked.own is not None:
                 tracked.own.extend(load.computed, load.end)
+
+
+@dataclass(slots=True)
+class PageRecall:
+    """Progress of reading a request's pages from disk. A request has at most one recall."""
+
+    keys: Sequence[bytes]
+    """Keys of the request's pages that are read from disk."""
+    began_s: float
+    end_s: float
+    """Time after which pages that have not arrived are computed instead."""
+    left: int
+    """Number of the recall's pages that have not arrived yet."""
+    over: bool = False
+    came_s: float = 0.0
+    """Time of the last check that found a newly arrived page."""
+    asked_s: float = 0.0
+    looked_s: float = 0.0
+
+
+@dataclass(slots=True)
+class FarQuestion:
+    """Pending query to far stores for a request's absent pages. A request has at most one such query."""
+
+    ticket: int
+    end_s: float
+    """Time after which the request continues even if some replies are missing."""
+
+
+class PageRecalls:
+    """Reads pages from disk and queries far stores for one scheduler half. Used by the engine's thread."""
+
+    def __init__(self, runtime: EngineRuntime, costs: LoadCosts) -> None:
+        self._run, self._costs = runtime, costs
+        self._waited_s = -1.0
+        """Time when a request last had to wait for pages. Negative before the first wait."""
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether any request waits for pages from disk or far stores. vLLM polls this in every step."""
+        return time.monotonic() - self._waited_s < _WAITED_S
+
+    def seek(self, keys: Sequence[bytes], *, tokens: int) -> FarQuestion | None:
+        """Query far stores for the pages with these keys, which contain the first of `tokens` absent tokens.
+        Returns None if a recent lookup of these pages is complete, or if no far store responds. Raises
+        StoreUnavailable."""
+        ticket = self._run.store.seek(keys)
+        if not ticket:
+            return None
+        now_s = self._waited_s = time.monotonic()
+        return FarQuestion(ticket, now_s + self._costs.far_wait_s(tokens))
+
+    def awaits(self, question: FarQuestion) -> bool:
+        """Return whether the request should still wait for far stores' replies to a query. Far stores are
+        queried for a few pages of a long prompt at a time, so the arrival of the first pages does not end the
+        wait. Sends no message."""
+        now_s = time.monotonic()
+        if now_s >= question.end_s or self._run.store.answered(question.ticket):
+            return False
+        self._waited_s = now_s
+        return True
+
+    def on_disk(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return those of the keys whose pages are only on disk. Raises StoreUnavailable."""
+        tiers = self._run.store.tiers(keys, deadline_s=self._run.config.store.deadline_s)
+        return [key for key, tier in zip(keys, tiers, strict=True) if tier == Tier.DISK]
+
+    def begin(self, tracked: TrackedRequest, keys: Sequence[bytes], *, tokens: int, pages: int) -> bool:
+        """Start to read the pages of `keys` from disk for a request, if that is faster than computing them,
+        and return whether it is. The pages belong to a hit of `pages` pages and `tokens` tokens. Call it at
+        most once per request. Raises StoreUnavailable."""
+        now_s = time.monotonic()
+        pays = self._costs.recall_pays(tokens=tokens, pages=pages, on_disk=len(keys))
+        end_s = now_s + self._costs.deadline_s(tokens)
+        tracked.recall = recall = PageRecall(keys, now_s, end_s, len(keys), over=not pays, came_s=now_s)
+        if pays:
+            self._ask(recall, keys, now_s)
+        return pays
+
+    def _ask(self, recall: PageRecall, keys: Sequence[bytes], now_s: float) -> None:
+        recall.asked_s = now_s
+        self._run.store.recall(keys)
+
+    def late(self, recall: PageRecall) -> int | None:
+        """Return the number of pages that had not arrived when the recall ended, or None while it is in
+        progress.
+
+        Raises StoreUnavailable, which also ends the recall.
+        """
+        now_s = self._waited_s = time.monotonic()
+        if now_s - max(recall.asked_s, recall.looked_s) < _LOOK_S:
+            return None
+        recall.looked_s = now_s
+        try:
+            missing = self.on_disk(recall.keys)
+            if len(missing) < recall.left:
+                recall.left, recall.came_s = len(missing), now_s
+            patience_s = self._run.config.store.background_timeout_s
+            if missing and now_s < min(recall.end_s, recall.came_s + patience_s):
+                if now_s - recall.asked_s > _AGAIN_S:
+                    self._ask(recall, missing, now_s)
+                return None
+        except StoreUnavailable:
+            recall.over = True
+            raise
+        recall.over = True
+        # If no page arrived, record that one page takes at least the time that has passed.
+        self._costs.recalled(max(1, len(recall.keys) - len(missing)), now_s - recall.began_s)
+        return len(missing)

@@ -1,9 +1,13 @@
 """Messages between the KV connector's scheduler half and worker halves, one per step and direction, sent over
-vLLM's own channel."""
+vLLM's own channel. `MoveReports` collects the results of one worker's loads and saves for these messages."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import threading
 from array import array
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,7 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from cornplug.engine_common.rank_pages import RankPages
 from cornplug.store.base import Leases, PayloadLocation
+from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, Table, kernel_table
 
 
 class PageWrite(msgspec.Struct, frozen=True):
@@ -125,3 +131,166 @@ class CornplugKVWorkerMetadata(KVConnectorWorkerMetadata):
             or self.staged_pages
             or self.steps
         )
+
+
+@dataclass(eq=False, slots=True)
+class OngoingSave:
+    """Save that a worker is carrying out, with the pages that are not written yet."""
+
+    save: PageSave
+    left: set[int]
+    """Reservation tokens of the save's pages that are not acknowledged yet."""
+    given_up: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPage:
+    """One page that a worker writes to the store as part of a save."""
+
+    ongoing: OngoingSave
+    target: PageWrite
+    place: tuple[Table, int]
+    """(block table that `kernel_table` made from some of the request's blocks, index of the page in that
+    table)."""
+
+
+def pages_of(saves: Iterable[OngoingSave], rows: int, sizes: BlockSizes) -> Iterator[SavedPage]:
+    """Yield each page of these saves. The block table of a page includes only the blocks that contain pages
+    of its save, because a request may have thousands of blocks."""
+    for ongoing in saves:
+        save = ongoing.save
+        # A page and a block both begin at each multiple of this number of rows.
+        unit = math.lcm(rows, sizes.engine)
+        first = min(page.index for page in save.pages) * rows // unit * unit
+        last = max(page.index for page in save.pages) * rows + rows
+        blocks = save.blocks[first // sizes.engine : -(-last // sizes.engine)]
+        table = kernel_table(blocks, sizes)
+        for page in save.pages:
+            yield SavedPage(ongoing, page, (table, page.index - first // rows))
+
+
+class MoveReports:
+    """Collects the results of one worker's loads and saves. Movers report the results, and the engine's
+    thread reads them."""
+
+    def __init__(self, pages: RankPages, block_size: int) -> None:
+        self._pages, self._block_size = pages, block_size
+        self._lock = threading.Lock()
+        self._acks = CornplugKVWorkerMetadata()
+        self._unsent: dict[int, str] = {}
+        """Names of the saves whose pages are in `_acks.written`, by reservation token."""
+        self._loaded: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._saving: dict[str, OngoingSave] = {}
+        """Saves in progress, by name."""
+
+    # -- the engine's thread ----------------------------------------------------------------------
+
+    def unusable(self, reason: str) -> None:
+        """Report that this rank's KV caches cannot be mapped to pages."""
+        self._acks.unusable = reason
+
+    def saves_begin(self, saves: Iterable[PageSave]) -> list[OngoingSave]:
+        """Record that these saves begin, and return their progress records."""
+        begun = [OngoingSave(save, {page.token for page in save.pages}) for save in saves]
+        with self._lock:
+            for ongoing in begun:
+                self._saving[ongoing.save.name] = ongoing
+        return begun
+
+    def staged(self, pages: int) -> None:
+        """Count `pages` pages that are copied through staging memory instead of directly."""
+        with self._lock:
+            self._acks.staged_pages += pages
+
+    def stepped(self, number: int) -> None:
+        """Include the end of timed step `number` in the next acknowledgements."""
+        with self._lock:
+            self._acks.steps.append(number)
+
+    def give_up_saves(self, names: Collection[str]) -> None:
+        """Report the pages of these saves as not written, except pages that were already acknowledged. Does
+        not wait.
+
+        The blocks of the saves now belong to other requests, and may have been overwritten before they were
+        read.
+        """
+        wanted = set(names)
+        with self._lock:
+            for name in wanted & self._saving.keys():
+                self._saving[name].given_up = True
+            late = [token for token, name in self._unsent.items() if name in wanted]
+            for token in late:
+                del self._unsent[token], self._acks.written[token]
+                self._acks.failed_writes[token] = self._pages.segments
+
+    def finished(self) -> set[str]:
+        """Return the ids of requests whose load has ended since the last call, successfully or not."""
+        with self._lock:
+            received, self._loaded = self._loaded, set()
+        return received
+
+    def bad_blocks(self) -> set[int]:
+        """Return the ids of the blocks whose load has failed since the last call. A request's failed blocks
+        are available no later than `finished` returns the request's id."""
+        with self._lock:
+            bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def acks(self) -> CornplugKVWorkerMetadata | None:
+        """Return the acknowledgements for the scheduler half since the last call, or None if there are
+        none."""
+        with self._lock:
+            if self._acks.is_empty():
+                return None
+            acks, self._acks = self._acks, CornplugKVWorkerMetadata()
+            self._unsent.clear()
+        return acks
+
+    # -- movers -----------------------------------------------------------------------------------
+
+    def load_over(self, load: PageLoad, whole_pages: int, reason: str, seconds: float) -> None:
+        """Record the end of a load of which the first `whole_pages` pages are complete. `reason` is why the
+        load failed, or "" if all pages are complete."""
+        first_bad = min((load.first_page + whole_pages) * self._pages.page.rows, load.end)
+        with self._lock:
+            if reason:
+                self._bad_blocks |= load.blocks_from(max(first_bad, load.start), self._block_size)
+                self._acks.failed_loads[load.request_id] = reason
+            self._acks.loaded_bytes += whole_pages * self._pages.size_bytes
+            self._acks.loading_s += seconds
+            self._loaded.add(load.request_id)
+
+    def page_over(self, page: SavedPage, checksums: Mapping[int, int]) -> None:
+        """Record the result of writing a page to the store: the checksums of this rank's segments, or no
+        checksums if the write failed."""
+        ongoing, token = page.ongoing, page.target.token
+        with self._lock:
+            if checksums and not ongoing.given_up:
+                self._acks.written[token] = dict(checksums)
+                self._unsent[token] = ongoing.save.name
+            else:
+                self._failed([token])
+            ongoing.left.discard(token)
+            if not ongoing.left:
+                self._over(ongoing)
+
+    def saves_over(self, saves: Iterable[OngoingSave]) -> None:
+        """Record the end of these saves. Pages without a result are reported as failed."""
+        with self._lock:
+            for ongoing in saves:
+                self._failed(ongoing.left)
+                self._over(ongoing)
+
+    def _failed(self, tokens: Collection[int]) -> None:
+        if self._pages.held.writes:
+            self._acks.failed_writes |= dict.fromkeys(tokens, self._pages.segments)
+
+    def _over(self, ongoing: OngoingSave) -> None:
+        """Remove a save whose blocks are no longer read."""
+        self._saving.pop(ongoing.save.name, None)
+
+
+def take(pages: Iterator[SavedPage], count: int) -> list[SavedPage]:
+    """Return up to `count` of the next pages, and skip pages whose save was given up."""
+    return list(itertools.islice((page for page in pages if not page.ongoing.given_up), count))

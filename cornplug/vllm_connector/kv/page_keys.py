@@ -1,12 +1,24 @@
-"""Computation of the page keys of a request, as the request's tokens become known.
+"""Computation of the page keys of a request, as its tokens become known, and tracking of which KV may
+be saved under them.
 
 Keys of long prompts are computed when the request arrives. Like vLLM's hashes of a request's blocks, these
 keys are computed in the thread that receives requests, in parallel with steps of other requests.
+
+KV that another connector loaded (NIXL, LMCache or an offloading connector, with vLLM's MultiConnector) has no
+page keys, because it is not known for which weights and tokens it was computed. KV computed after it depends
+on it and has no page keys either. A page is saved only if this engine computed every token up to the page's
+end, or loaded it through cornplug. The connectors of a prefill server do not load KV. Until another connector
+loads for the first time, the engine's own prefix cache contains only this engine's KV.
+
+The engine's own prefix cache identifies blocks by hashes. If hashes may collide (`--prefix-caching-hash-algo
+xxhash`), a request may get another prompt's blocks. In that case, pages that a request got from this cache
+are not saved either.
 """
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -14,9 +26,11 @@ from weakref import ref
 
 from cornplug.identity import LINK_TOKENS, chain, medium_lineage, page_keys, placeholder_tokens
 from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.compat import KV_CONNECTOR
 from cornplug.vllm_connector.media.mm_identifiers import key_of
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
 
@@ -24,6 +38,15 @@ _ATTRIBUTE: Final = "cornplug_page_keys"
 _LONG_TOKENS: Final = 4096
 """Minimum number of tokens of a prompt for its keys to be computed on arrival. Computing the keys of a
 shorter prompt takes less than a tenth of a step, and is done when the keys are needed."""
+
+_COLLISION_RESISTANT: Final = frozenset({"sha256", "sha256_cbor"})
+"""Values of --prefix-caching-hash-algo whose hashes do not collide in practice."""
+
+_LOADS_ARE_SEEN: Final = frozenset({"LMCacheMPConnector", "NixlConnector", "OffloadingConnector"})
+"""Names of connectors that load KV only for requests that `MultiConnector.update_state_after_alloc` assigns
+to them."""
+
+_connecting: Final = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +196,80 @@ def _from_engine_core_request(original: Callable[..., Any], *args: Any, **kwargs
     return request
 
 
+class OtherLoads:
+    """Records whether the engine's own prefix cache may contain KV that another connector loaded."""
+
+    def __init__(self) -> None:
+        self.possible = not getattr(_connecting, "loads_are_seen", False)
+
+    def seen(self) -> None:
+        """Record that another connector will load KV."""
+        self.possible = True
+
+
+@dataclass(slots=True)
+class OwnTokens:
+    """Counts the leading tokens of a request whose KV this engine computed, or loaded through cornplug."""
+
+    end: int = 0
+
+    def admitted(self, known: int) -> None:
+        """Record that vLLM has assigned new blocks to the request, in which the KV of the first `known`
+        tokens comes from this engine or cornplug."""
+        self.end = known
+
+    def extend(self, start: int, end: int) -> int:
+        """Record that this engine computed tokens `start` to `end`, or loaded them through cornplug. These
+        tokens count only if all tokens before `start` count. Returns the number of leading tokens that count,
+        at most `end`.
+
+        Tokens from the engine's own prefix cache do not count once that cache contains KV from other
+        connectors.
+        """
+        if start <= self.end:
+            self.end = max(self.end, end)
+        return min(self.end, end)
+
+
+def own_cache_is_exact(config: VllmConfig) -> bool:
+    """Return whether the engine's own prefix cache returns only blocks that were computed for a request's own
+    tokens, because its hashes do not collide."""
+    return config.cache_config.prefix_caching_hash_algo in _COLLISION_RESISTANT
+
+
+def others_load() -> bool:
+    """Return whether vLLM is currently creating cornplug's connector together with other connectors."""
+    return getattr(_connecting, "beside", False)
+
+
+def _make_several(original: Callable[..., Any], multi: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+    names = [
+        child.get("kv_connector")
+        for child in config.kv_transfer_config.kv_connector_extra_config.get("connectors") or ()
+    ]
+    _connecting.beside = len(names) > 1
+    _connecting.loads_are_seen = _LOADS_ARE_SEEN.issuperset(set(names) - {KV_CONNECTOR})
+    try:
+        return original(multi, config, *args, **kwargs)
+    finally:
+        _connecting.beside = _connecting.loads_are_seen = False
+
+
+def _load_by_one(
+    original: Callable[..., Any], multi: Any, request: Any, blocks: Any, num_external_tokens: int
+) -> Any:
+    if num_external_tokens:
+        chosen = multi._requests_to_connector.get(request.request_id)
+        for i, connector in enumerate(multi.sub_connectors):
+            if i != chosen and hasattr(connector, "_another_connector_loads"):
+                connector._another_connector_loads()
+    return original(multi, request, blocks, num_external_tokens)
+
+
+_MULTI: Final = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
+
 WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("vllm.v1.request", "Request.from_engine_core_request", _from_engine_core_request),
+    (_MULTI, "MultiConnector.__init__", _make_several),
+    (_MULTI, "MultiConnector.update_state_after_alloc", _load_by_one),
 )

@@ -15,9 +15,8 @@ from cornplug.engine_common.page_publish import PagePublisher, RoomAnswer
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.kv_page import PageGeometry
 from cornplug.store.base import Answered, Posted, Reservation, ReserveRefusal
-from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps, OpenSave
-from cornplug.vllm_connector.kv.freed_blocks import FreedBlocks
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata, PageSave, PageWrite
+from cornplug.vllm_connector.kv.open_saves import DeferredStoreOps, FreedBlocks, OpenSave
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 if TYPE_CHECKING:
@@ -59,6 +58,8 @@ class SavingRequests(Protocol):
         self, scheduled_tokens: Mapping[str, int], total: int
     ) -> list[tuple[TrackedRequest, int]]: ...
     def look_at(self, tracked: TrackedRequest) -> None: ...
+    def of(self, tracked: TrackedRequest) -> TrackedRequest: ...
+    def find(self, tracked: TrackedRequest) -> TrackedRequest | None: ...
 
 
 def save_name(request_id: str, room: Reservation) -> str:
@@ -105,20 +106,31 @@ class PageSaves:
         """Blocks that finished requests have released and from which pages may still be copied."""
         self.events: PageEvents | None = None
         self.manager: KVCacheManager | None = None
-        self._block_size, self._group = 1, 0
+        self._block_size = 1
+        self.group = 0
+        """Index of the cache group whose pages are saved."""
 
     def __bool__(self) -> bool:
         return bool(self._open or self._posted or self._last)
 
-    def bind(self, manager: KVCacheManager, block_size: int, group: int = 0) -> None:
+    def bind(self, manager: KVCacheManager, block_size: int, group: int) -> None:
         """Set the engine's KV cache manager, which is used to look up a request's blocks in cache group
         `group`."""
-        self.manager, self._block_size, self._group = manager, block_size, group
+        self.manager, self._block_size, self.group = manager, block_size, group
 
     @property
     def _pool(self) -> BlockPool:
         assert self.manager is not None
         return self.manager.block_pool
+
+    @property
+    def pinned(self) -> bool:
+        """Whether any blocks are kept only until the worker halves have read them."""
+        return False
+
+    def kept(self, tracked: TrackedRequest, block_ids: Sequence[int]) -> Sequence[int]:
+        """Return the ids of a request's blocks, of which the request holds `block_ids`."""
+        return block_ids
 
     def give_up(self, tracked: TrackedRequest) -> list[str]:
         """Handle the preemption of a request. Its pages that no worker has acknowledged are not written, and
@@ -144,7 +156,7 @@ class PageSaves:
         readers: list[AskedPage | OpenSave] = [*tracked.asked]
         readers += [self._open[token] for token in tracked.open_saves]
         assert self.manager is not None
-        table = self.manager.get_blocks(tracked.request.request_id).blocks[self._group] if readers else ()
+        table = self.manager.get_blocks(tracked.request.request_id).blocks[self.group] if readers else ()
         for reader in readers:
             if not reader.pinned:
                 start, end = self._span(reader.index, reader.index)
@@ -332,7 +344,7 @@ class PageSaves:
         for page, _ in pages:
             first, last = min(first, page.index), max(last, page.index)
         start, end = self._span(first, last)
-        table = self.manager.get_blocks(request_id).blocks[self._group]
+        table = self.manager.get_blocks(request_id).blocks[self.group]
         blocks, writes = [], []
         name = save_name(request_id, pages[0][1])
         first_page = start * self._block_size // self._page.page_tokens
@@ -342,7 +354,7 @@ class PageSaves:
         for page, room in pages:
             writes.append(PageWrite(page.index - first_page, room.token, room.location))
             self._open[room.token].name = name
-        return PageSave(name, tuple(writes), tuple(blocks))
+        return PageSave(name, tuple(writes), tuple(blocks), self.group)
 
     def _saves_of_blocks(self, pages: list[tuple[AskedPage, Reservation]]) -> list[PageSave]:
         """Create a separate save for each page, because the pages' blocks may be reused independently."""
@@ -352,7 +364,8 @@ class PageSaves:
             name = self._open[room.token].name = save_name(page.tracked.request.request_id, room)
             index = page.index - start * self._block_size // self._page.page_tokens
             write = PageWrite(index, room.token, room.location)
-            saves.append(PageSave(name, (write,), tuple([block.block_id for block in page.blocks])))
+            blocks = tuple([block.block_id for block in page.blocks])
+            saves.append(PageSave(name, (write,), blocks, self.group))
         return saves
 
     def _span(self, first: int, last: int) -> tuple[int, int]:

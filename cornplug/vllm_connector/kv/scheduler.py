@@ -1,63 +1,105 @@
 """Scheduler half of the KV connector, which decides what to load and save. Its methods are in the order in
-which vLLM calls them for a request."""
+which vLLM calls them for a request.
+
+Most models have one cache group. A model with several cache groups loads a prefix only if the store has its
+pages for every group, and saves the pages of each group separately.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cornplug.engine_common import engine_state, lora_digests
 from cornplug.engine_common.page_publish import EntryCost, PagePublisher
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
-from cornplug.kv_page import PageGeometry, PageSize
+from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally
 from cornplug.vllm_connector.kv.costs import LoadCosts
-from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
+from cornplug.vllm_connector.kv.group_offers import GroupOffers
+from cornplug.vllm_connector.kv.group_requests import GroupRequests
 from cornplug.vllm_connector.kv.idle_saves import IdleSaves
 from cornplug.vllm_connector.kv.load_offers import LoadOffers
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata, PageLoad
+from cornplug.vllm_connector.kv.open_saves import DeferredStoreOps
 from cornplug.vllm_connector.kv.page_events import page_events
-from cornplug.vllm_connector.kv.page_saves import PageSaves
+from cornplug.vllm_connector.kv.page_kinds import PageKind, whole_page
+from cornplug.vllm_connector.kv.page_saves import PageSaves, SavingRequests
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
+from cornplug.vllm_connector.kv.window_saves import StateSaves, WindowSaves
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.request import Request
 
 
-class SchedulerHalf:
-    """Base class of `KVScheduler` (one cache group) and `GroupsScheduler` (several cache groups). Every call
-    to the store has a deadline."""
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The page kind of one cache group, and the objects that save its pages."""
+
+    kind: PageKind
+    requests: SavingRequests
+    saves: PageSaves
+    idle: IdleSaves
+
+
+class KVScheduler:
+    """Scheduler half of the KV connector. There is one instance per engine core. Every call to the store has
+    a deadline."""
 
     def __init__(
-        self,
-        config: VllmConfig,
-        runtime: EngineRuntime,
-        page: PageGeometry,
-        tally: Tally,
-        *,
-        whole: PageSize | None = None,
+        self, config: VllmConfig, runtime: EngineRuntime, kinds: Sequence[PageKind], tally: Tally
     ) -> None:
-        """Create the scheduler half. `page` is the page geometry for full attention, from which page keys are
-        computed. `whole` is the size of a page of all cache groups together, or None if there is one
-        group."""
+        """Create the scheduler half. `kinds` has one page kind per cache group."""
+        self._first = next(i for i, kind in enumerate(kinds) if kind.whole)
+        """Index of the first cache group of full attention."""
+        page, whole = kinds[self._first].geometry, whole_page(kinds)
         self._app, self._page_tokens = runtime.app, page.page_tokens
         self._tally = tally
-        self._costs = LoadCosts(runtime.config.store, whole or page)
+        self._costs = LoadCosts(runtime.config.store, whole)
         self._store_ops = DeferredStoreOps(runtime, self._publisher(runtime, page))
         self._requests = TrackedRequests(config, runtime, page, tally)
+        self._views = [GroupRequests(self._requests, kind) for kind in kinds] if len(kinds) > 1 else []
+        """The requests as each cache group tracks them. Empty if there is one group, which uses `_requests`
+        itself."""
+        views: Sequence[SavingRequests] = self._views if self._views else [self._requests]
+        self._groups = [
+            self._group(runtime, kind, view, kind.geometry.page_bytes / whole.page_bytes)
+            for kind, view in zip(kinds, views, strict=True)
+        ]
+        self._tail_groups = [group for group in self._groups if not group.kind.whole]
+        """Groups of which a request needs only the last pages of a prefix."""
+        group_ops = [group.saves.store_ops for group in self._groups]
+        self._all_store_ops = [self._store_ops, *group_ops] if self._views else group_ops
+        self._offers = (
+            GroupOffers(runtime, kinds, self._views, tally, self._costs, self._store_ops)
+            if self._views
+            else LoadOffers(runtime, page, tally, self._costs, self._store_ops)
+        )
         self._epoch_word = engine_state.current().epoch_word
         self.events = page_events(config, runtime, self._requests)
         """KV events for the store's pages, or None if the engine does not publish KV events."""
-        self._offers: LoadOffers
-        self._all_saves: list[PageSaves]
         self._detached: dict[str, TrackedRequest] = {}
         """Finished requests whose pages are still being loaded, by request id. Another request may already
         use the same id."""
+
+    def _group(
+        self, runtime: EngineRuntime, kind: PageKind, requests: SavingRequests, share: float
+    ) -> _Group:
+        page, seen = kind.geometry, runtime.config.engine.save == "second"
+        publisher = self._publisher(runtime, page, share, only_seen=seen)
+        # With one group, the operations of saves and load offers are sent together.
+        ops = DeferredStoreOps(runtime, publisher) if self._views else self._store_ops
+        saves_class: type[PageSaves] = PageSaves
+        if not kind.whole:
+            saves_class = StateSaves if page.state else WindowSaves
+        saves = saves_class(runtime, page, requests, publisher, ops, share)
+        unseen = self._publisher(runtime, page, share)
+        return _Group(kind, requests, saves, IdleSaves(runtime, page, requests, saves, unseen))
 
     def _publisher(
         self, runtime: EngineRuntime, page: PageGeometry, share: float = 1.0, *, only_seen: bool = False
@@ -72,6 +114,25 @@ class SchedulerHalf:
             only_seen=only_seen,
             cost=EntryCost(self._costs.page, share),
         )
+
+    def bind(self, manager: KVCacheManager, specs: Sequence[KVCacheSpec]) -> None:
+        """Set the engine's KV cache manager, which is used to look up a request's blocks. `specs` has one
+        `KVCacheSpec` per cache group."""
+        if isinstance(self._offers, GroupOffers):
+            self._offers.bind(manager.block_pool.null_block.block_id)
+        for i, (group, spec) in enumerate(zip(self._groups, specs, strict=True)):
+            group.saves.bind(manager, spec.block_size, i)
+            group.idle.bind(manager.block_pool, spec.block_size)
+        if self.events is not None:
+            # KV events cover only full attention, as in vLLM's own offloading.
+            first = self._groups[self._first]
+            self.events.bind(manager.block_pool, specs[self._first], self._first, self._page_tokens)
+            self._offers.events = first.saves.events = first.idle.events = self.events
+
+    def another_connector_loads(self) -> None:
+        """Record that another connector loads KV, so the engine's own prefix cache will contain KV of unknown
+        origin."""
+        self._requests.other_loads.seen()
 
     def forget_stored(self) -> None:
         """Ignore pages that were stored before this call."""
@@ -94,36 +155,80 @@ class SchedulerHalf:
             self.events.weights_replaced()
 
     def _drop(self, before: Sequence[TrackedRequest]) -> None:
+        """Drop the offers and pending saves of these requests, and the pending saves of all finished
+        requests."""
         for tracked in before:
             self._offers.withdraw(tracked)
-        self._drop_saves(before)
+        for group in self._groups:
+            found = [group.requests.find(tracked) for tracked in before]
+            group.saves.drop([pages for pages in found if pages is not None])
+            group.idle.forget()
 
-    def _drop_saves(self, before: Sequence[TrackedRequest]) -> None:
-        """Drop the pending saves of these requests and of all finished requests."""
-        raise NotImplementedError
+    def matched_tokens(self, request: Request, computed: int) -> int | None:
+        """Return the number of tokens after the first `computed` tokens that can be loaded from the store.
+        Returns None if vLLM should call this method again later: while pages are read from disk, and once
+        after a failed load. vLLM calls this often. Most calls need no message to the store."""
+        self._drop_replaced()
+        tracked = self._requests.track(request)
+        if tracked.own is not None:
+            tracked.own.admitted(computed if self._requests.trusts_cache(request) else 0)
+        if tracked.gives_way:
+            tracked.gives_way = False
+            return None
+        if tracked.keys is None:
+            return 0
+        for group in self._tail_groups:
+            # For tokens that are already in the engine's own cache, later requests need only the window or
+            # the state before the end. Earlier pages are not worth saving.
+            end = computed // self._page_tokens * self._page_tokens
+            group.requests.of(tracked).saved_until(group.kind.needed_from(end) // self._page_tokens)
+        if request.skip_reading_prefix_cache or not self._requests.sharing or not self._may_load(tracked):
+            return 0
+        return self._offers.tokens(tracked, computed)
 
-    def _announce(self, pool: BlockPool | None, spec: KVCacheSpec, group: int, *parts: Any) -> None:
-        """Connect the load offers and `parts` to the KV events, if enabled, for the pages of one cache
-        group."""
-        if self.events is not None:
-            self.events.bind(pool, spec, group, self._page_tokens)
-            for part in (self._offers, *parts):
-                part.events = self.events
+    def _may_load(self, tracked: TrackedRequest) -> bool:
+        """Return whether pages may be loaded for the request. No pages may be loaded while a finished request
+        with the same id is still loading, because vLLM could not distinguish the ends of the two loads."""
+        if tracked.request.request_id not in self._detached:
+            return True
+        if not tracked.load_failed:
+            tracked.load_failed = True
+            self._tally.count("cornplug_misses_total", self._app, KV_PAGE, "id_in_use")
+        return False
 
-    def another_connector_loads(self) -> None:
-        """Record that another connector loads KV, so the engine's own prefix cache will contain KV of unknown
-        origin."""
-        self._requests.other_loads.seen()
+    def allocated(self, request: Request, blocks: Sequence[Sequence[int]], external: int) -> None:
+        """Handle vLLM's block allocation for a request. vLLM loads `external` tokens into `blocks`, one list
+        per cache group, or has declined the offer if `external` is 0."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is not None:
+            self._offers.take(tracked, blocks, external)
 
-    def waits(self) -> bool:
-        """Return whether page copies or disk reads are in flight, so that the engine has to continue to run
-        steps."""
-        return self._costs.loads_open or self._offers.recall_open or self.saves_open()
-
-    def saves_open(self) -> bool:
-        """Return whether the engine must continue to run steps, to receive acknowledgements or to save pages
-        while it is idle."""
-        raise NotImplementedError
+    def moves(self, output: SchedulerOutput) -> CornplugKVMetadata:
+        """Return the message for the worker halves, with the loads and saves of the step that was just
+        scheduled."""
+        self._drop_replaced()
+        moves = CornplugKVMetadata(loads=self._offers.new_loads())
+        for group in self._groups:
+            moves.given_up += group.saves.lost()
+            for request_id in output.preempted_req_ids or ():
+                tracked = self._requests.get(request_id)
+                pages = group.requests.find(tracked) if tracked is not None else None
+                if pages is not None:
+                    moves.given_up += group.saves.give_up(pages)
+            group.saves.take_answers()
+        for ops in self._all_store_ops:
+            if ops:
+                ops.run()
+        moves.computes = output.total_num_scheduled_tokens > 0
+        moves.timed = self._costs.time_step(output) if not self._requests.off else 0
+        if self._views:
+            ends = self._requests.completing(output.num_scheduled_tokens, output.total_num_scheduled_tokens)
+            for view in self._views:
+                view.completed(ends)
+        for group in self._groups:
+            moves.saves += group.saves.of_step(output)
+            moves.saves += group.idle.of_step(output)
+        return moves
 
     def acknowledged(self, acks: CornplugKVWorkerMetadata) -> None:
         """Process the worker halves' acknowledgements of loads and saves in earlier steps."""
@@ -139,46 +244,22 @@ class SchedulerHalf:
             self._tally.count("cornplug_staged_pages_total", self._app, by=acks.staged_pages)
         if acks.loaded_bytes:
             self._tally.count("cornplug_bytes_total", self._app, KV_PAGE, "load", by=acks.loaded_bytes)
-        for saves in self._all_saves:
-            saves.acknowledged(acks)
+        for group in self._groups:
+            group.saves.acknowledged(acks)
 
     def _computes_again(self, tracked: TrackedRequest) -> None:
         """Check a request for completed pages in its next step, after a failed load. The request now computes
         pages that the store may have lost, so these pages are offered to the store again."""
         self._requests.look_at(tracked)
+        if tracked.loading is not None:
+            for _, pages in self._pages_of(tracked):
+                pages.save_again_from(tracked.loading.computed // self._page_tokens)
 
-    def detach_load(self, request: Request) -> bool:
-        """Let the load of a finished request complete after vLLM has removed the request. Returns False if
-        the request has no load in flight."""
-        tracked = self._requests.get(request.request_id)
-        if tracked is None or tracked.request is not request or tracked.loading is None:
-            return False
-        self._detached[request.request_id] = tracked
-        self._forget(tracked)
-        return True
-
-    def _admitted(self, request: Request, computed: int) -> TrackedRequest:
-        """Track a request that vLLM is about to admit with `computed` tokens from its own prefix cache."""
-        self._drop_replaced()
-        tracked = self._requests.track(request)
-        if tracked.own is not None:
-            tracked.own.admitted(computed if self._requests.trusts_cache(request) else 0)
-        return tracked
-
-    def _gives_way(self, tracked: TrackedRequest) -> bool:
-        """Return whether vLLM should skip the request this time. Returns True once after each failed load."""
-        gives_way, tracked.gives_way = tracked.gives_way, False
-        return gives_way
-
-    def _may_load(self, tracked: TrackedRequest) -> bool:
-        """Return whether pages may be loaded for the request. No pages may be loaded while a finished request
-        with the same id is still loading, because vLLM could not distinguish the ends of the two loads."""
-        if tracked.request.request_id not in self._detached:
-            return True
-        if not tracked.load_failed:
-            tracked.load_failed = True
-            self._tally.count("cornplug_misses_total", self._app, KV_PAGE, "id_in_use")
-        return False
+    def _pages_of(self, tracked: TrackedRequest) -> list[tuple[_Group, TrackedRequest]]:
+        """Return (group, record of the request's pages in the group) for each cache group that tracks the
+        request."""
+        found = [(group, group.requests.find(tracked)) for group in self._groups]
+        return [(group, pages) for group, pages in found if pages is not None]
 
     def loaded(self, request_id: str) -> None:
         """Record that the worker halves have ended the load of the request with this id, successfully or
@@ -192,105 +273,69 @@ class SchedulerHalf:
             if tracked.request.is_finished():
                 self._forget(tracked)
 
-    def _forget(self, tracked: TrackedRequest) -> None:
-        self._requests.forget(tracked)
-
-    def abandon(self) -> list[PageLoad]:
-        """Release all blocks that are pinned for saves, because sharing has stopped. Returns the loads that
-        the engine waits for and that were not sent to the worker halves."""
-        for saves in self._all_saves:
-            saves.abandon()
-        return self._offers.new_loads()
-
     def step_ended(self) -> None:
         """Record that the engine has read the output of a step."""
         self._costs.step_ended()
 
-
-class KVScheduler(SchedulerHalf):
-    """Scheduler half of the KV connector for a model with one cache group. There is one instance per engine
-    core."""
-
-    def __init__(
-        self, config: VllmConfig, runtime: EngineRuntime, geometry: PageGeometry, tally: Tally
-    ) -> None:
-        super().__init__(config, runtime, geometry, tally)
-        seen = self._publisher(runtime, geometry, only_seen=runtime.config.engine.save == "second")
-        self._offers = LoadOffers(runtime, geometry, tally, self._costs, self._store_ops)
-        self._saves = PageSaves(runtime, geometry, self._requests, seen, self._store_ops)
-        self._all_saves = [self._saves]
-        unseen = self._publisher(runtime, geometry)
-        self._idle = IdleSaves(runtime, geometry, self._requests, self._saves, unseen)
-
-    def bind(self, manager: KVCacheManager, spec: KVCacheSpec) -> None:
-        """Set the engine's KV cache manager, which is used to look up a request's blocks. `spec` is the
-        `KVCacheSpec` of the cache group."""
-        self._saves.bind(manager, spec.block_size)
-        self._idle.bind(manager.block_pool, spec.block_size)
-        self._announce(manager.block_pool, spec, 0, self._saves, self._idle)
-
-    def matched_tokens(self, request: Request, computed: int) -> int | None:
-        """Return the number of tokens after the first `computed` tokens that can be loaded from the store.
-        Returns None if vLLM should call this method again later: while pages are read from disk, and once
-        after a failed load. vLLM calls this often. Most calls need no message to the store."""
-        tracked = self._admitted(request, computed)
-        if self._gives_way(tracked):
-            return None
-        if tracked.keys is None or request.skip_reading_prefix_cache or not self._requests.sharing:
-            return 0
-        if not self._may_load(tracked):
-            return 0
-        return self._offers.tokens(tracked, computed)
-
-    def _drop_saves(self, before: Sequence[TrackedRequest]) -> None:
-        self._saves.drop(before)
-        self._idle.forget()
-
-    def allocated(self, request: Request, blocks: Sequence[int], external: int) -> None:
-        """Handle vLLM's block allocation for a request. vLLM loads `external` tokens into `blocks`, or has
-        declined the offer if `external` is 0."""
+    def detach_load(self, request: Request) -> bool:
+        """Let the load of a finished request complete after vLLM has removed the request. Returns False if
+        the request has no load in flight."""
         tracked = self._requests.get(request.request_id)
-        if tracked is not None:
-            self._offers.take(tracked, blocks, external)
+        if tracked is None or tracked.request is not request or tracked.loading is None:
+            return False
+        self._detached[request.request_id] = tracked
+        self._forget(tracked)
+        return True
 
-    def moves(self, output: SchedulerOutput) -> CornplugKVMetadata:
-        """Return the message for the worker halves, with the loads and saves of the step that was just
-        scheduled."""
-        self._drop_replaced()
-        moves = CornplugKVMetadata(loads=self._offers.new_loads(), given_up=self._saves.lost())
-        for request_id in output.preempted_req_ids or ():
-            tracked = self._requests.get(request_id)
-            if tracked is not None:
-                moves.given_up += self._saves.give_up(tracked)
-        self._saves.take_answers()
-        if self._store_ops:
-            self._store_ops.run()
-        moves.computes = output.total_num_scheduled_tokens > 0
-        moves.timed = self._costs.time_step(output) if not self._requests.off else 0
-        moves.saves = self._saves.of_step(output) + self._idle.of_step(output)
-        return moves
-
-    def finished(self, request: Request, blocks: Sequence[int]) -> None:
-        """Handle the end of a request. vLLM frees these blocks after this call, or after the request's load
-        has ended."""
+    def finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> None:
+        """Handle the end of a request. `blocks` has one list per cache group. vLLM frees these blocks after
+        this call, or after the request's load has ended."""
         self._drop_replaced()
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return
         self._offers.withdraw(tracked)
-        # While the request's pages are being loaded, its blocks do not contain KV yet, and vLLM keeps the
-        # blocks until the load has ended. Saves that are still open began before the request was preempted,
-        # and are given up.
-        if tracked.loading is None:
-            self._saves.offer_last(tracked, self._requests.last_end(tracked))
-            self._idle.remember(tracked, blocks)
-            self._saves.let_go(tracked)
-            self._forget(tracked)
+        if tracked.loading is not None:
+            # While the request's pages are being loaded, its blocks do not contain KV yet, and vLLM keeps the
+            # blocks until the load has ended. Saves that are still open began before the request was
+            # preempted, and are given up.
+            return
+        end = self._requests.last_end(tracked)
+        for group in self._groups if end else ():
+            group.saves.offer_last(group.requests.of(tracked), end)
+        for group, pages in self._pages_of(tracked):
+            group.idle.remember(pages, group.saves.kept(pages, blocks[group.saves.group]))
+            group.saves.let_go(pages)
+        self._forget(tracked)
+
+    def _forget(self, tracked: TrackedRequest) -> None:
+        for view in self._views:
+            view.forget(tracked)
+        self._requests.forget(tracked)
+
+    def waits(self) -> bool:
+        """Return whether page copies or disk reads are in flight, so that the engine has to continue to run
+        steps."""
+        return self._costs.loads_open or self._offers.recall_open or self.saves_open()
 
     def saves_open(self) -> bool:
         """Return whether the engine must continue to run steps, to receive acknowledgements or to save pages
         while it is idle."""
-        gathering = self._requests.gathering
-        if self._saves or gathering or self._store_ops or self._idle:
-            return True
-        return self.events is not None and self.events.waits
+        return bool(
+            self._requests.gathering
+            or any(self._all_store_ops)
+            or any(group.saves or group.idle for group in self._groups)
+            or (self.events is not None and self.events.waits)
+        )
+
+    def frees_pending(self) -> bool:
+        """Return whether blocks are kept for saves in progress and will be freed when the worker halves
+        acknowledge these saves."""
+        return any(group.saves.pinned for group in self._groups)
+
+    def abandon(self) -> list[PageLoad]:
+        """Release all blocks that are pinned for saves, because sharing has stopped. Returns the loads that
+        the engine waits for and that were not sent to the worker halves."""
+        for group in self._groups:
+            group.saves.abandon()
+        return self._offers.new_loads()

@@ -8,25 +8,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from cornplug.engine_common import lora_digests, weights_guard
-from cornplug.engine_common.background_identity import CurrentIdentity
-from cornplug.engine_common.kv_root import page_root
 from cornplug.engine_common.lora_digests import LaterAdapters, was_rewritten
+from cornplug.engine_common.model_identity import page_root
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
+from cornplug.engine_common.weights_guard import CurrentIdentity
 from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv import page_keys, provenance
-from cornplug.vllm_connector.kv.page_keys import PageKeys
-from cornplug.vllm_connector.kv.page_recalls import FarQuestion, PageRecall
-from cornplug.vllm_connector.kv.provenance import OtherLoads, OwnTokens
+from cornplug.vllm_connector.kv import page_keys
+from cornplug.vllm_connector.kv.page_keys import OtherLoads, OwnTokens, PageKeys
 from cornplug.vllm_connector.model.model_config import kv_identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-    from cornplug.vllm_connector.kv.load_offers import LeasedPages
+    from cornplug.vllm_connector.kv.load_offers import FarQuestion, LeasedPages, PageRecall
     from cornplug.vllm_connector.kv.page_saves import AskedPage
 
 _DECODED_TOKENS: Final = 16
@@ -145,8 +143,8 @@ class TrackedRequests:
         """Ids of requests that, according to `_clock`, may have completed a page since the last check."""
         self._gathering = 0
         """Number of steps since the first request was added to `_gathered`."""
-        exact = provenance.own_cache_is_exact(config)
-        self._tracks_origin = provenance.others_load() or not exact
+        exact = page_keys.own_cache_is_exact(config)
+        self._tracks_origin = page_keys.others_load() or not exact
         self.other_loads = OtherLoads()
         if not exact:
             self.other_loads.seen()
@@ -227,6 +225,13 @@ class TrackedRequests:
     def get(self, request_id: str) -> TrackedRequest | None:
         """Return the tracked request with this id, or None if it is not tracked."""
         return self._tracked.get(request_id)
+
+    def of(self, tracked: TrackedRequest) -> TrackedRequest:
+        """Return the record of a request's pages in the model's only cache group, which is `tracked` itself.
+        Models with several groups use `GroupRequests`."""
+        return tracked
+
+    find = of
 
     def track(self, request: Request) -> TrackedRequest:
         """Return the tracked request for `request`, and start to track it if it is new. A request whose KV is

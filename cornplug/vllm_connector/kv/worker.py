@@ -25,8 +25,16 @@ from cornplug.errors import CodecError, CornplugError, LayoutError, StoreUnavail
 from cornplug.kv_page import MAX_SEGMENTS
 from cornplug.store.base import Lease, Leases
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata, PageLoad, PageSave
-from cornplug.vllm_connector.kv.move_reports import MoveReports, OngoingSave, SavedPage, pages_of, take
+from cornplug.vllm_connector.kv.metadata import (
+    CornplugKVWorkerMetadata,
+    MoveReports,
+    OngoingSave,
+    PageLoad,
+    PageSave,
+    SavedPage,
+    pages_of,
+    take,
+)
 from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, Slab
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks, kernel_table
 from cornplug.vllm_connector.kv_copies.copy_sides import CopySide, CpuSide
@@ -35,7 +43,7 @@ from cornplug.vllm_connector.kv_copies.mover import Job, KVMover
 
 if TYPE_CHECKING:
     from cornplug.vllm_connector.kv.arena_moves import ArenaMoves
-    from cornplug.vllm_connector.kv_groups.groups_worker import GroupsWorker
+    from cornplug.vllm_connector.kv.groups_worker import GroupsWorker
 
 
 class KVWorker:

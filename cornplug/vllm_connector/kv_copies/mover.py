@@ -77,7 +77,7 @@ class KVMover:
 
     A non-urgent job pauses at its next `yield` while an urgent job is queued, and when the step's time budget
     is used up. The thread is a daemon thread, because a program's last copies run when it ends
-    (`kv/copies_in_flight.py`), after the threads of the standard library's pools have ended.
+    (`kv/pauses.py`), after the threads of the standard library's pools have ended.
     """
 
     def __init__(self, enter_thread: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:

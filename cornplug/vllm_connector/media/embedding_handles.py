@@ -30,8 +30,8 @@ import torch
 from vllm.exceptions import VLLMValidationError
 
 from cornplug.config import Config
-from cornplug.encoder_service.wire import embedding_handle
-from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
+from cornplug.encoder_service.wire import embedding_file
+from cornplug.encoder_service.wire.embedding_file import EmbeddingHandle
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from cornplug.engine_common import weights_guard
 from cornplug.errors import CornplugError
@@ -183,7 +183,7 @@ class ReceivedHandles:
 
 def is_handle(data: object) -> bool:
     """Return whether the data of a message part is a string in the form of an embedding handle."""
-    return isinstance(data, str) and data.startswith(embedding_handle.PREFIX)
+    return isinstance(data, str) and data.startswith(embedding_file.PREFIX)
 
 
 def _digest(rows: torch.Tensor, grid: tuple[int, ...]) -> bytes:

@@ -20,9 +20,9 @@ from cornplug.encoder_service.client.engine_encoder import engine_encoder
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, WireTensor, trace_of
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.engine_common import weights_guard
-from cornplug.engine_common.background_identity import CurrentIdentity
-from cornplug.engine_common.embedding_fetch import EncoderRequestPolicy, ExpectedEmbedding
+from cornplug.engine_common.embeddings import EncoderRequestPolicy, ExpectedEmbedding
 from cornplug.engine_common.runtime import EngineRuntime
+from cornplug.engine_common.weights_guard import CurrentIdentity
 from cornplug.errors import EncoderError, EncoderRefused
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.media.metadata import ArrivedEmbedding

@@ -17,9 +17,10 @@ key.
 
 A name is trusted only if it is a `MediaName`, which is created together with the inputs that it identifies.
 Names that arrive with a request's own inputs (`/inference/v1/generate`, gRPC) are plain strings. A plain
-string that looks like one of cornplug's names is replaced, and the medium is not shared. Signing names would
-not help, because a client can get the true name of a medium by rendering it, and could then send the name
-with other inputs.
+string that looks like one of cornplug's names is replaced, and the medium is not shared. A server that
+accepts such requests, for example from `vllm launch render` (used by llm-d), logs this at start. Signing
+names would not help, because a client can get the true name of a medium by rendering it, and could then send
+the name with other inputs.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from PIL import Image
 from cornplug.config import EMBEDDINGS_BY_VALUE
 from cornplug.encoder_service.media.image import digest_image
 from cornplug.encoder_service.wire.tensors import dtype_name
-from cornplug.engine_common.background_identity import CurrentIdentity
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.engine_common.shared_flags import settings
+from cornplug.engine_common.weights_guard import CurrentIdentity
 from cornplug.errors import ConfigError
 from cornplug.identity import array_digest, digest, embedding_key, medium_with_options
 from cornplug.private_paths import read_secret
@@ -58,13 +59,18 @@ from cornplug.vllm_connector.model.model_config import (
     tower_identity,
     why_no_videos,
 )
-from cornplug.vllm_connector.several_connectors import our_settings
+from cornplug.vllm_connector.several_connectors import settings_in
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 PREFIX: Final = "cp1-"
 LOCAL: Final = "local-"
+
+PROCESSED_NOT_SHARED: Final = (
+    "requests with media from another process (/inference/v1/generate) share neither embeddings nor KV "
+    "after the first medium. Text is shared. Send images to /v1/chat/completions to share them"
+)
 _OURS: Final = re.compile(PREFIX + "([0-9a-f]{64})(?:-([0-9]+))?")
 _UUIDS: Final = 65536
 
@@ -91,15 +97,6 @@ def is_stale(identifier: str, epoch: int) -> bool:
 
 def _identifier(key: bytes, epoch: int) -> str:
     return f"{PREFIX}{key.hex()}-{epoch}" if epoch else PREFIX + key.hex()
-
-
-def _extra_config(config: VllmConfig) -> Mapping[str, Any] | None:
-    """Return the settings of cornplug's connectors in a VllmConfig, or None if it has none of them."""
-    kv, ec = config.kv_transfer_config, config.ec_transfer_config
-    if ec is not None and ec.ec_connector == EC_CONNECTOR:
-        return dict(ec.ec_connector_extra_config)
-    ours = our_settings(kv)
-    return None if ours is None else dict(ours)
 
 
 class MmIdentifiers:
@@ -253,10 +250,11 @@ def _input_processor_init(
 
 def _begin(vllm_config: VllmConfig) -> None:
     global _active, _asked_for
-    extra = _extra_config(vllm_config)
-    if extra is None or vllm_config.model_config.multimodal_config is None:
+    extras = settings_in(vllm_config)
+    if not extras or vllm_config.model_config.multimodal_config is None:
         return
     _asked_for = True
+    extra = dict(extras[-1])
     try:
         _active = MmIdentifiers(vllm_config, extra)
     except ConfigError as e:
@@ -375,9 +373,29 @@ def _disbelieve(feature: Any) -> None:
         feature.mm_hash, feature.identifier = foreign, unshared_name(adapter + foreign, "named_by_client")
 
 
+def takes_processed_inputs(args: Any) -> bool:
+    """Return whether a server with these command-line arguments accepts processed inputs over HTTP."""
+    return bool(getattr(args, "enable_scale_out", False) or getattr(args, "tokens_only", False))
+
+
+def _init_scale_out_state(
+    original: Callable[..., Any], state: Any, args: Any, engine_client: Any, *rest: Any, **kwargs: Any
+) -> Any:
+    result = original(state, args, engine_client, *rest, **kwargs)
+    config = engine_client.vllm_config
+    if (
+        takes_processed_inputs(args)
+        and config.model_config.multimodal_config is not None
+        and settings_in(config)
+    ):
+        compat.logger.warning("cornplug: %s.", PROCESSED_NOT_SHARED)
+    return result
+
+
 WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("vllm.v1.engine.input_processor", "InputProcessor.__init__", _input_processor_init),
     ("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", _process_inputs),
     ("vllm.multimodal.processing.processor", "BaseMultiModalProcessor._get_mm_hashes", _get_mm_hashes),
     ("vllm.multimodal.media.image", "ImageEmbeddingMediaIO.load_base64", _load_embedding),
+    ("vllm.entrypoints.scale_out.factories", "init_scale_out_state", _init_scale_out_state),
 )

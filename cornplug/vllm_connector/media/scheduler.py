@@ -24,16 +24,14 @@ from cornplug.codec import ITEM_BYTES
 from cornplug.encoder_service.wire.messages import EncodeReply
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import weights_guard
-from cornplug.engine_common.embedding_fetch import ExpectedEmbedding
-from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
+from cornplug.engine_common.embeddings import EmbeddingPublisher, ExpectedEmbedding
 from cornplug.engine_common.load_policy import FetchRule
 from cornplug.engine_common.runtime import EMBEDDING, EngineRuntime
 from cornplug.errors import CodecError, CornplugError, StoreError
 from cornplug.metrics import Tally
 from cornplug.store.payload import get_payload, get_payload_into
-from cornplug.vllm_connector.engine_alarm import ALARM
+from cornplug.vllm_connector.cpu_use import ALARM
 from cornplug.vllm_connector.media.early_prefill import EarlyPrefill
-from cornplug.vllm_connector.media.encoder_only import LostEmbeddings
 from cornplug.vllm_connector.media.encoder_requests import EncoderRequests, PendingEmbedding
 from cornplug.vllm_connector.media.metadata import (
     ArrivedEmbedding,
@@ -44,6 +42,7 @@ from cornplug.vllm_connector.media.metadata import (
     row_memory,
 )
 from cornplug.vllm_connector.media.mm_identifiers import is_stale, key_of
+from cornplug.vllm_connector.media.partial_models import LostEmbeddings
 from cornplug.vllm_connector.media.video_digest import unshared_reason
 from cornplug.vllm_connector.model.model_config import embedding_width
 

@@ -32,12 +32,11 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.multimodal.media.base import MediaIO
 from vllm.renderers.chat_utils import AsyncMultiModalItemTracker
 
-from cornplug.checkpoints.numeric_class import PRECISION_VARIABLES
+from cornplug.checkpoints.families.family import PRECISION_VARIABLES
 from cornplug.config import IMAGES_PER_PROMPT, Config
 from cornplug.encoder_service.client.remote_client import RemoteEncoder
-from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
-from cornplug.encoder_service.wire.messages import MediumReply, MediumRequest
-from cornplug.encoder_service.wire.status_codes import is_of_medium
+from cornplug.encoder_service.wire.embedding_file import EmbeddingHandle
+from cornplug.encoder_service.wire.messages import MediumReply, MediumRequest, is_of_medium
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.model_identity import TowerIdentity
@@ -47,13 +46,12 @@ from cornplug.private_paths import read_secret
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.media.embedding_handles import ReceivedHandles
 from cornplug.vllm_connector.media.mm_identifiers import MmIdentifiers
-from cornplug.vllm_connector.media.no_tower_settings import (
+from cornplug.vllm_connector.media.partial_models import (
     TAKES_EMBEDDINGS,
-    is_asked_for,
-    ours,
-    settings_in,
+    runs_without_tower,
 )
 from cornplug.vllm_connector.model.model_config import tower_identity
+from cornplug.vllm_connector.several_connectors import config_of, settings_in
 
 _LEAST_S: Final = 1.0
 _noted: ContextVar[list[float] | None] = ContextVar("cornplug_retry_after", default=None)
@@ -254,10 +252,10 @@ def started(config: Any, names: MmIdentifiers | None) -> None:
     """
     global _active
     deactivate()
-    if names is None or not is_asked_for(config):
+    if names is None or not runs_without_tower(config):
         return
     carried = settings_in(config)
-    said = ours(carried)
+    said = config_of(carried)
     model = config.model_config
     try:
         known = tower_identity(config)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from vllm.v1.kv_offload.cpu.host_register import host_register, host_unregister
 
-from cornplug.engine_common.embedding_publisher import EmbeddingPublisher, TowerClock
+from cornplug.engine_common.embeddings import EmbeddingPublisher, TowerClock
 from cornplug.engine_common.load_policy import FadedRate
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory

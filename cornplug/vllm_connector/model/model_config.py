@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.wire.tensors import dtype_name
-from cornplug.engine_common import engine_state, resolved_config
+from cornplug.engine_common import engine_config, engine_state
 from cornplug.engine_common.model_identity import EngineModel, StartedModel, TowerIdentity
 from cornplug.errors import CheckpointError
 from cornplug.vllm_connector.compat import EPOCHS, validated_families
@@ -172,9 +172,9 @@ def _engine_model(
     if other := setting_verdicts.transformers_backend(model):
         # vLLM then runs other code than the classes that were compared with the encoder service.
         overrides = {"ModelConfig.model_impl": other, **overrides}
-    if trusts and (code := resolved_config.remote_code(checkpoint.path)):
+    if trusts and (code := engine_config.remote_code(checkpoint.path)):
         overrides = {**overrides, "remote_code": code}
-    changed = resolved_config.changes(*_configs(model, checkpoint, trusts))
+    changed = engine_config.changes(*_configs(model, checkpoint, trusts))
     changed = {path: value for path, value in changed.items() if not path.endswith(_NOTES)}
     return EngineModel(
         checkpoint=checkpoint,

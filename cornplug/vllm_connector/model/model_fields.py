@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables
+from cornplug.engine_common.engine_config import AS_OVERRIDE, FieldTables
 
 HARMLESS_LOADER_OPTIONS: Final = frozenset(
     {"concurrency", "memory_limit", "distributed", "enable_multithread_load", "num_threads"}
@@ -223,7 +223,7 @@ CACHE: Final = FieldTables(
         **listed(
             "hits of the engine's own cache", "prefix_cache_retention_interval cache_hit_alignment_tokens"
         ),
-        **listed("hits by a hash with collisions are not saved (provenance.py)", "prefix_caching_hash_algo"),
+        **listed("hits by a hash with collisions are not saved (page_keys.py)", "prefix_caching_hash_algo"),
         **listed(
             "amount of memory",
             """
@@ -232,7 +232,7 @@ CACHE: Final = FieldTables(
             """,
         ),
         **listed(
-            "for another connector, whose loads are not saved (provenance.py)",
+            "for another connector, whose loads are not saved (page_keys.py)",
             "kv_offloading_size kv_offloading_backend simple_cpu_offload_num_blocks",
         ),
         **listed(

@@ -10,7 +10,7 @@ vLLM keeps its prefix cache during a reload. If the cache is not empty at the en
 stays odd until `reset_prefix_cache`. A pause or sleep before the reload empties the cache. If a rank votes
 no, sharing ends until restart, because no folder may contain exactly the running weights.
 
-A worker compares its weights with the files (`engine_common.weight_comparison`) at start and after a reload.
+A worker compares its weights with the files (`engine_common.weights_guard`) at start and after a reload.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.engine_common import engine_state, weight_comparison, weights_guard
+from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.model_identity import declares_quantization
 from cornplug.errors import CheckpointError
 from cornplug.vllm_connector import compat
@@ -95,7 +95,7 @@ def rank_vote(worker: Any, began_ns: int) -> tuple[str, str]:
     try:
         checkpoint = Checkpoint.open(described.model, described.revision, cache_dir=folder)
         path = checkpoint.path.resolve()
-        name, compared = weight_comparison.differing(worker.model_runner.get_model(), checkpoint)
+        name, compared = weights_guard.differing(worker.model_runner.get_model(), checkpoint)
         changed = checkpoint.changed_since(began_ns)
     except CheckpointError as e:
         return "", str(e)
@@ -112,7 +112,7 @@ def _check(model: Any, config: Any) -> None:
     if of_everything(config).refusals:
         return  # Other settings already prevent sharing.
     described, folder = config.model_config, config.load_config.download_dir
-    weight_comparison.check(
+    weights_guard.check_loaded(
         model,
         lambda: Checkpoint.open(described.model, described.revision, cache_dir=folder),
         compat.logger,

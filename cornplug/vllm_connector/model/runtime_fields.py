@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables
+from cornplug.engine_common.engine_config import AS_OVERRIDE, FieldTables
 from cornplug.vllm_connector.model.model_fields import listed
 
 _OWN_TABLE: Final = "through its own tables"
@@ -38,7 +38,7 @@ VLLM: Final = FieldTables(
         ),
         **listed("affects outputs only", "aux_output_config"),
         **listed("logs and measurements", "observability_config logging_config profiler_config"),
-        **listed("loads of other connectors are not saved (provenance.py)", "kv_transfer_config"),
+        **listed("loads of other connectors are not saved (page_keys.py)", "kv_transfer_config"),
         **listed("embeddings are identified by their content", "ec_transfer_config"),
         **listed("only written, never read", "kv_events_config"),
         **listed("updates of weights end sharing (weight_updates.py)", "weight_transfer_config"),

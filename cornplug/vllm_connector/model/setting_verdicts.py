@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from cornplug.checkpoints.numeric_class import PRECISION_VARIABLES
-from cornplug.engine_common.allow_lists import FieldTables, SettingsVerdict, defaults_of, judge, plain
+from cornplug.checkpoints.families.family import PRECISION_VARIABLES
+from cornplug.engine_common.engine_config import FieldTables, SettingsVerdict, defaults_of, judge, plain
 from cornplug.engine_common.model_identity import declares_quantization
 from cornplug.vllm_connector.model.model_fields import (
     CACHE,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cornplug.apps.client.routed_call import RoutesFile, routes_of
+from cornplug.apps.routed_call import RoutesFile, routes_of
 from cornplug.errors import ConfigError
 
 TABLE: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The client's example in docs/python-api.md runs, and docs/deploy-one-host.md names the code's fields."""
+"""The client's example in docs/python-api.md runs, and the page names the code's fields."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from cornplug.apps.client.stream_continuation import CHAT, COMPLETIONS, fields_of
+from cornplug.apps.stream_continuation import CHAT, COMPLETIONS, fields_of
 
 from .fake_engine import TOLD, engines
 
@@ -28,7 +28,7 @@ def test_client_example_of_the_docs_gets_an_answer() -> None:
 
 def test_fields_of_the_docs_are_those_of_the_code() -> None:
     text = (
-        (DOCS / "deploy-one-host.md")
+        (DOCS / "python-api.md")
         .read_text()
         .partition("known to be harmless:")[2]
         .partition("With any other field")[0]

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from cornplug.apps.client.engine_choice import (
+from cornplug.apps.engine_choice import (
     EngineChooser,
     EngineLoad,
     MissPrice,

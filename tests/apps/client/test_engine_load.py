@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from cornplug.apps.client.engine_choice import EngineLoad, LoadPoller, parse_load
+from cornplug.apps.engine_choice import EngineLoad, LoadPoller, parse_load
 
 from .fake_engine import engines
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cornplug.apps.client.stream_continuation import CHAT, COMPLETIONS, may_continue
+from cornplug.apps.stream_continuation import CHAT, COMPLETIONS, may_continue
 
 BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
 GREEDY = {"temperature": 0, "max_tokens": 9, "stream_options": {"include_usage": True}, "n": 1, "top_p": 0.9}

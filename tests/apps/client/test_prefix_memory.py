@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cornplug.apps.client.engine_choice import PrefixMemory
+from cornplug.apps.engine_choice import PrefixMemory
 
 
 def test_prefix_memory_known_counts_leading_steps() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cornplug.apps.client.engine_choice import STEP_BYTES, STEP_TOKENS, prompt_prefix
+from cornplug.apps.engine_choice import STEP_BYTES, STEP_TOKENS, prompt_prefix
 
 SYSTEM = {"role": "system", "content": "Answer with facts. " * 100}
 

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from cornplug.apps.client.engine_choice import EngineChooser
-from cornplug.apps.client.routed_call import CallRouter, ClassRoute, RoutedCall
+from cornplug.apps.engine_choice import EngineChooser
+from cornplug.apps.routed_call import CallRouter, ClassRoute, RoutedCall
 from cornplug.encoder_service.client.retry import RetryPause
 
 A, B = "http://one:8000", "http://two:8000/behind"

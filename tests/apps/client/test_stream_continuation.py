@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cornplug.apps.client.stream_continuation import (
+from cornplug.apps.stream_continuation import (
     CHAT,
     COMPLETIONS,
     DONE,

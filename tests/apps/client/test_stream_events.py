@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cornplug.apps.client.stream_continuation import DONE, EventSplitter, data_of, event_of, is_done
+from cornplug.apps.stream_continuation import DONE, EventSplitter, data_of, event_of, is_done
 
 BYTES = b'data: {"a":1}\n\n: ping\r\n\r\ndata: [DONE]\n\n'
 EVENTS = [b'data: {"a":1}\n\n', b": ping\r\n\r\n", DONE]

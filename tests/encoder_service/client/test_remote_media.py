@@ -18,7 +18,7 @@ from cornplug.encoder_service.client.remote_client import RemoteEncoder
 from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.http.url_fetcher import UrlFetcher
 from cornplug.encoder_service.media.image import as_received, digest_image
-from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
+from cornplug.encoder_service.wire.embedding_file import EmbeddingHandle
 from cornplug.encoder_service.wire.messages import MediumRequest
 from cornplug.errors import EncoderRefused
 from cornplug.identity import embedding_key

@@ -21,7 +21,7 @@ from time_limits import TimeLimits
 
 from cornplug.config import Config, load
 from cornplug.encoder_service.client import endpoints
-from cornplug.encoder_service.client.media_payload import MediaPayload
+from cornplug.encoder_service.client.async_client import MediaPayload
 from cornplug.encoder_service.client.sync_client import AsyncEncoderClient, EmbeddingRef, EncoderClient
 from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.wire.embedding_file import MEDIA_TYPE as SAFETENSORS

@@ -19,15 +19,13 @@ from cornplug.codec import PayloadKind
 from cornplug.encoder_service.execution import dispatcher as dispatcher_module
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.executor import BatchResult
-from cornplug.encoder_service.models.registry import ModelRegistry
+from cornplug.encoder_service.model_registry import ModelRegistry
 from cornplug.encoder_service.scheduling.batcher import Answer
+from cornplug.encoder_service.towers import base
 from cornplug.encoder_service.towers import base as tower_base
-from cornplug.encoder_service.towers import input_checks
-from cornplug.encoder_service.towers.base import Tower, TowerItem
-from cornplug.encoder_service.towers.input_checks import DTYPES, from_wire
+from cornplug.encoder_service.towers.base import DTYPES, Tower, TowerItem, from_wire
 from cornplug.encoder_service.towers.tiles import TileTower
-from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, WireTensor
-from cornplug.encoder_service.wire.status_codes import A_FAULT
+from cornplug.encoder_service.wire.messages import A_FAULT, EncodeRefusal, EncodeReply, WireTensor
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import NewPayload, get_payload, put_payload
@@ -131,7 +129,7 @@ def test_encoder_tensors_of_this_process_are_encoded_without_bytes(
     by_wire = request_for(qwen if family == "qwen" else llava_pair[0], 1)
     tensors = {name: from_wire(name, tensor, tuple(DTYPES)) for name, tensor in by_wire.inputs.items()}
     want = ok(make_encoder().submit(by_wire)).tensor
-    monkeypatch.setattr(input_checks, "from_wire", None)
+    monkeypatch.setattr(base, "from_wire", None)
     here = msgspec.structs.replace(by_wire, inputs={})
     assert ok(make_encoder().submit(here, inputs=tensors)).tensor == want
     refused = no(

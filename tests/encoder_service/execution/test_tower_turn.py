@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from cornplug.config import load
-from cornplug.encoder_service.models.registry import ModelRegistry
-from cornplug.encoder_service.models.torch_compile import layers_of
+from cornplug.encoder_service.model_loader import layers_of
+from cornplug.encoder_service.model_registry import ModelRegistry
 from cornplug.encoder_service.towers.tower_turn import TowerTurn
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply
 from cornplug.qos import QosClasses

@@ -9,7 +9,7 @@ import pytest
 
 from cornplug import __version__
 from cornplug.config import Config
-from cornplug.encoder_service.http.dashboard import POLICY
+from cornplug.encoder_service.http.models import POLICY
 
 from ..conftest import MakeEncoder, png, sample_image
 from ..http_service import Service

@@ -275,8 +275,8 @@ def test_encode_internal_error_hides_exception_text(
 
     for where in (
         "cornplug.encoder_service.preprocess.preparer.OpenMedium.prepare",
-        "cornplug.encoder_service.towers.tiles.TileTower.prepare",
-        "cornplug.encoder_service.towers.tiles.TileTower.encode",
+        "cornplug.encoder_service.towers.internvl.TileTower.prepare",
+        "cornplug.encoder_service.towers.internvl.TileTower.encode",
     ):
         with monkeypatch.context() as patch:
             patch.setattr(where, fail)

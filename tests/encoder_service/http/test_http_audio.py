@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cornplug.config import Config
-from cornplug.encoder_service.models.registry import ModelRegistry
+from cornplug.encoder_service.model_registry import ModelRegistry
 from devkit import checkpoints
 
 from ..conftest import MakeEncoder, png, sample_image

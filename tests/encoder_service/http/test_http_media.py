@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from cornplug.config import Config
-from cornplug.encoder_service.models.registry import ModelRegistry
+from cornplug.encoder_service.model_registry import ModelRegistry
 from cornplug.encoder_service.towers.log_mel import ChunkedLogMel
 from devkit import checkpoints
 from devkit.checkpoints.audio import mel_json

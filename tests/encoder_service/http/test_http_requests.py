@@ -16,7 +16,7 @@ import pytest
 from time_limits import TimeLimits
 
 from cornplug.config import Config
-from cornplug.encoder_service.http import body_limits
+from cornplug.encoder_service.http import requests
 from cornplug.encoder_service.preprocess.preparer import OpenMedium
 from cornplug.encoder_service.towers.tiles import TileTower
 
@@ -177,7 +177,7 @@ def test_http_ready_without_towers_is_503(make_encoder: MakeEncoder, config: Con
 def test_body_guard_all_bodies_share_a_budget(
     make_encoder: MakeEncoder, config: Config, llava: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(body_limits, "_HELD_BYTES", 1)
+    monkeypatch.setattr(requests, "_HELD_BYTES", 1)
     small = config.encoder.model_copy(update={"max_body_bytes": 100_000})
     service = Service(make_encoder(), config.model_copy(update={"encoder": small}))
     image = png(sample_image(1))
@@ -209,7 +209,7 @@ def test_body_guard_all_bodies_share_a_budget(
 def test_body_guard_trickling_body_is_refused(
     make_encoder: MakeEncoder, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(body_limits, "BODY_DEADLINE_S", 0.2)
+    monkeypatch.setattr(requests, "BODY_DEADLINE_S", 0.2)
     service = Service(make_encoder(), config)
 
     async def trickle() -> Any:

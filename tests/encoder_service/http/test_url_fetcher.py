@@ -24,7 +24,7 @@ from cornplug.config import Config, load
 from cornplug.encoder_service.http import url_fetcher
 from cornplug.encoder_service.http.fetch_slots import FetchSlots
 from cornplug.encoder_service.http.url_fetcher import UrlFetcher, UrlRules
-from cornplug.encoder_service.preprocess.byte_budget import ByteBudget
+from cornplug.encoder_service.preprocess.decode_lanes import ByteBudget
 from cornplug.errors import ConfigError, EncoderRefused
 from cornplug.qos import ONE_CLASS, ServiceClass
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import pytest
 
 from cornplug.encoder_service.media import image
-from cornplug.encoder_service.wire.decodings import DECODINGS, Decoding, decoding_of
+from cornplug.encoder_service.wire.messages import DECODINGS, Decoding, decoding_of
 from cornplug.errors import MediaError
 from devkit.sglang_engine import sglang_python
 from devkit.vllm_beds import next_vllm
@@ -52,7 +52,7 @@ def interpreters() -> Mapping[Decoding, tuple[str, Path]]:
         ask = f"import importlib.metadata; print(importlib.metadata.version({engine!r}))"
         version = subprocess.run([python, "-P", "-c", ask], check=True, capture_output=True, text=True)
         rule = decoding_of(engine, version.stdout.strip())
-        assert rule is not None, f"{engine} {version.stdout}: no rule; add one to wire/decodings.py"
+        assert rule is not None, f"{engine} {version.stdout}: no rule; add one to wire/messages.py"
         found[rule] = engine, python
     return found
 

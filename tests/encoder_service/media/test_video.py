@@ -14,8 +14,8 @@ from time_limits import TimeLimits
 
 from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, VideoLimits, decode_frames
 from cornplug.encoder_service.media.video import decode as decode_video
+from cornplug.encoder_service.preprocess.prepared_media import SAMPLERS
 from cornplug.encoder_service.preprocess.preprocessor import FrameSampling
-from cornplug.encoder_service.preprocess.video import SAMPLERS
 from cornplug.errors import EncoderRefused, MediaError
 
 from ..conftest import png, sample_image

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from transformers.activations import QuickGELUActivation
 
-from cornplug.encoder_service.models import loader
-from cornplug.encoder_service.models.loader import LoadedModel
-from cornplug.encoder_service.models.registry import ModelRegistry
-from cornplug.encoder_service.models.torch_compile import layers_of
+from cornplug.encoder_service import model_loader
+from cornplug.encoder_service.model_loader import LoadedModel, layers_of
+from cornplug.encoder_service.model_registry import ModelRegistry
 
 from ..conftest import Requests
 
@@ -32,9 +31,9 @@ def test_packed_tower_gives_same_features(
 ) -> None:
     packed = opened(llava_pair[0], dtype).tower
     assert any(
-        isinstance(part, loader.PackedLinear) for layer in layers_of(packed) for part in layer.modules()
+        isinstance(part, model_loader.PackedLinear) for layer in layers_of(packed) for part in layer.modules()
     )
-    monkeypatch.setattr(loader, "speed_up", lambda tower: None)
+    monkeypatch.setattr(model_loader, "speed_up", lambda tower: None)
     plain = opened(llava_pair[0], dtype).tower
     item = plain.prepare(request_for(llava_pair[0], 1).inputs)
     for got, want in zip(packed.encode([item, item]), plain.encode([item, item]), strict=True):
@@ -47,7 +46,7 @@ def test_tower_that_cannot_be_packed_runs_as_it_is(
     def refuse(*_: object) -> None:
         raise NotImplementedError("no such operator")
 
-    monkeypatch.setattr(loader, "PackedLinear", refuse)
+    monkeypatch.setattr(model_loader, "PackedLinear", refuse)
     loaded = opened(llava_pair[0], "float32")
     item = loaded.tower.prepare(request_for(llava_pair[0], 1).inputs)
     assert loaded.tower.encode([item])[0].isfinite().all()
@@ -55,11 +54,11 @@ def test_tower_that_cannot_be_packed_runs_as_it_is(
 
 def test_quick_gelu_equals_transformers() -> None:
     rows = torch.randn(7, 33)
-    assert torch.equal(loader.QuickGelu()(rows), QuickGELUActivation()(rows))
+    assert torch.equal(model_loader.QuickGelu()(rows), QuickGELUActivation()(rows))
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_packed_linear_takes_any_strides(bias: bool) -> None:
     linear, rows = nn.Linear(24, 40, bias=bias), torch.randn(24, 5, 3).transpose(0, 2)
     with torch.inference_mode():
-        torch.testing.assert_close(loader.PackedLinear(linear)(rows), linear(rows))
+        torch.testing.assert_close(model_loader.PackedLinear(linear)(rows), linear(rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.models.registry import ModelRegistry
+from cornplug.encoder_service.model_registry import ModelRegistry
 
 
 def test_registry_by_identity_finds_model_of_each_modality(registry: ModelRegistry, qwen: Path) -> None:

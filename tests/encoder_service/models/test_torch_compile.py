@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException, Unsupported
 
-from cornplug.encoder_service.models.registry import ModelRegistry
-from cornplug.encoder_service.models.torch_compile import CompiledTower
+from cornplug.encoder_service.model_loader import CompiledTower
+from cornplug.encoder_service.model_registry import ModelRegistry
 
 from ..conftest import Requests
 

@@ -10,10 +10,15 @@ from typing import Any
 import pytest
 
 from cornplug.encoder_service.preprocess import decode_lanes
-from cornplug.encoder_service.preprocess.byte_budget import ByteBudget
-from cornplug.encoder_service.preprocess.decode_lanes import DecodeLanes, DecodeLimits, QueueTurn, work_of
+from cornplug.encoder_service.preprocess.decode_lanes import (
+    ByteBudget,
+    DecodeLanes,
+    DecodeLimits,
+    QueueTurn,
+    work_of,
+)
+from cornplug.encoder_service.preprocess.decoders import MediumHeader
 from cornplug.encoder_service.preprocess.preprocessor import PreprocessContext
-from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
 from cornplug.encoder_service.scheduling.admission import AdmissionRefusal
 from cornplug.errors import EncoderRefused
 from cornplug.qos import ServiceClass

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, AutoVideoProcessor, Qwen2AudioProcessor,
 
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service.media import audio
-from cornplug.encoder_service.models.registry import ModelRegistry
+from cornplug.encoder_service.model_registry import ModelRegistry
 from cornplug.encoder_service.preprocess import preparer as preparer_module
 from cornplug.encoder_service.preprocess.preparer import (
     FileMemo,

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
-from cornplug.encoder_service.models.registry import ModelRegistry
-from cornplug.encoder_service.preprocess.image import ImagePreprocessor
+from cornplug.encoder_service.model_registry import ModelRegistry
+from cornplug.encoder_service.preprocess.prepared_media import ImagePreprocessor
 from cornplug.encoder_service.preprocess.preprocessor import IN_PROCESS, FrameSampling, MediumLimits
-from cornplug.encoder_service.wire.decodings import DEFAULT
+from cornplug.encoder_service.wire.messages import DEFAULT_DECODING
 from devkit import checkpoints
 
 from ..conftest import png, sample_image
@@ -40,7 +40,7 @@ def test_preprocessors_inputs_equal_whole_processor(name: str, tmp_path: Path) -
     for seed, size in enumerate([(70, 60), (200, 90)]):
         image = sample_image(seed, *size)
         wanted = whole(images=[image], text=[token], return_tensors="pt")
-        decoded = preprocessor.decode([png(image)], "file", FrameSampling(), DEFAULT, IN_PROCESS)
+        decoded = preprocessor.decode([png(image)], "file", FrameSampling(), DEFAULT_DECODING, IN_PROCESS)
         found = decoded.preprocess()
         grid = dict(preprocessor.shape_inputs(decoded.shape) or {})
         for field in loaded.checkpoint.family.inputs["image"]:

@@ -18,12 +18,18 @@ from prometheus_client import CollectorRegistry
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.executor import EncodeBatch, compute
 from cornplug.encoder_service.execution.result_cache import ResultCache
-from cornplug.encoder_service.models.registry import ModelRegistry
-from cornplug.encoder_service.models.torch_compile import CompiledTower
-from cornplug.encoder_service.replicas.ipc import OpenModels, ReplicaReady, SharedBuffer
-from cornplug.encoder_service.replicas.pool import ReplicaMetrics, cores, devices_of, open_replicas
-from cornplug.encoder_service.replicas.process import ReplicaProcess
-from cornplug.encoder_service.replicas.replica import ReplicaExecutor, ReplicaSettings
+from cornplug.encoder_service.model_loader import CompiledTower
+from cornplug.encoder_service.model_registry import ModelRegistry
+from cornplug.encoder_service.replica import (
+    ReplicaExecutor,
+    ReplicaMetrics,
+    ReplicaProcess,
+    ReplicaSettings,
+    cores,
+    devices_of,
+    open_replicas,
+)
+from cornplug.encoder_service.replica_ipc import OpenModels, ReplicaReady, SharedBuffer
 from cornplug.encoder_service.scheduling.batcher import Answer
 from cornplug.encoder_service.towers.base import TowerItem
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply

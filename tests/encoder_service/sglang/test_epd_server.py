@@ -22,13 +22,13 @@ from time_limits import TimeLimits
 
 from cornplug import identity
 from cornplug.config import Config, load
+from cornplug.encoder_service import sglang_server
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.media.image import digest_image
-from cornplug.encoder_service.sglang import epd_server
-from cornplug.encoder_service.sglang.delivery import ReceiverGuard, ReceiverRendezvous, ZmqSender
+from cornplug.encoder_service.sglang_delivery import ReceiverGuard, ReceiverRendezvous, ZmqSender
+from cornplug.encoder_service.wire.engine_seal import SignedClaim, salt_proof
 from cornplug.encoder_service.wire.messages import ServedModel
-from cornplug.encoder_service.wire.signed_claims import SignedClaim, salt_proof
 from cornplug.errors import ConfigError, EncoderRefused
 from cornplug.store.memory import MemoryStore
 
@@ -401,14 +401,14 @@ def test_language_only_urls_are_of_models_that_sglang_shares(monkeypatch: pytest
         name = f"/m/{family}"
         return ServedModel(name, family, b"", b"", b"", b"", dtype=dtype, hidden_size=8)
 
-    monkeypatch.setattr(epd_server, "validated", families)
+    monkeypatch.setattr(sglang_server, "validated", families)
     whole, half, other = (
         model("qwen3_vl", "float32"),
         model("qwen3_vl", "bfloat16"),
         model("llava", "float32"),
     )
     without = model("glm4v", "float32")  # SGLang refuses `--language-only` for it
-    assert epd_server.language_only_urls([whole], 8750) == ["http://HOST:8750"]
-    assert epd_server.language_only_urls([half], 8750) == []
-    found = epd_server.language_only_urls([other, whole, without], 8750)
-    assert found == [f"http://HOST:8750/sglang/{epd_server.url_name('/m/qwen3_vl')}"]
+    assert sglang_server.language_only_urls([whole], 8750) == ["http://HOST:8750"]
+    assert sglang_server.language_only_urls([half], 8750) == []
+    found = sglang_server.language_only_urls([other, whole, without], 8750)
+    assert found == [f"http://HOST:8750/sglang/{sglang_server.url_name('/m/qwen3_vl')}"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cornplug.encoder_service.sglang import wire
-from cornplug.encoder_service.wire.signed_claims import SignedClaim
+from cornplug.encoder_service import sglang_delivery
+from cornplug.encoder_service.wire.engine_seal import SignedClaim
 from cornplug.errors import CodecError, EncoderRefused
 
 SECRET = b"s" * 32
@@ -46,18 +46,18 @@ def statement() -> SignedClaim:
 
 
 def header() -> bytes:
-    part = wire.read_part(json.dumps(ASK).encode())
-    return wire.header(part, dtype="bfloat16", shape=(3, 4), grid=GRID, statement=statement())
+    part = sglang_delivery.read_part(json.dumps(ASK).encode())
+    return sglang_delivery.header(part, dtype="bfloat16", shape=(3, 4), grid=GRID, statement=statement())
 
 
 def test_wire_requests_of_sglang_are_read() -> None:
-    part = wire.read_part(json.dumps(ASK).encode())
+    part = sglang_delivery.read_part(json.dumps(ASK).encode())
     assert (part.req_id, part.prefill_host, part.embedding_port) == ("0a1b_local_part_1", "127.0.0.1", 5555)
-    assert wire.items_of(part) == [wire.MediaItem(url="data:image/png;base64,AA==")]
+    assert sglang_delivery.items_of(part) == [sglang_delivery.MediaItem(url="data:image/png;base64,AA==")]
     waits = {**ASK, "embedding_port": None, "mm_items": [{"url": "AA==", "detail": "high"}]}
-    assert wire.items_of(wire.read_part(json.dumps(waits).encode()))[0].detail == "high"
+    assert sglang_delivery.items_of(sglang_delivery.read_part(json.dumps(waits).encode()))[0].detail == "high"
     ask = {"req_id": "r", "receive_count": 2, "receive_url": "[::1]:77", "modality": "IMAGE"}
-    receiver, address = wire.read_receiver(json.dumps(ask).encode())
+    receiver, address = sglang_delivery.read_receiver(json.dumps(ask).encode())
     assert (receiver.receive_count, address) == (2, ("::1", 77))
 
 
@@ -85,13 +85,13 @@ def test_wire_requests_of_sglang_are_read() -> None:
 )
 def test_wire_invalid_field_is_refused_by_name(change: dict[str, Any], says: str) -> None:
     with pytest.raises(EncoderRefused, match=says) as caught:
-        wire.read_part(json.dumps({**ASK, **change}).encode())
+        sglang_delivery.read_part(json.dumps({**ASK, **change}).encode())
     assert caught.value.reason == "bad_input"
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\x80\x04N.", b'"x"', b"\xff" * 9])
 def test_wire_invalid_json_is_refused(body: bytes) -> None:
-    for read in (wire.read_part, wire.read_receiver):
+    for read in (sglang_delivery.read_part, sglang_delivery.read_receiver):
         with pytest.raises(EncoderRefused):
             read(body)
 
@@ -99,7 +99,9 @@ def test_wire_invalid_json_is_refused(body: bytes) -> None:
 @pytest.mark.parametrize("url", ["host", ":5", "h:", "h:0", "h:65536", "h:five", "h:٣", "h:-1"])
 def test_wire_receiver_without_port_is_refused(url: str) -> None:
     with pytest.raises(EncoderRefused):
-        wire.read_receiver(json.dumps({"req_id": "r", "receive_count": 1, "receive_url": url}).encode())
+        sglang_delivery.read_receiver(
+            json.dumps({"req_id": "r", "receive_count": 1, "receive_url": url}).encode()
+        )
 
 
 def test_wire_header_equals_golden() -> None:
@@ -125,13 +127,17 @@ def test_wire_header_names_three_globals_only() -> None:
 def test_wire_hostile_request_id_stays_text() -> None:
     """Text is length-prefixed: what looks like opcodes in it stays text."""
     hostile = {**ASK, "req_id": "cos\nsystem\n(X\x01\x00\x00\x00aR."}
-    part = wire.read_part(json.dumps(hostile).encode())
-    data = wire.header(part, dtype="float32", shape=(1, 1), grid=[[1, 2, 2]], statement=statement())
+    part = sglang_delivery.read_part(json.dumps(hostile).encode())
+    data = sglang_delivery.header(
+        part, dtype="float32", shape=(1, 1), grid=[[1, 2, 2]], statement=statement()
+    )
     names = [argument for opcode, argument, _ in pickletools.genops(data) if opcode.name == "GLOBAL"]
     assert len(names) == 3
     assert not any("system" in name for name in names)
     with pytest.raises(ValueError, match="dtype"):
-        wire.header(part, dtype="float32\nos\nsystem", shape=(1, 1), grid=[], statement=statement())
+        sglang_delivery.header(
+            part, dtype="float32\nos\nsystem", shape=(1, 1), grid=[], statement=statement()
+        )
 
 
 def test_signed_claim_other_bytes_are_refused() -> None:

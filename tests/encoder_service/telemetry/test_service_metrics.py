@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from cornplug.encoder_service.execution.encoder import EncoderCore
-from cornplug.encoder_service.telemetry.service_metrics import (
+from cornplug.encoder_service.service_metrics import (
     APPS_MAX,
     OTHER,
     STAGES,

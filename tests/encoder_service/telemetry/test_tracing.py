@@ -21,7 +21,7 @@ from time_limits import TimeLimits
 
 from cornplug.config import Config
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.telemetry.tracing import OFF, RequestTracing, open_tracing
+from cornplug.encoder_service.request_observer import OFF, RequestTracing, open_tracing
 from cornplug.encoder_service.wire.messages import EncodeRequest, trace_of
 
 from ..conftest import SECRET, MakeEncoder, Requests, eventually, png, sample_image
@@ -236,7 +236,7 @@ def test_open_tracing_without_sdk_warns_once_and_is_off(
 def test_tracing_close_with_dead_collector_is_quick(
     monkeypatch: pytest.MonkeyPatch, unused_port: int, within: TimeLimits
 ) -> None:
-    monkeypatch.setattr("cornplug.encoder_service.telemetry.tracing._FLUSH_S", 0.2)
+    monkeypatch.setattr("cornplug.encoder_service.request_observer._FLUSH_S", 0.2)
     where = f"http://127.0.0.1:{unused_port}"
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", where)
     tracing = open_tracing(

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from cornplug.encoder_service import model_loader
 from cornplug.encoder_service.execution.executor import EncodeBatch, InProcessExecutor
-from cornplug.encoder_service.models import loader
-from cornplug.encoder_service.models.loader import LoadedModel, WeightPlacement
+from cornplug.encoder_service.model_loader import LoadedModel, WeightPlacement
 from cornplug.encoder_service.towers import varlen_attention
 from cornplug.encoder_service.towers.base import TowerItem
 from devkit.checkpoints import llava
@@ -29,8 +29,8 @@ SOON = ("llava_next", "internvl", "qwen2_audio", "qwen2_5_vl video", "qwen3_vl")
 
 
 def loaded(path: Path, dtype: str, device: torch.device) -> LoadedModel:
-    checkpoint, served = loader.read(str(path), dtype)
-    return loader.load(checkpoint, served, WeightPlacement(dtype=dtype, device=device))
+    checkpoint, served = model_loader.read(str(path), dtype)
+    return model_loader.load(checkpoint, served, WeightPlacement(dtype=dtype, device=device))
 
 
 def items_of(name: str, path: Path, model: LoadedModel) -> list[TowerItem]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.models.registry import ModelRegistry
+from cornplug.encoder_service.model_registry import ModelRegistry
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer
 from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
 from cornplug.encoder_service.towers import decoderless

@@ -1,4 +1,4 @@
-"""Every family without a file in `cornplug.checkpoints.families`, against transformers' whole model.
+"""Every family without a description in `cornplug.checkpoints.families`, against transformers' whole model.
 
 To add one that transformers knows: a line in `devkit.checkpoints.ANY_FAMILIES`.
 """
@@ -20,7 +20,7 @@ import transformers
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.config import Config
-from cornplug.encoder_service.models.registry import LoadedModel, ModelRegistry
+from cornplug.encoder_service.model_registry import LoadedModel, ModelRegistry
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediumSource
 from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
 from cornplug.encoder_service.preprocess.whole_processor import WholeProcessor

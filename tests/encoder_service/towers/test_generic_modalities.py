@@ -1,4 +1,4 @@
-"""Audio and video of families without a file in `cornplug.checkpoints.families`, and two towers in one model.
+"""Audio and video of families that `cornplug.checkpoints.families` does not describe, and two-tower models.
 
 The reference is what the decoder of transformers' whole model receives in place of the medium's tokens.
 """
@@ -22,13 +22,13 @@ from transformers.video_utils import VideoMetadata
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import Modality
 from cornplug.config import Config
+from cornplug.encoder_service import replica_ipc
 from cornplug.encoder_service.media import audio, video
-from cornplug.encoder_service.models.loader import read
-from cornplug.encoder_service.models.registry import ModelRegistry
+from cornplug.encoder_service.model_loader import read
+from cornplug.encoder_service.model_registry import ModelRegistry
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediumSource
 from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
-from cornplug.encoder_service.replicas import ipc
-from cornplug.encoder_service.replicas.worker_main import ReplicaModels
+from cornplug.encoder_service.replica_main import ReplicaModels
 from cornplug.errors import EncoderRefused
 from cornplug.store.memory import MemoryStore
 from devkit import checkpoints
@@ -189,8 +189,8 @@ def test_generic_two_towers_are_loaded_apart_and_shared_apart(tiny: Tiny, tmp_pa
 
 def test_replica_finds_each_tower_by_its_own_identity(tiny: Tiny) -> None:
     _, served = read(str(tiny(OMNI)), "float32")
-    models = ReplicaModels(ipc.OpenModels((), "float32", "cpu", 1, False))
-    models.load([ipc.ModelSpec(str(tiny(OMNI)), served.identity)])
+    models = ReplicaModels(replica_ipc.OpenModels((), "float32", "cpu", 1, False))
+    models.load([replica_ipc.ModelSpec(str(tiny(OMNI)), served.identity)])
     for part in ("image", "audio"):
         wanted = served.identity_for(part)
         assert wanted is not None

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cornplug.encoder_service.towers.qwen2_5_vl import Qwen25VlTower
+from cornplug.encoder_service.towers.qwen2_vl import Qwen25VlTower
 from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.errors import EncoderRefused
 from devkit import checkpoints

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import FAMILIES
 from cornplug.encoder_service import towers
-from cornplug.encoder_service.towers.base import TowerInput
-from cornplug.encoder_service.towers.input_checks import FLOATS, checked, from_wire
+from cornplug.encoder_service.towers.base import FLOATS, TowerInput, checked, from_wire
 from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.errors import CheckpointError, EncoderRefused
 from devkit import checkpoints

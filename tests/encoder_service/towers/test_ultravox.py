@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from cornplug import identity
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.models.registry import ModelRegistry
+from cornplug.encoder_service.model_registry import ModelRegistry
 from cornplug.encoder_service.towers.log_mel import ChunkedLogMel
 from cornplug.errors import CheckpointError, EncoderRefused
 from devkit import checkpoints

@@ -20,7 +20,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
 )
 
 from cornplug.encoder_service.towers import varlen_attention
-from cornplug.encoder_service.towers.qwen_patches import RotaryTable
+from cornplug.encoder_service.towers.qwen2_vl import RotaryTable
 from cornplug.encoder_service.towers.varlen_attention import PackedAttention, SegmentOffsets
 
 CPU = torch.device("cpu")

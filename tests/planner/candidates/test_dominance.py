@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cornplug.planner.candidates.dominance import loosest
+from cornplug.planner.candidates.cells import loosest_variants
 from cornplug.planner.optimizer.optimization_problem import PathVariant, ServiceDemand
 
 
@@ -12,7 +12,7 @@ def variant(name: str, *tiers: float, work: float = 1.0) -> PathVariant:
 
 
 def names(*variants: PathVariant) -> set[str]:
-    return {v.name for v in loosest(variants)}
+    return {v.name for v in loosest_variants(variants)}
 
 
 def test_dominance_variant_tighter_in_one_stage_is_dropped() -> None:

@@ -11,7 +11,7 @@ from cornplug.planner.inputs.schema import PlanInput
 from cornplug.planner.inputs.slo import IdleTimes
 from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.pipeline.formulate import formulate
-from cornplug.planner.report import slo_checks
+from cornplug.planner.report import formatting
 
 from ..sample_input import given
 
@@ -65,7 +65,7 @@ def test_plan_with_slowdown_reports_simulated_one() -> None:
     assert forecast.slowdown.idle == "A100-80 TP1"
     assert forecast.ttft.p90 is not None
     assert forecast.slowdown.ttft.p90 == pytest.approx(forecast.ttft.p90 / PREFILL_S)
-    checks = {c.name: c for c in slo_checks.of(plan)}
+    checks = {c.name: c for c in formatting.slo_checks(plan)}
     assert checks["TTFT slowdown P90"].kept
     assert checks["TTFT slowdown P90"].bound_text == "4x"
     assert checks["TPOT slowdown P90"].simulated_text.endswith("x")

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 from planner.made_inputs import two_apps
 
-from cornplug.planner.candidates.time_corrections import by_place, corrected, merged, place
+from cornplug.planner.candidates.timed_configs import (
+    corrected_times,
+    corrections_by_place,
+    merged_corrections,
+    place,
+)
 from cornplug.planner.pipeline.formulate import formulate
 from cornplug.planner.plan import TimesCorrection
 from cornplug.planner.simulator.step_times import CellHardware, EngineStepTimes, PiecewiseCurve
@@ -28,7 +33,7 @@ def correction(gpu: str, prefill: float, decode: float, quantisation: str = "non
 def test_corrected_scales_each_phase_by_its_factor() -> None:
     steps = EngineStepTimes(PiecewiseCurve.line(0.01, 1e-4), PiecewiseCurve.line(0.02, 1e-4), 1e-8)
     before = CellHardware(steps=steps, encode=PiecewiseCurve.line(0.0, 1e-5), kv_tokens=1000)
-    after = corrected(before, correction("H100", 2.0, 1.5))
+    after = corrected_times(before, correction("H100", 2.0, 1.5))
     assert after.steps is not None
     assert after.encode is not None
     assert after.steps.prefill(500) == pytest.approx(2 * steps.prefill(500))
@@ -36,12 +41,12 @@ def test_corrected_scales_each_phase_by_its_factor() -> None:
     assert after.steps.kv_token_s == pytest.approx(1.5e-8)
     assert after.encode(1000) == pytest.approx(0.02)
     assert after.kv_tokens == 1000
-    assert corrected(before, None) is before
+    assert corrected_times(before, None) is before
 
 
 def test_merged_later_correction_of_a_place_stands() -> None:
     one, other, later = correction("H100", 2, 1), correction("L4", 3, 1), correction("H100", 1.5, 1)
-    assert merged([one, other], [later]) == [later, other]
+    assert merged_corrections([one, other], [later]) == [later, other]
 
 
 def test_formulate_correction_lowers_capacity_of_its_footprint_only() -> None:
@@ -54,7 +59,7 @@ def test_formulate_correction_lowers_capacity_of_its_footprint_only() -> None:
         if name in slower.cells and slower.cells[name].cell.capacity != spec.cell.capacity
     }
     assert changed
-    at = set(by_place([correction("H100", 1, 1, "fp8")]))
+    at = set(corrections_by_place([correction("H100", 1, 1, "fp8")]))
     for name in changed:
         spec = plain.cells[name]
         assert place(spec.service, spec.footprint) in at

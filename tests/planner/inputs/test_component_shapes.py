@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner.inputs import llm_shape, tower_shape
+from cornplug.planner.inputs import component_shapes, llm_shape
 from cornplug.planner.inputs.component_shapes import (
     fingerprint_of,
     kv_bytes_per_token,
@@ -150,13 +150,13 @@ def test_llm_shape_dense_has_no_active_parameters() -> None:
 def test_tower_shape_published_configs_match_parameters(
     config: dict[str, Any], published: float, patches: int
 ) -> None:
-    shape = tower_shape.from_config(config)
+    shape = component_shapes.tower_from_config(config)
     assert shape.parameters == pytest.approx(published, rel=0.02)
     assert shape.patches_per_token == patches
 
 
 def test_tower_shape_llava_layers_end_at_cut() -> None:
-    assert tower_shape.from_config(LLAVA_7B).layers == 23
+    assert component_shapes.tower_from_config(LLAVA_7B).layers == 23
 
 
 @pytest.mark.parametrize(
@@ -342,5 +342,6 @@ def test_from_config_every_family_matches_counted_weights(tmp_path: Path, make: 
         components = _components({"name": "x", "kind": kind, "checkpoint": folder})
         counted = shape_of(components["x"], components).parameters
         by_config: LLMShape | TowerShape
-        by_config = (llm_shape if kind == "llm" else tower_shape).from_config(config)
+        of_kind = llm_shape.from_config if kind == "llm" else component_shapes.tower_from_config
+        by_config = of_kind(config)
         assert by_config.parameters == pytest.approx(counted, rel=1e-9 if kind == "llm" else 0.02)

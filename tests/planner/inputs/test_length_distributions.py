@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cornplug.planner.inputs import length_distributions
+from cornplug.planner.inputs import request_sampling
 from cornplug.planner.inputs.schema import Histogram, Length, LogNormal
 
 LENGTHS: dict[str, Length] = {
@@ -22,34 +22,34 @@ LENGTHS: dict[str, Length] = {
 
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
 def test_sample_drawn_lengths_match_mean_and_quantiles(length: Length) -> None:
-    drawn = length_distributions.sample(length, np.random.default_rng(1), 200_000)
+    drawn = request_sampling.sample_lengths(length, np.random.default_rng(1), 200_000)
     assert drawn.dtype == np.int64
-    assert drawn.mean() == pytest.approx(length_distributions.mean(length), rel=0.01)
+    assert drawn.mean() == pytest.approx(request_sampling.mean_length(length), rel=0.01)
     for q in (0.05, 0.5, 0.95, 0.99):
         assert np.quantile(drawn, q, method="inverted_cdf") == pytest.approx(
-            length_distributions.quantile(length, q), rel=0.03, abs=1
+            request_sampling.length_quantile(length, q), rel=0.03, abs=1
         )
 
 
 def test_log_normal_with_max_stays_below_it() -> None:
     cut = LogNormal(mean=2048, cv=1.5, max=2048)
-    assert length_distributions.sample(cut, np.random.default_rng(0), 10_000).max() <= 2048
-    assert length_distributions.quantile(cut, 1.0) == 2048
-    assert length_distributions.mean(cut) < 1100, "the tail that is drawn again takes its mean along"
+    assert request_sampling.sample_lengths(cut, np.random.default_rng(0), 10_000).max() <= 2048
+    assert request_sampling.length_quantile(cut, 1.0) == 2048
+    assert request_sampling.mean_length(cut) < 1100, "the tail that is drawn again takes its mean along"
 
 
 def test_log_normal_without_max_keeps_mean() -> None:
-    assert length_distributions.mean(LogNormal(mean=600, cv=1)) == pytest.approx(600, rel=1e-6)
+    assert request_sampling.mean_length(LogNormal(mean=600, cv=1)) == pytest.approx(600, rel=1e-6)
 
 
 def test_histogram_quantiles_at_ends_are_extreme_values() -> None:
     thirds = Histogram(values=[3, 1, 2], weights=[0.1, 0.1, 0.1])
-    assert [length_distributions.quantile(thirds, q) for q in (0.0, 1 / 3, 0.5, 1.0)] == [1, 1, 2, 3]
+    assert [request_sampling.length_quantile(thirds, q) for q in (0.0, 1 / 3, 0.5, 1.0)] == [1, 1, 2, 3]
 
 
 def test_quantile_of_percentage_is_refused() -> None:
     with pytest.raises(ValueError, match="must be from 0 to 1"):
-        length_distributions.quantile(512, 95)
+        request_sampling.length_quantile(512, 95)
 
 
 def test_log_normal_max_below_mean_is_refused() -> None:
@@ -62,5 +62,8 @@ def test_log_normal_max_below_mean_is_refused() -> None:
 def test_quantile_any_log_normal_grows_within_range(mean: float, cv: float, q: float) -> None:
     length = LogNormal(mean=mean, cv=cv, max=200_000)
     assert (
-        1 <= length_distributions.quantile(length, q) <= length_distributions.quantile(length, 1.0) <= 200_000
+        1
+        <= request_sampling.length_quantile(length, q)
+        <= request_sampling.length_quantile(length, 1.0)
+        <= 200_000
     )

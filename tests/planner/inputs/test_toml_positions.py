@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cornplug.planner.inputs.input_error import Place, field
-from cornplug.planner.inputs.toml_positions import line_of, lines_of
+from cornplug.planner.inputs.field_types import Place, field_path
+from cornplug.planner.inputs.toml_reader import key_line, key_lines
 
 TEXT = '''# a comment with [brackets] and = signs
 name = "x # no comment"
@@ -66,15 +66,15 @@ name = "last"
     ids=str,
 )
 def test_lines_of_every_key_syntax_are_found(place: Place, line: int) -> None:
-    assert lines_of(TEXT)[place] == line
+    assert key_lines(TEXT)[place] == line
 
 
 def test_line_of_missing_key_is_line_of_table() -> None:
-    lines = lines_of(TEXT)
-    assert line_of(lines, ("components", 1, "model")) == 12
-    assert line_of(lines, ("rules", "router", 0)) == 25
-    assert line_of(lines, ("pool",)) == 1
-    assert lines_of("") == {}
+    lines = key_lines(TEXT)
+    assert key_line(lines, ("components", 1, "model")) == 12
+    assert key_line(lines, ("rules", "router", 0)) == 25
+    assert key_line(lines, ("pool",)) == 1
+    assert key_lines("") == {}
 
 
 def _places(value: Any, at: Place = ()) -> set[Place]:
@@ -87,7 +87,7 @@ def _places(value: Any, at: Place = ()) -> set[Place]:
 
 
 def test_lines_of_sample_cover_keys_of_tomllib() -> None:
-    assert _places(tomllib.loads(TEXT)) - {()} == set(lines_of(TEXT))
+    assert _places(tomllib.loads(TEXT)) - {()} == set(key_lines(TEXT))
 
 
 _STRINGS = [
@@ -117,7 +117,7 @@ def test_lines_of_random_tables_point_at_each_key(tables: list[tuple[str, str]])
     text = "[[t]]\n" + "".join(
         f"{header.format(i)}\nx{i} = {value}\n" for i, (header, value) in enumerate(tables)
     )
-    lines = lines_of(text)
+    lines = key_lines(text)
     assert set(lines) == _places(tomllib.loads(text)) - {()}
     for place, line in lines.items():
         if isinstance(place[-1], str) and place[-1].startswith("x"):
@@ -125,6 +125,6 @@ def test_lines_of_random_tables_point_at_each_key(tables: list[tuple[str, str]])
 
 
 def test_field_place_is_printed_as_toml_key() -> None:
-    assert field(("applications", 0, "requests", 1, "rate")) == "applications[0].requests[1].rate"
-    assert field(("components", 0, "requests_per_s", "a/b")) == 'components[0].requests_per_s."a/b"'
-    assert field(()) == "the file"
+    assert field_path(("applications", 0, "requests", 1, "rate")) == "applications[0].requests[1].rate"
+    assert field_path(("components", 0, "requests_per_s", "a/b")) == 'components[0].requests_per_s."a/b"'
+    assert field_path(()) == "the file"

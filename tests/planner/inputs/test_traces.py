@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner.inputs import traces
+from cornplug.planner.inputs import request_sampling
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -33,37 +33,37 @@ def _file(folder: Path, content: str) -> Path:
 
 
 def test_traces_azure_2023_is_read(tmp_path: Path) -> None:
-    trace = traces.read(_file(tmp_path, AZURE), "azure")
+    trace = request_sampling.read_trace(_file(tmp_path, AZURE), "azure")
     assert trace.at_s == pytest.approx([0, 4.314579, 4.541977], abs=1e-5)
     assert trace.prompt_tokens.tolist() == [374, 396, 879]
     assert trace.output_tokens.tolist() == [44, 109, 1], "an answer has at least one token"
 
 
 def test_traces_azure_2024_is_sorted(tmp_path: Path) -> None:
-    trace = traces.read(_file(tmp_path, AZURE_2024), "azure")
+    trace = request_sampling.read_trace(_file(tmp_path, AZURE_2024), "azure")
     assert trace.at_s == pytest.approx([0, 1])
     assert trace.prompt_tokens.tolist() == [2399, 2162]
 
 
 def test_mooncake_counts_milliseconds(tmp_path: Path) -> None:
-    trace = traces.read(_file(tmp_path, MOONCAKE), "mooncake")
+    trace = request_sampling.read_trace(_file(tmp_path, MOONCAKE), "mooncake")
     assert trace.at_s == pytest.approx([0, 3.052])
     assert trace.prompt_tokens.tolist() == [6758, 7319]
 
 
 def test_traces_csv_in_any_column_order_with_bom_is_read(tmp_path: Path) -> None:
-    trace = traces.read(_file(tmp_path, "\ufeff" + CSV), "csv")
+    trace = request_sampling.read_trace(_file(tmp_path, "\ufeff" + CSV), "csv")
     assert trace.at_s == pytest.approx([0, 0.75])
     assert trace.output_tokens.tolist() == [20, 30]
 
 
 def test_traces_changed_file_is_read_again(tmp_path: Path) -> None:
     path = _file(tmp_path, CSV)
-    first = traces.read(path, "csv")
-    assert traces.read(path, "csv") is first
+    first = request_sampling.read_trace(path, "csv")
+    assert request_sampling.read_trace(path, "csv") is first
     path.write_text(CSV.replace("200", "900"))
     os.utime(path, ns=(1, 1))
-    assert traces.read(path, "csv").prompt_tokens.tolist() == [100, 900]
+    assert request_sampling.read_trace(path, "csv").prompt_tokens.tolist() == [100, 900]
 
 
 @pytest.mark.parametrize(
@@ -85,18 +85,18 @@ def test_traces_changed_file_is_read_again(tmp_path: Path) -> None:
     ],
 )
 def test_traces_bad_content_names_file_line_and_column(
-    tmp_path: Path, format: traces.Format, content: str, message: str
+    tmp_path: Path, format: request_sampling.TraceFormat, content: str, message: str
 ) -> None:
     path = _file(tmp_path, content)
     with pytest.raises(ConfigError) as raised:
-        traces.read(path, format)
+        request_sampling.read_trace(path, format)
     assert str(raised.value).startswith(f"{path}{message}")
 
 
 def test_traces_absent_or_binary_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the trace: No such file"):
-        traces.read(tmp_path / "absent.csv", "csv")
+        request_sampling.read_trace(tmp_path / "absent.csv", "csv")
     packed = tmp_path / "trace.gz"
     packed.write_bytes(b"\x1f\x8b\x08\xff")
     with pytest.raises(ConfigError, match="Decompress it"):
-        traces.read(packed, "csv")
+        request_sampling.read_trace(packed, "csv")

@@ -10,7 +10,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from cornplug.planner.inputs.schema import PlanInput
 from cornplug.planner.launch.command_lines import commands
-from cornplug.planner.launch.generator_servers import generator_command
+from cornplug.planner.launch.vllm_flags import generator_command
 from cornplug.planner.pipeline.decide import decide
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cornplug.errors import ProcessFailed
-from cornplug.planner.launch.supervisor import RestartPolicy, Supervisor
+from cornplug.planner.launch.command_process import RestartPolicy, Supervisor
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cornplug.planner.launch.launcher import local_commands
-from cornplug.planner.launch.transition import PlanTransition, transition
+from cornplug.planner.launch.transition import Transition, transition
 from cornplug.planner.plan import Plan
 
 from ..plans import Case, plan
@@ -30,7 +30,7 @@ def placed(made: Plan, *places: tuple[int, int], **changes: Any) -> Plan:
     return grouped(made, placement=[list(p) for p in places], replicas=len(places), **changes)
 
 
-def counts(found: PlanTransition) -> tuple[int, int, int, int]:
+def counts(found: Transition) -> tuple[int, int, int, int]:
     return len(found.kept), len(found.first), len(found.stopped), len(found.in_turn)
 
 
@@ -64,7 +64,7 @@ def test_transition_replica_on_another_gpu_starts_before_the_old_one_ends(steps:
     found = steps(old, placed(old, (0, 3)))
     assert counts(found) == (0, 1, 1, 0)
     assert (found.stopped[0].port, found.first[0].port) == (8000, 8001)
-    assert found.plan.groups[0].ports == [8001]
+    assert found.deployment.groups[0].ports == [8001]
 
 
 def test_transition_other_model_on_the_same_gpu_starts_in_turn(steps: Any) -> None:
@@ -88,7 +88,7 @@ def test_transition_of_replicas_of_one_gpu_keeps_each_at_its_port(steps: Any) ->
 def test_transition_back_and_forth_frees_the_ports(steps: Any) -> None:
     old = plan(Case())
     there = steps(old, placed(old, (0, 3)))
-    back = steps(there.plan, old)
+    back = steps(there.deployment, old)
     assert back.first[0].port == 8000
     assert counts(back) == (0, 1, 1, 0)
 
@@ -98,7 +98,7 @@ def test_transition_router_of_other_servers_starts_beside_the_old_one(steps: Any
     found = steps(old, placed(old, (0, 0), (0, 1), (0, 2)))
     assert [(c.kind, c.port) for c in found.first] == [("engine", 8002), ("router", 30100)]
     assert [(c.kind, c.port) for c in found.stopped] == [("router", 30000)]
-    again = steps(found.plan, old)
+    again = steps(found.deployment, old)
     assert [c.port for c in again.first] == [30000]
 
 

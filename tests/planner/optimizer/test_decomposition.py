@@ -10,8 +10,8 @@ import pytest
 from planner.pools import EXACT
 from pulp import lpSum
 
-from cornplug.planner.optimizer import decomposition, incumbent, milp, objectives
-from cornplug.planner.optimizer.incumbent import Incumbent
+from cornplug.planner.optimizer import decomposition, milp, objectives
+from cornplug.planner.optimizer.decomposition import Incumbent, service_groups, subproblem
 from cornplug.planner.optimizer.optimization_problem import (
     Cell,
     MachineClass,
@@ -22,7 +22,6 @@ from cornplug.planner.optimizer.optimization_problem import (
     SolveProgress,
 )
 from cornplug.planner.optimizer.solvers import SolverLimits, SolverRun
-from cornplug.planner.optimizer.subproblems import groups, subproblem
 
 APPS = 5
 
@@ -53,7 +52,7 @@ def pool() -> OptimizationProblem:
 
 
 def test_services_that_stand_in_for_one_another_form_a_group(pool: OptimizationProblem) -> None:
-    parts = {frozenset(part) for part in groups(pool)}
+    parts = {frozenset(part) for part in service_groups(pool)}
     llms = {frozenset({f"llm{a}/PD", f"llm{a}/P", f"llm{a}/D"}) for a in range(APPS)}
     assert parts == {frozenset({"vit/E"}), *llms}
 
@@ -63,7 +62,7 @@ def test_decomposition_groups_alone_cost_no_more_than_plan(pool: OptimizationPro
     plan = milp.solve(pool, EXACT)
     gpu = {n.name: n.price / n.gpus for n in pool.nodes}
     total = 0.0
-    for part in groups(pool):
+    for part in service_groups(pool):
         cells = [c for c in pool.cells if c.service in part]
         spent = sum(gpu[c.nodes] * c.gpus * plan.replicas.get(c.name, 0) for c in cells)
         by_gpu = tuple(MachineClass(n.name, n.gpu, 1, gpu[n.name], n.stock * n.gpus) for n in pool.nodes)
@@ -76,13 +75,13 @@ def test_decomposition_groups_alone_cost_no_more_than_plan(pool: OptimizationPro
 def test_least_cost_of_small_pool_is_one_call_with_all_of_the_work(
     pool: OptimizationProblem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, solve = list[SolverLimits](), incumbent.run_solver
+    calls, solve = list[SolverLimits](), decomposition.run_solver
 
     def unproven(problem: Any, limits: SolverLimits, *arguments: Any, **options: Any) -> SolverRun:
         calls.append(limits)
         return replace(solve(problem, limits, *arguments, **options), status="feasible", bound=-inf)
 
-    monkeypatch.setattr(incumbent, "run_solver", unproven)
+    monkeypatch.setattr(decomposition, "run_solver", unproven)
     model = milp.build(pool)
     cost = objectives.cost_objective(model).expression
     limits = SolverLimits(0.0, 1e5, work=2.0)
@@ -95,7 +94,7 @@ def test_least_cost_of_small_pool_is_one_call_with_all_of_the_work(
 def test_least_cost_near_cells_are_searched_first_and_bound_nothing(
     pool: OptimizationProblem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_cells, bounds, solve = list[set[str]](), list[float](), incumbent.run_solver
+    open_cells, bounds, solve = list[set[str]](), list[float](), decomposition.run_solver
 
     def noted(problem: Any, *arguments: Any, **options: Any) -> SolverRun:
         open_cells.append({name for name, x in model.x.items() if x.upBound > 0})
@@ -105,7 +104,7 @@ def test_least_cost_near_cells_are_searched_first_and_bound_nothing(
     def best_bound() -> float:
         return max((at.bound for at in seen if at.bound is not None), default=-inf)
 
-    monkeypatch.setattr(incumbent, "run_solver", noted)
+    monkeypatch.setattr(decomposition, "run_solver", noted)
     seen = list[SolveProgress]()
     near = {c.name for c in pool.cells if c.nodes == "small"}
     model = milp.build(pool)
@@ -130,7 +129,7 @@ def test_rounds_find_the_optimum_and_never_bound_beyond_it(pool: OptimizationPro
     money = objectives.cost_objective(model).expression
     best = Incumbent(model, money, SolverLimits(0.001, 20.0, work=20.0), seen.append)
     bounds_before = {name: (x.lowBound, x.upBound) for name, x in model.x.items()}
-    parts = [milp.build(subproblem(pool, part)) for part in groups(pool)]
+    parts = [milp.build(subproblem(pool, part)) for part in service_groups(pool)]
     decomposition.rounds(best, parts, money + 0.1 * lpSum(model.x.values()))
     assert exact - 1e-6 <= best.dollars <= 1.03 * exact
     assert {name: (x.lowBound, x.upBound) for name, x in model.x.items()} == bounds_before
@@ -150,6 +149,8 @@ def test_rounds_at_other_prices_bound_as_truly(pool: OptimizationProblem) -> Non
     model = milp.build(pool)
     money = objectives.cost_objective(model).expression
     best = Incumbent(model, money, SolverLimits(0.0, 20.0, work=2.0), None)
-    decomposition.rounds(best, [milp.build(subproblem(pool, part)) for part in groups(pool)], 1.1 * money)
+    decomposition.rounds(
+        best, [milp.build(subproblem(pool, part)) for part in service_groups(pool)], 1.1 * money
+    )
     assert best.bound <= exact + 1e-6
     assert best.dollars >= exact - 1e-6

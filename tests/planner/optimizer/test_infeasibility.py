@@ -8,7 +8,7 @@ import pytest
 from planner.pools import EXACT, one_service
 
 from cornplug.errors import ConfigError, PlanInfeasible, PlanUnfinished
-from cornplug.planner.optimizer import incumbent
+from cornplug.planner.optimizer import decomposition
 from cornplug.planner.optimizer.infeasibility import unserved_in_short
 from cornplug.planner.optimizer.milp import build, solve
 from cornplug.planner.optimizer.optimization_problem import (
@@ -113,7 +113,7 @@ def test_infeasibility_demands_with_one_reason_are_named_together() -> None:
 
 def test_solve_time_limit_raises_plan_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:
     """No machine is slow enough for HiGHS to find nothing here: a solver that never does stands in."""
-    monkeypatch.setattr(incumbent, "run_solver", lambda *_, **__: SolverRun("none", 0.1))
+    monkeypatch.setattr(decomposition, "run_solver", lambda *_, **__: SolverRun("none", 0.1))
     with pytest.raises(PlanUnfinished, match="infeasibility was not proven"):
         solve(POOL, EXACT.model_copy(update={"time_limit_s": 0.5}))
 

@@ -9,8 +9,7 @@ import pytest
 
 from cornplug.planner.optimizer import milp, objectives
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem
-from cornplug.planner.optimizer.polish import is_whole, polish
-from cornplug.planner.optimizer.solution import Values, read
+from cornplug.planner.optimizer.solution import Values, is_whole, polish, read
 from cornplug.planner.optimizer.solvers import SolverRun
 from cornplug.planner.optimizer.variables import PoolModel
 

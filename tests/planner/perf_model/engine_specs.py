@@ -6,8 +6,8 @@ from dataclasses import fields
 from typing import Any
 
 from cornplug.planner.inputs.schema import GpuSpec
-from cornplug.planner.parallelism import Parallelism
 from cornplug.planner.perf_model.engine_spec import EngineSpec
+from cornplug.planner.plan import Parallelism
 
 _DEGREES = {degree.name for degree in fields(Parallelism)}
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from cornplug.planner.inputs.request_classes import SampledRequest
 from cornplug.planner.inputs.slo import IdleTimes
-from cornplug.planner.perf_model import simulated_capacity
-from cornplug.planner.perf_model.capacity import LatencyBound, capacity
+from cornplug.planner.perf_model.capacity import capacity
+from cornplug.planner.perf_model.latency_bound import LatencyBound
 from cornplug.planner.simulator.simulator import StationJob, StationVisit, simulate
 from cornplug.planner.simulator.stations import Station
 from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
@@ -185,7 +185,7 @@ def test_capacity_without_draws_is_refused() -> None:
 def test_capacity_equal_question_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     draws = drawn(700, 1)
     first = capacity(PREFILL, draws, LatencyBound("p95", 0.5))
-    monkeypatch.setattr(simulated_capacity, "simulate", None)
+    monkeypatch.setattr("cornplug.planner.perf_model.capacity.simulate", None)
     assert capacity(replace(PREFILL, name="another"), list(draws), LatencyBound("p95", 0.5)) == first
 
 

@@ -8,8 +8,7 @@ from planner.perf_model.engine_specs import engine_spec
 from cornplug.planner.inputs.gpu_catalog import gpu_table
 from cornplug.planner.inputs.schema import Component, LLMShape, RooflineProfile
 from cornplug.planner.perf_model import roofline
-from cornplug.planner.perf_model.context_parallel import attention_bytes, kv_gathered_bytes, prefill_bytes
-from cornplug.planner.perf_model.device_efficiency import NVLINK
+from cornplug.planner.perf_model.roofline import NVLINK, dcp_attention_bytes, dcp_prefill_bytes, pcp_kv_bytes
 from cornplug.planner.simulator.step_times import EngineStepTimes
 
 H200 = gpu_table()["H200"]
@@ -28,15 +27,17 @@ def steps(shape: LLMShape, dcp: int, context_tokens: int = 20_000) -> EngineStep
 
 def test_attention_bytes_are_queries_and_outputs_of_own_heads_to_each_rank() -> None:
     # Two heads a rank; two values each way; three other ranks.
-    assert attention_bytes(GQA, 5, layers=10, tp=8, dcp=4) == 10 * 2 * 5 * 2 * 64 * 3 * 2
-    assert attention_bytes(MLA, 5, layers=10, tp=8, dcp=8) == 10 * 2 * 5 * 2 * 72 * 7 * 2
+    assert dcp_attention_bytes(GQA, 5, layers=10, tp=8, dcp=4) == 10 * 2 * 5 * 2 * 64 * 3 * 2
+    assert dcp_attention_bytes(MLA, 5, layers=10, tp=8, dcp=8) == 10 * 2 * 5 * 2 * 72 * 7 * 2
 
 
 def test_prefill_bytes_are_of_earlier_chunks_only() -> None:
     args = {"layers": 10, "tp": 8, "pp": 1, "dcp": 4}
-    assert prefill_bytes(MLA, 4096, 0, **args) == prefill_bytes(GQA, 4096, 0, **args) == 0
-    assert prefill_bytes(MLA, 4096, 16_000, **args) == 16_000 * 10 * 72 * 2 * 3 / 4
-    assert prefill_bytes(GQA, 4096, 16_000, **args) == attention_bytes(GQA, 4096, layers=10, tp=8, dcp=4)
+    assert dcp_prefill_bytes(MLA, 4096, 0, **args) == dcp_prefill_bytes(GQA, 4096, 0, **args) == 0
+    assert dcp_prefill_bytes(MLA, 4096, 16_000, **args) == 16_000 * 10 * 72 * 2 * 3 / 4
+    assert dcp_prefill_bytes(GQA, 4096, 16_000, **args) == dcp_attention_bytes(
+        GQA, 4096, layers=10, tp=8, dcp=4
+    )
 
 
 @pytest.mark.parametrize(("shape", "dcp"), [(MLA, 8), (GQA, 4)])
@@ -45,9 +46,9 @@ def test_roofline_context_parallel_reads_a_part_and_sends_for_it(shape: LLMShape
     assert after.kv_token_s == pytest.approx(before.kv_token_s / dcp)
     link = H200.link_gb_s * 1e9 * NVLINK.efficiency
     rounds = {8: 3, 4: 2}[dcp] * 10 * NVLINK.latency_s
-    sent = attention_bytes(shape, 64, layers=10, tp=8, dcp=dcp) / link
+    sent = dcp_attention_bytes(shape, 64, layers=10, tp=8, dcp=dcp) / link
     assert after.decode(64) - before.decode(64) == pytest.approx(sent + rounds, rel=1e-6)
-    sent = prefill_bytes(shape, 4096, 20_000 - 4096, layers=10, tp=8, pp=1, dcp=dcp) / link
+    sent = dcp_prefill_bytes(shape, 4096, 20_000 - 4096, layers=10, tp=8, pp=1, dcp=dcp) / link
     assert after.prefill(4096) - before.prefill(4096) == pytest.approx(sent + rounds, rel=1e-6)
 
 
@@ -73,10 +74,10 @@ def test_roofline_prefill_context_parallel_divides_tokens_and_gathers_kv(shape: 
     alone, split = split_steps(shape, dp=dp), split_steps(shape, pcp=4)
     link = H200.link_gb_s * 1e9 * NVLINK.efficiency
     rounds = 2 * 10 * NVLINK.latency_s
-    sent = kv_gathered_bytes(shape, 4096, pp=1, pcp=4)
+    sent = pcp_kv_bytes(shape, 4096, pp=1, pcp=4)
     assert sent == 4096 * 10 * 72 * 2 * 3 / 4
     assert split.prefill(4096) == pytest.approx(alone.prefill(1024) + sent / link + rounds)
-    sent = kv_gathered_bytes(shape, 64, pp=1, pcp=4)
+    sent = pcp_kv_bytes(shape, 64, pp=1, pcp=4)
     assert split.decode(64) == pytest.approx(alone.decode(16) + sent / link + rounds)
     assert split.kv_token_s == pytest.approx(alone.kv_token_s / 4)
     assert split.group is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cornplug.planner.perf_model.groups_in_step import shared_iterations
+from cornplug.planner.perf_model.analytic_load import shared_iterations
 
 
 def test_shared_iterations_one_group_shares_none() -> None:

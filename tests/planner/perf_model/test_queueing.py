@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornplug.planner.inputs import traces
-from cornplug.planner.perf_model import queueing
+from cornplug.planner.inputs import request_sampling
+from cornplug.planner.perf_model import analytic_load
 
 from .. import closed_forms
 
@@ -33,12 +33,12 @@ def test_queueing_staffing_of_splitwise_load_matches_published() -> None:
     servers = [closed_forms.staffing(21.84, beta, service_cv2=1.13) for beta in (0, 0.5, 1, 1.5, 2)]
     assert servers == [22, 25, 27, 30, 32]
     with pytest.raises(ValueError, match=r"21\.84 erlangs need more .* there are 21"):
-        queueing.erlang_c(21, 21.84)
+        analytic_load.erlang_c(21, 21.84)
 
 
 def test_kv_demand_of_splitwise_trace_matches_published() -> None:
     # planner.md's mean of 152,866 tokens and standard deviation of 24,556, from Azure's trace.
-    trace = traces.read(Path(__file__).parents[1] / "cases" / "splitwise_code.csv", "csv")
+    trace = request_sampling.read_trace(Path(__file__).parents[1] / "cases" / "splitwise_code.csv", "csv")
     held = (trace.prompt_tokens + trace.output_tokens).astype(float)
     seconds = trace.output_tokens * 0.03574
     by_time = held * seconds / seconds.mean()
@@ -53,16 +53,16 @@ def test_kv_demand_of_splitwise_trace_matches_published() -> None:
 @pytest.mark.parametrize(("servers", "p95", "p99"), [(25, 1.60, 2.33), (27, 1.28, 1.93), (30, 1.11, 1.56)])
 def test_two_choices_wait_at_splitwise_load_matches_simulation(servers: int, p95: float, p99: float) -> None:
     """The simulator's waits of `test_splitwise.py`'s requests; least work has 0.22 and 0.38 s at 25."""
-    waits, mean = queueing.two_choices(70 * SERVICE_S / servers)
+    waits, mean = analytic_load.two_choices(70 * SERVICE_S / servers)
     mean_of_those = mean * SERVICE_S * (1 + SERVICE_CV2) / 2 / waits
     for share, expected in ((0.95, p95), (0.99, p99)):
         assert mean_of_those * math.log(waits / (1 - share)) == pytest.approx(expected, rel=0.15)
 
 
 def test_queueing_one_server_matches_textbook() -> None:
-    assert queueing.erlang_c(1, 0.7) == pytest.approx(0.7)
-    assert queueing.wait_mean(1, 0.7, 1.0) == pytest.approx(0.7 / 0.3)
-    assert queueing.wait_mean(1, 0.5, 1.0, service_cv2=0.0) == pytest.approx(0.5), "M/D/1: half of M/M/1"
+    assert analytic_load.erlang_c(1, 0.7) == pytest.approx(0.7)
+    assert analytic_load.wait_mean(1, 0.7, 1.0) == pytest.approx(0.7 / 0.3)
+    assert analytic_load.wait_mean(1, 0.5, 1.0, service_cv2=0.0) == pytest.approx(0.5), "M/D/1: half of M/M/1"
     assert closed_forms.wait_exceeds(1, 0.5, 1.0, 2.0, arrival_cv2=0, service_cv2=0) == 0.0, (
         "D/D/1 never waits"
     )
@@ -72,7 +72,7 @@ def test_queueing_one_server_matches_textbook() -> None:
 @given(st.integers(1, 300), st.floats(0.01, 0.99))
 def test_erlang_c_more_servers_wait_less(servers: int, utilisation: float) -> None:
     load = servers * utilisation
-    assert 0 <= queueing.erlang_c(servers + 1, load) <= queueing.erlang_c(servers, load) <= 1
+    assert 0 <= analytic_load.erlang_c(servers + 1, load) <= analytic_load.erlang_c(servers, load) <= 1
 
 
 def test_queueing_ttft_of_tp_and_pp_matches_distserve() -> None:
@@ -81,7 +81,7 @@ def test_queueing_ttft_of_tp_and_pp_matches_distserve() -> None:
     assert closed_forms.ttft_tensor(1.0, 1.2, 1.5) == pytest.approx(2.000, abs=0.0005)
     assert closed_forms.ttft_pipeline(1.0, 1.2) == pytest.approx(1.375, abs=0.0005)
     assert closed_forms.ttft_single(2.0, 0.25) == pytest.approx(
-        2 + queueing.wait_mean(1, 0.25, 2, service_cv2=0)
+        2 + analytic_load.wait_mean(1, 0.25, 2, service_cv2=0)
     )
 
 
@@ -120,7 +120,7 @@ def test_kv_in_use_is_compound_poisson() -> None:
 
 def test_queueing_overload_is_refused() -> None:
     for call in (
-        lambda: queueing.wait_mean(2, 2.0, 1.0),
+        lambda: analytic_load.wait_mean(2, 2.0, 1.0),
         lambda: closed_forms.ttft_tensor(1.0, 1.5, 1.5),
         lambda: closed_forms.ttft_pipeline(1.0, 2.0),
     ):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cornplug.planner.inputs.request_classes import SampledRequest
-from cornplug.planner.perf_model import request_costs
+from cornplug.planner.perf_model import analytic_state
 from cornplug.planner.simulator import replicas
 from cornplug.planner.simulator.stations import Station
 from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
@@ -46,10 +46,10 @@ def test_request_costs_of_lone_request_match_simulator(
         max_patches=1000,
         chunked=chunked,
     )
-    of = request_costs.sizes_of(tuple(draws))
-    once = request_costs.encode_s(of, station) + request_costs.prefill_s(of, station)
+    of = analytic_state.request_costs(tuple(draws))
+    once = analytic_state.encode_s(of, station) + analytic_state.prefill_s(of, station)
     assert once == pytest.approx([replicas.isolated_prefill_s(station, d) for d in draws])
-    after = request_costs.decode_s(of, station)
+    after = analytic_state.decode_s(of, station)
     assert after == pytest.approx([replicas.isolated_decode_s(station, d) for d in draws])
     made = [station.generate(d.units) if station.generate else 0.0 for d in draws]
-    assert request_costs.generate_s(of, station) == pytest.approx(made)
+    assert analytic_state.generate_s(of, station) == pytest.approx(made)

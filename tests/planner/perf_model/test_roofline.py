@@ -16,7 +16,7 @@ from cornplug.planner.inputs.schema import (
     TowerShape,
 )
 from cornplug.planner.perf_model import roofline
-from cornplug.planner.perf_model.device_efficiency import EXPERTS_S, LAYER_S, NVLINK
+from cornplug.planner.perf_model.roofline import EXPERTS_S, LAYER_S, NVLINK
 from cornplug.planner.simulator.step_times import EngineStepTimes
 
 H100 = GpuSpec(

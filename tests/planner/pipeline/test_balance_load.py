@@ -15,7 +15,7 @@ from cornplug.planner.optimizer.optimization_problem import (
     RateDemand,
     ServiceDemand,
 )
-from cornplug.planner.pipeline.balance_load import balance_load
+from cornplug.planner.pipeline.confirm_capacities import balance_load
 
 NODES = (MachineClass("small", "L4", 1, 1.0, 2), MachineClass("large", "H100", 1, 3.0, 1))
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from cornplug.planner.inputs.schema import PlanInput
+from cornplug.planner.known_models import known_models
 from cornplug.planner.launch.command_lines import commands
 from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.plan import Plan
-from cornplug.planner.starter.known_models import known_models
 
 
 def deepseek(engine: str, **component: Any) -> Plan:

@@ -10,7 +10,7 @@ import pytest
 from cornplug.errors import PlanUnfinished
 from cornplug.planner.inputs.schema import PlanInput
 from cornplug.planner.optimizer.optimization_problem import PoolSolution
-from cornplug.planner.pipeline import confirm_capacities, current_deployment_baseline
+from cornplug.planner.pipeline import confirm_capacities
 from cornplug.planner.pipeline.confirm_capacities import LATER, ROUNDS, SCOUT, SCOUTS, SEARCH
 from cornplug.planner.pipeline.confirm_capacities import with_simulated_capacities as confirmed
 from cornplug.planner.pipeline.formulate import formulate
@@ -38,13 +38,13 @@ def chat(**rules: Any) -> PlanInput:
 @pytest.fixture
 def efforts(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Shares of the solver's work, by round."""
-    found, solve = list[float](), current_deployment_baseline.solve
+    found, solve = list[float](), confirm_capacities.solve_with_baseline
 
     def noted(pool: Any, settings: Any, *arguments: Any) -> PoolSolution:
         found.append(round(settings.work / WORK, 6))
         return replace(solve(pool, settings, *arguments), status=STATUS["now"])
 
-    monkeypatch.setattr(current_deployment_baseline, "solve", noted)
+    monkeypatch.setattr(confirm_capacities, "solve_with_baseline", noted)
     return found
 
 
@@ -85,7 +85,7 @@ def test_plan_proven_plan_is_not_searched_again(
 
 
 def test_plan_unfinished_round_gets_all_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, solve = list[float](), current_deployment_baseline.solve
+    found, solve = list[float](), confirm_capacities.solve_with_baseline
 
     def unfinished(pool: Any, settings: Any, *arguments: Any) -> PoolSolution:
         found.append(round(settings.work / WORK, 6))
@@ -93,7 +93,7 @@ def test_plan_unfinished_round_gets_all_of_the_work(monkeypatch: pytest.MonkeyPa
             raise PlanUnfinished("no plan was found")
         return solve(pool, settings, *arguments)
 
-    monkeypatch.setattr(current_deployment_baseline, "solve", unfinished)
+    monkeypatch.setattr(confirm_capacities, "solve_with_baseline", unfinished)
     confirmed(formulate(chat()), quiet, None)
     assert found[:2] == [SCOUT, 1.0]
 

@@ -15,7 +15,7 @@ from cornplug.planner.optimizer import milp
 from cornplug.planner.optimizer.optimization_problem import PoolSolution
 from cornplug.planner.pipeline import confirm_capacities
 from cornplug.planner.pipeline.decide import PlanDecision, decide
-from cornplug.planner.plan import Plan
+from cornplug.planner.plan import Deployment, Plan
 
 
 def plan_input(**tables: Any) -> PlanInput:
@@ -156,6 +156,7 @@ def test_engines_have_the_settings_that_become_flags(shared: PlanDecision) -> No
 def test_plan_is_read_back_as_it_was_written(shared: PlanDecision, tmp_path: Path) -> None:
     shared.plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == shared.plan
+    assert Deployment.load(tmp_path / "plan.json") == shared.plan
 
 
 def test_plan_edited_into_a_wrong_one_is_refused(shared: PlanDecision, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from cornplug.planner.inputs import toml_reader
 from cornplug.planner.inputs.schema import PlanInput
 from cornplug.planner.inputs.slo import SENT
 from cornplug.planner.pipeline.decide import decide
-from cornplug.planner.report import html_report, terminal
+from cornplug.planner.report import plan_folder, terminal
 
 from ..sample_input import given
 
@@ -47,7 +47,7 @@ def test_plan_of_job_is_that_of_its_rate_and_says_dollars() -> None:
     out = io.StringIO()
     terminal.show(plan, Console(file=out, width=200))
     assert f"{FOUR_A_SECOND:,} requests of 8 h, for $16.16" in out.getvalue()
-    assert f"{FOUR_A_SECOND:,} requests of 8 h, for $16.16" in html_report.html(plan)
+    assert f"{FOUR_A_SECOND:,} requests of 8 h, for $16.16" in plan_folder.html_report(plan)
 
 
 def test_job_beside_other_work_costs_its_part_of_load() -> None:

@@ -22,8 +22,8 @@ from cornplug.planner.optimizer.optimization_problem import (
     RateDemand,
     ServiceDemand,
 )
-from cornplug.planner.pipeline import lose_nodes
-from cornplug.planner.pipeline.lose_nodes import excluding, node_losses, survives, unsurvived
+from cornplug.planner.pipeline import place_replicas
+from cornplug.planner.pipeline.place_replicas import excluding, node_losses, survives, unsurvived
 
 from ..pools import EXACT, one_service
 
@@ -79,7 +79,7 @@ def random_case(seed: int) -> NodeCase:
 
 def planned(pool: OptimizationProblem) -> PoolSolution:
     """As `with_spare_nodes`, of a pool whose capacities are known."""
-    for _ in range(lose_nodes.ROUNDS):
+    for _ in range(place_replicas.ROUNDS):
         solution = solve(pool, EXACT)
         crowded = unsurvived(pool, solution)
         if not crowded:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornplug.planner.pipeline.place_replicas import place
+from cornplug.planner.pipeline.place_replicas import place_on_nodes
 
 CHAIN = (0.25, 0.5, 1, 2, 4, 8)
 
@@ -27,7 +27,7 @@ def test_place_pool_that_fits_by_count_is_placed(pool: tuple[int, dict[str, tupl
     gpus, footprints = pool
     total = sum(Fraction(size) * n for size, n in footprints.values())
     nodes = ceil(total / gpus)
-    slots = place(footprints, gpus, nodes)
+    slots = place_on_nodes(footprints, gpus, nodes)
     used: defaultdict[tuple[int, int], Fraction] = defaultdict(Fraction)
     for group, (size, replicas) in footprints.items():
         assert len(slots[group]) == replicas
@@ -47,26 +47,26 @@ def test_place_replicas_of_group_are_spread_over_nodes(
     gpus, footprints = pool
     few = {group: (size, min(replicas, 3)) for group, (size, replicas) in footprints.items() if size <= gpus}
     room = ceil(sum(size for size, _ in few.values()) / gpus)
-    slots = place(few, gpus, 3 * room)
+    slots = place_on_nodes(few, gpus, 3 * room)
     for group, placed in slots.items():
         assert len({node for node, _ in placed}) == few[group][1]
 
 
 def test_place_groups_of_one_service_count_together() -> None:
-    slots = place({"a": (2, 1), "b": (1, 1)}, 4, 2, {"a": "llm/PD", "b": "llm/PD"})
+    slots = place_on_nodes({"a": (2, 1), "b": (1, 1)}, 4, 2, {"a": "llm/PD", "b": "llm/PD"})
     assert slots == {"a": [(0, 0)], "b": [(1, 0)]}
 
 
 def test_place_too_few_nodes_are_refused() -> None:
     with pytest.raises(ValueError, match="b: 1 GPUs do not fit into the free GPUs of 1 nodes of 2"):
-        place({"a": (1, 2), "b": (1, 1)}, 2, 1)
+        place_on_nodes({"a": (1, 2), "b": (1, 1)}, 2, 1)
 
 
 def test_place_indivisible_footprint_is_refused() -> None:
     with pytest.raises(ValueError, match="three: 3 GPUs neither divide a node of 8"):
-        place({"three": (3, 1)}, 8, 4)
+        place_on_nodes({"three": (3, 1)}, 8, 4)
 
 
 def test_place_parts_of_gpu_never_straddle_two() -> None:
-    slots = place({"half": (0.5, 3), "quarter": (0.25, 2)}, 2, 1)
+    slots = place_on_nodes({"half": (0.5, 3), "quarter": (0.25, 2)}, 2, 1)
     assert slots == {"half": [(0, 0), (0, 0), (0, 1)], "quarter": [(0, 1), (0, 1)]}

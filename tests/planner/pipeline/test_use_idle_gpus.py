@@ -17,8 +17,7 @@ from planner.test_brute_force import attempt, values
 
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem, PoolLimits, PoolSolution
 from cornplug.planner.pipeline.decide import decide
-from cornplug.planner.pipeline.place_replicas import idle_gpus, placement
-from cornplug.planner.pipeline.use_idle_gpus import use_idle_gpus
+from cornplug.planner.pipeline.place_replicas import idle_gpus, placement, use_idle_gpus
 from cornplug.planner.plan import Plan
 
 SEEDS = range(10 * len(KINDS))

@@ -11,16 +11,16 @@ GRID = SampleGrid(prompts=(64, 256, 1024), batches=(1, 2, 8), output_tokens=32, 
 CELL = {"gpu": "cpu-core", "engine": "vllm"}
 
 
-def answered(asks, *, overhead, per_token, base, context=0.0, batch=1):
+def answered(points, *, overhead, per_token, base, context=0.0, batch=1):
     """By an engine whose iterations take base + per_token for each token of prompt or output."""
 
-    def seconds(ask: GridPoint) -> float:
-        steps = ask.output_tokens - 1
-        read = ask.prompt_tokens * steps + steps * (steps + 1) / 2
+    def seconds(point: GridPoint) -> float:
+        steps = point.output_tokens - 1
+        read = point.prompt_tokens * steps + steps * (steps + 1) / 2
         decoding = steps * (base + per_token * batch) + context * batch * read
-        return overhead + base + per_token * ask.prompt_tokens + decoding
+        return overhead + base + per_token * point.prompt_tokens + decoding
 
-    return [TimedPoint(ask, seconds(ask)) for ask in asks]
+    return [TimedPoint(point, seconds(point)) for point in points]
 
 
 def measured(grid, **engine):
@@ -59,14 +59,14 @@ def test_sample_grid_slow_first_answers_are_ignored():
     engine = {"overhead": 0.01, "per_token": 1e-4, "base": 0.02}
     alone = answered(GRID.isolated(), **engine)
     kinds = len(alone) // (GRID.repeats + 1)
-    cold = [TimedPoint(t.ask, t.seconds + 5) for t in alone[:kinds]] + alone[kinds:]
+    cold = [TimedPoint(t.point, t.seconds + 5) for t in alone[:kinds]] + alone[kinds:]
     together = {b: answered(GRID.batched(b), batch=b, **engine) for b in GRID.batches[1:]}
 
     assert GRID.rows(cold, together, **CELL) == GRID.rows(alone, together, **CELL)
 
 
 def test_sample_grid_noise_above_work_is_refused():
-    alone = [TimedPoint(ask, 0.1) for ask in GRID.isolated()]
+    alone = [TimedPoint(point, 0.1) for point in GRID.isolated()]
 
     with pytest.raises(CornplugError, match="busy with other work"):
         GRID.rows(alone, {}, **CELL)

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from cornplug.errors import CornplugError
+from cornplug.planner.profiler.engine_steps import BenchedModel, bench_command, bench_times, trace_lines
 from cornplug.planner.profiler.sample_grid import GridPoint
-from cornplug.planner.profiler.vllm_bench import BenchedModel, command, timed, trace_lines
 
 ASKS = [GridPoint(1, 1), GridPoint(40, 8), GridPoint(16, 8)]
 
@@ -25,7 +25,7 @@ def test_trace_lines_prompts_share_no_prefix():
 
 
 def test_timed_requests_have_their_seconds():
-    assert [(t.ask, t.seconds) for t in timed(ASKS, result())] == list(
+    assert [(t.point, t.seconds) for t in bench_times(ASKS, result())] == list(
         zip(ASKS, [0.1, 0.8, 0.4], strict=True)
     )
 
@@ -34,19 +34,21 @@ def test_timed_failed_request_names_reason():
     errors = ["", "Traceback ...\nRuntimeError: out of blocks", ""]
 
     with pytest.raises(CornplugError, match=r"request 1 .*40.* failed: RuntimeError: out of blocks"):
-        timed(ASKS, result(errors=errors))
+        bench_times(ASKS, result(errors=errors))
 
 
 def test_timed_short_answer_is_refused():
     with pytest.raises(
         CornplugError, match=r"request 1 should have been .*output_tokens=8.* but was .*output_tokens=3"
     ):
-        timed(ASKS, result(output_lens=[1, 3, 8]))
+        bench_times(ASKS, result(output_lens=[1, 3, 8]))
 
 
 def test_command_without_ready_check_keeps_prefix_cache_cold(tmp_path):
     served = BenchedModel("http://127.0.0.1:1", "model", "/m", 2048)
-    line = command(served, tmp_path / "trace.jsonl", tmp_path / "result.json", requests=3, concurrency=2)
+    line = bench_command(
+        served, tmp_path / "trace.jsonl", tmp_path / "result.json", requests=3, concurrency=2
+    )
 
     assert line[line.index("--ready-check-timeout-sec") + 1] == "0"
     assert line[line.index("--max-concurrency") + 1] == "2"

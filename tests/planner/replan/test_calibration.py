@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 from planner.made_inputs import QWEN_7B, plan_input
 
-from cornplug.planner.candidates.time_corrections import at_place, place_of
+from cornplug.planner.candidates.timed_configs import no_correction, place_of
 from cornplug.planner.inputs.schema import ChangeRules, PlanInput
 from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.pipeline.formulate import FormulatedProblem, formulate
@@ -42,7 +42,7 @@ class Running:
         return formulate(self.given, corrections)
 
     def correction(self, **factors: float) -> TimesCorrection:
-        return at_place(place_of(self.plan.groups[0])).model_copy(update=factors)
+        return no_correction(place_of(self.plan.groups[0])).model_copy(update=factors)
 
     def observed(self, **seconds: float) -> list[ObservedTime]:
         (group,) = self.plan.groups
@@ -54,7 +54,7 @@ class Running:
     def simulated(self, problem: FormulatedProblem) -> dict[str, float]:
         """Mean TTFT and TPOT of the plan with the problem's times."""
         unknowns = [calibration._Unknown(one) for one in self.observed(prefill=1.0, decode=1.0)]
-        calibration._Simulation.of(problem, self.plan).teach(unknowns)
+        calibration._Simulation.of(problem, self.plan).update(unknowns)
         return {one.of.phase: 2.718281828459045**-one.left for one in unknowns}
 
 

@@ -11,8 +11,8 @@ import pytest
 from cornplug import cli
 from cornplug.planner.plan import Plan
 from cornplug.planner.replan import replan_state
-from cornplug.planner.replan.load_history import DAY_S, SLOT_S, DailyRates
 from cornplug.planner.replan.replan_command import CHANGE
+from cornplug.planner.replan.replan_state import DAY_S, SLOT_S, DailyRates
 
 from ..metrics_text import VLLM
 

@@ -31,7 +31,7 @@ def test_between_vllm_snapshots_gives_load() -> None:
     engine.serve(300, 400, 60, cached=0.25, seed=2)
     engine.running.set(4)
     engine.waiting.set(14)
-    window = observed_load.between(before, snapshot(engine.text, 160))
+    window = observed_load.window_between(before, snapshot(engine.text, 160))
     # 300 finished, and 10 more are in the engine than before: they came in this minute, too.
     assert window.rate == pytest.approx(310 / 60)
     assert window.waiting == 14
@@ -47,7 +47,7 @@ def test_between_sglang_snapshots_gives_load() -> None:
     before = snapshot(engine.text, 0)
     engine.serve(120, 250, 90, cached=0.4)
     engine.queue.set(3)
-    window = observed_load.between(before, snapshot(engine.text, 60))
+    window = observed_load.window_between(before, snapshot(engine.text, 60))
     assert (window.rate, window.waiting) == (pytest.approx(123 / 60), 3)
     assert window.prompt is not None
     assert (window.prompt.mean, window.prompt.number) == (250, 120)
@@ -59,7 +59,7 @@ def test_engines_with_other_buckets_add_up() -> None:
     before = snapshot(one.text + two.text, 0)
     one.serve(10, 400, 10)
     two.serve(30, 250, 10)
-    window = observed_load.between(before, snapshot(one.text + two.text, 10))
+    window = observed_load.window_between(before, snapshot(one.text + two.text, 10))
     assert window.prompt is not None
     assert window.prompt.number == 40
     assert window.rate == pytest.approx(4)
@@ -71,7 +71,7 @@ def test_between_restarted_engine_counts_from_zero() -> None:
     before = snapshot(engine.text, 0)
     after = VLLM()
     after.serve(40, 100, 10)
-    assert observed_load.between(before, snapshot(after.text, 10)).requests == 40
+    assert observed_load.window_between(before, snapshot(after.text, 10)).requests == 40
 
 
 def test_between_encoder_snapshots_gives_embedding_hits() -> None:
@@ -81,7 +81,7 @@ def test_between_encoder_snapshots_gives_embedding_hits() -> None:
             lines.append(f'cornplug_encoder_answers_total{{app="chat",origin="{origin}",qos="default"}} {n}')
         return "\n".join(lines) + "\n"
 
-    window = observed_load.between(snapshot(text(10, 0, 0), 0), snapshot(text(30, 5, 55), 10))
+    window = observed_load.window_between(snapshot(text(10, 0, 0), 0), snapshot(text(30, 5, 55), 10))
     assert window.embedding_hits == {"chat": pytest.approx(0.75)}
 
 
@@ -96,7 +96,7 @@ def test_read_prometheus_answer_equals_engine_metrics(tmp_path: Path) -> None:
     file = tmp_path / "answer.json"
     file.write_text(body)
     os.utime(file, (50, 50))
-    assert observed_load.read(str(file)) == snapshot(engine.text, 50)
+    assert observed_load.read_metrics(str(file)) == snapshot(engine.text, 50)
 
 
 @pytest.mark.parametrize(
@@ -111,16 +111,16 @@ def test_read_bad_metrics_are_refused(tmp_path: Path, body: str, says: str) -> N
     file = tmp_path / "m"
     file.write_text(body)
     with pytest.raises(ConfigError, match=says):
-        observed_load.read(str(file))
+        observed_load.read_metrics(str(file))
 
 
 def test_read_absent_source_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
-        observed_load.read(str(tmp_path / "none"))
+        observed_load.read_metrics(str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="Check that the engine is running"):
-        observed_load.read("http://127.0.0.1:9/metrics")
+        observed_load.read_metrics("http://127.0.0.1:9/metrics")
     with pytest.raises(ConfigError, match="older than the first"):
-        observed_load.between(MetricsSnapshot(2, {}), MetricsSnapshot(1, {}))
+        observed_load.window_between(MetricsSnapshot(2, {}), MetricsSnapshot(1, {}))
 
 
 @settings(max_examples=50)

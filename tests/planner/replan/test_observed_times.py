@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from cornplug.planner.plan import Plan, PlanRoute, RouteStage
-from cornplug.planner.replan import learned_times, observed_load
+from cornplug.planner.replan import observed_load, observed_times
 from cornplug.planner.replan.observed_load import ObservedWindow
-from cornplug.planner.replan.observed_times import ObservedTime, of_groups
+from cornplug.planner.replan.observed_times import ObservedTime, times_of_groups
 
 from ..metrics_text import VLLM
 from ..sample_plan import group, plan
@@ -28,11 +28,11 @@ def window(n: int = 450, ttft_s: float = 0.4, tpot_s: float = 0.03) -> ObservedW
     engine = VLLM()
     before = observed_load.parse(engine.text, 0, "")
     engine.serve(n, 400, 60, ttft_s=ttft_s, tpot_s=tpot_s)
-    return observed_load.between(before, observed_load.parse(engine.text, 60, ""))
+    return observed_load.window_between(before, observed_load.parse(engine.text, 60, ""))
 
 
 def phases(of: Plan, seen: ObservedWindow, scope: str = "") -> dict[str, float]:
-    found = of_groups(of, {scope: seen}, now=NOW, least_age_s=900)
+    found = times_of_groups(of, {scope: seen}, now=NOW, least_age_s=900)
     return {one.phase: one.ratio for one in found}
 
 
@@ -77,7 +77,7 @@ def test_of_groups_pair_divides_its_times() -> None:
     stages = [RouteStage(tasks="P", groups={"p": 1.0}), RouteStage(tasks="D", groups={"d": 1.0})]
     route = PlanRoute(app="chat", request="short", structure="P+D", rate=7.5, stages=stages)
     running = plan(groups=[group("p", "P"), group("d", "D")], routes=[route])
-    found = of_groups(running, {"p": window(), "d": window()}, now=NOW, least_age_s=900)
+    found = times_of_groups(running, {"p": window(), "d": window()}, now=NOW, least_age_s=900)
     assert {(one.group, one.phase) for one in found} == {("p", "prefill"), ("d", "decode")}
 
 
@@ -86,9 +86,9 @@ def test_between_restarted_engine_is_noticed() -> None:
     old.serve(300, 400, 60)
     before = observed_load.parse(old.text, 0, "")
     new.serve(200, 400, 60)
-    assert observed_load.between(before, observed_load.parse(new.text, 60, "")).restarted
+    assert observed_load.window_between(before, observed_load.parse(new.text, 60, "")).restarted
     old.serve(200, 400, 60)
-    assert not observed_load.between(before, observed_load.parse(old.text, 60, "")).restarted
+    assert not observed_load.window_between(before, observed_load.parse(old.text, 60, "")).restarted
 
 
 def times(prefill: float, decode: float) -> list[ObservedTime]:
@@ -100,17 +100,17 @@ def times(prefill: float, decode: float) -> list[ObservedTime]:
 
 def test_agreed_needs_two_windows_on_one_side() -> None:
     slow = times(1.5, 1.0)
-    assert learned_times.agreed(slow, {}, {}) == []
-    assert learned_times.agreed(slow, learned_times.ratios(times(1.1, 1.5)), {}) == []
-    assert learned_times.agreed(slow, learned_times.ratios(times(0.6, 1.0)), {}) == []
-    assert learned_times.agreed(slow, learned_times.ratios(times(1.3, 1.0)), {}) == slow
-    assert learned_times.agreed(times(0.7, 1.0), learned_times.ratios(times(0.6, 1.0)), {}) != []
+    assert observed_times.agreed_times(slow, {}, {}) == []
+    assert observed_times.agreed_times(slow, observed_times.ratios(times(1.1, 1.5)), {}) == []
+    assert observed_times.agreed_times(slow, observed_times.ratios(times(0.6, 1.0)), {}) == []
+    assert observed_times.agreed_times(slow, observed_times.ratios(times(1.3, 1.0)), {}) == slow
+    assert observed_times.agreed_times(times(0.7, 1.0), observed_times.ratios(times(0.6, 1.0)), {}) != []
 
 
 def test_agreed_explained_time_is_compared_with_its_explanation() -> None:
     """A correction for 1.5 was found: 1.5 again is no news, 1.0 twice is."""
-    explained = learned_times.ratios(times(1.5, 1.0))
-    assert learned_times.agreed(times(1.5, 1.0), explained, explained) == []
+    explained = observed_times.ratios(times(1.5, 1.0))
+    assert observed_times.agreed_times(times(1.5, 1.0), explained, explained) == []
     as_planned = times(1.0, 1.0)
-    assert learned_times.agreed(as_planned, explained, explained) == []
-    assert learned_times.agreed(as_planned, learned_times.ratios(as_planned), explained) == as_planned
+    assert observed_times.agreed_times(as_planned, explained, explained) == []
+    assert observed_times.agreed_times(as_planned, observed_times.ratios(as_planned), explained) == as_planned

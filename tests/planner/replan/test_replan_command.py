@@ -206,7 +206,7 @@ def address() -> Iterator[str]:
 def test_replan_window_reads_engine_twice(address: str, within: TimeLimits) -> None:
     before, after = replan._snapshots([address], {}, 0.5)
     assert before is not None
-    window = observed_load.between(before[address], after[address])
+    window = observed_load.window_between(before[address], after[address])
     assert window.requests == 10
     assert window.seconds >= 0.5
     within.check(window.seconds, 5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner.inputs import length_distributions
+from cornplug.planner.inputs import request_sampling
 from cornplug.planner.inputs.schema import Application, RequestMedia, RequestSpec, SharedPrefix
 from cornplug.planner.plan import Plan, PlanRoute, RouteStage
 from cornplug.planner.replan import observed_load, workload_update
@@ -37,7 +37,7 @@ def window(
     engine = VLLM()
     before = observed_load.parse(engine.text, 0, "")
     engine.serve(n, prompt, output, cached=cached)
-    return observed_load.between(before, observed_load.parse(engine.text, seconds, ""))
+    return observed_load.window_between(before, observed_load.parse(engine.text, seconds, ""))
 
 
 def with_requests(*requests: RequestSpec) -> list[Application]:
@@ -70,8 +70,8 @@ def test_workload_update_lone_class_gets_observed_lengths() -> None:
     )
     assert difference.what == "prompt"
     prompt = changed[0].requests[0].prompt
-    assert length_distributions.mean(prompt) == pytest.approx(900, rel=0.02)
-    assert length_distributions.quantile(prompt, 0.99) > 1000
+    assert request_sampling.mean_length(prompt) == pytest.approx(900, rel=0.02)
+    assert request_sampling.length_quantile(prompt, 0.99) > 1000
 
 
 def test_workload_update_two_classes_of_engine_grow_alike() -> None:

@@ -8,15 +8,9 @@ from typing import Any
 import pytest
 
 from cornplug.planner.inputs.schema import PlanInput, Slo
-from cornplug.planner.optimizer import incumbent, solvers
+from cornplug.planner.optimizer import decomposition, solvers
 from cornplug.planner.pipeline.decide import PlanDecision, decide
-from cornplug.planner.report import (
-    binding_constraints,
-    counterfactual,
-    explanation,
-    monolith,
-    slo_cost_curve,
-)
+from cornplug.planner.report import counterfactual, explanation, slo_cost_curve
 from cornplug.planner.report.counterfactual import CounterfactualAnswer, ExplanationBudget
 
 from ..sample_input import given
@@ -100,7 +94,7 @@ def test_explanation_binding_reserves_have_prices() -> None:
     assert binding["online"] > 0  # type: ignore[operator]
     assert "rules.online_share" in next(
         b.question.text
-        for b in binding_constraints.questions(decided(spared).pool, decided(spared).solution)
+        for b in counterfactual.constraint_questions(decided(spared).pool, decided(spared).solution)
         if b.question.name == "online"
     )
     assert binding["demand[chat/short]"] > 0  # type: ignore[operator]
@@ -110,8 +104,8 @@ def test_ask_for_a_plan_as_good_as_none_is_finds_none() -> None:
     """1 A100 and 2 A10G, $5.69, carry 14 requests/s: no plan costs $5.60."""
     pool = decided(given(rate=14, rules=full())).pool
     settings, budget = given().solver, ExplanationBudget(1.0)
-    assert counterfactual.ask(pool, settings, budget, at_least=5.70).value == pytest.approx(5.69)
-    answer = counterfactual.ask(pool, settings, budget, at_least=5.60)
+    assert counterfactual.solve_question(pool, settings, budget, at_least=5.70).value == pytest.approx(5.69)
+    answer = counterfactual.solve_question(pool, settings, budget, at_least=5.60)
     assert (answer.value, answer.proven) == (None, True)
 
 
@@ -205,7 +199,7 @@ def test_explanation_question_ended_by_clock_is_noted(monkeypatch: pytest.Monkey
     def late(*arguments: Any, **options: Any) -> solvers.SolverRun:
         return replace(solve(*arguments, **options), timed_out=True)
 
-    for module in (counterfactual, incumbent):
+    for module in (counterfactual, decomposition):
         monkeypatch.setattr(module, "run_solver", late)
     notes = explanation.explain(given, decision, work=60).notes
     (note,) = [n for n in notes if n.startswith("The solver's time limit ended ")]
@@ -218,7 +212,7 @@ def test_explanation_question_ended_by_clock_is_noted(monkeypatch: pytest.Monkey
 def test_explanation_plan_of_sweep_ended_by_clock_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     given, solve = timed(1.2), solvers.solve
     decision = decided(given)
-    monkeypatch.setattr(incumbent, "run_solver", lambda *a, **o: replace(solve(*a, **o), timed_out=True))
+    monkeypatch.setattr(decomposition, "run_solver", lambda *a, **o: replace(solve(*a, **o), timed_out=True))
     notes = explanation.explain(given, decision, work=60).notes
     assert any("time limit ended SLO × 0.7, SLO × 1.5, SLO × 0.5 and " in note for note in notes)
 
@@ -232,7 +226,7 @@ def test_scaled_applications_change_bounds_only() -> None:
 
 def test_at_a_larger_load_the_stock_is_no_obstacle() -> None:
     pool = decided(given()).pool
-    larger = monolith.at(pool, 4.0)
+    larger = explanation.at_load(pool, 4.0)
     assert [d.rate for d in larger.demands] == [d.rate * 4 for d in pool.demands]
     assert [n.stock for n in larger.nodes] == [n.stock * 4 for n in pool.nodes]
 
@@ -249,7 +243,7 @@ def test_at_a_larger_load_the_stock_is_no_obstacle() -> None:
     ],
 )
 def test_monolith_single_answer_is_worded(single: CounterfactualAnswer, says: str) -> None:
-    assert monolith.it_loses(10.0, single).endswith(says)
+    assert explanation.monolith_loses(10.0, single).endswith(says)
 
 
 def test_explanation_budget_spent_has_nothing_left() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cornplug.planner.plan import CurvePoint, PlanExplanation, PlannedNodes
-from cornplug.planner.report import html_report, placement_chart
+from cornplug.planner.report import charts, plan_folder
 
 from ..sample_plan import group, plan
 
@@ -55,7 +56,7 @@ def number(value: str | None) -> float:
 
 
 def test_html_report_page_has_figures_of_plan() -> None:
-    page = Page(html_report.html(plan()))
+    page = Page(plan_folder.html_report(plan()))
     assert page.open == []
     for value in (
         "$58.24/h",
@@ -79,21 +80,23 @@ def test_html_report_page_has_figures_of_plan() -> None:
 def test_html_report_extra_replicas_and_idle_gpus_are_named() -> None:
     given = plan()
     busy = group("llm7/PD@h100", "PD", replicas=3, extra_replicas=1)
-    page = html_report.html(plan(groups=[busy], nodes=[given.nodes[0].model_copy(update={"idle_gpus": 2.0})]))
+    page = plan_folder.html_report(
+        plan(groups=[busy], nodes=[given.nodes[0].model_copy(update={"idle_gpus": 2.0})])
+    )
     assert "<td>2+1</td>" in page
     assert "2 of the 8 GPUs of h100x8 are paid for but idle" in page
 
 
 def test_html_report_page_has_no_scripts_or_links() -> None:
-    page = Page(html_report.html(plan()))
+    page = Page(plan_folder.html_report(plan()))
     tags = {tag for tag, _ in page.seen}
     assert not tags & {"script", "link", "img", "iframe", "object", "use", "a", "image", "form"}
     assert not any(
         k in ("src", "href") or k.startswith("on") for _, attributes in page.seen for k in attributes
     )
-    assert not re.search(r"https?:|url\(|@import", html_report.html(plan()))
+    assert not re.search(r"https?:|url\(|@import", plan_folder.html_report(plan()))
     (policy,) = [a["content"] for _, a in page.seen if a.get("http-equiv") == "Content-Security-Policy"]
-    assert policy == html_report.POLICY
+    assert policy == plan_folder.CONTENT_POLICY
 
 
 def test_html_report_hostile_names_are_escaped() -> None:
@@ -101,7 +104,7 @@ def test_html_report_hostile_names_are_escaped() -> None:
     name = f"a{HOSTILE}"
     route = given.routes[0].model_copy(update={"app": name})
     page = Page(
-        html_report.html(
+        plan_folder.html_report(
             plan(
                 name=name,
                 groups=[group(name, "PD", service=name, profile=name)],
@@ -117,19 +120,25 @@ def test_html_report_hostile_names_are_escaped() -> None:
 
 def test_placement_chart_replicas_fill_gpus_without_overlap() -> None:
     given = plan()
-    found = placement_chart.parts(given, given.nodes[1])
+    found = charts.gpu_parts(given, given.nodes[1])
     assert [(p.gpu, p.start, p.share) for p in found] == [(0, 0, 0.25), (0, 0.25, 0.25), (1, 0, 0.25)]
-    big = placement_chart.parts(
+    big = charts.gpu_parts(
         plan(groups=[group("big", "PD", tp=8, pp=2, replicas=1, placement=[[1, 0]])]), given.nodes[0]
     )
     assert {p.node for p in big} == {1, 2}
     assert len(big) == 16
 
 
+def test_flow_chart_arrows_between_columns_can_be_seen() -> None:
+    columns = sorted({box.x for box in charts.flow_chart(plan()).boxes})
+    assert len(columns) > 1
+    assert all(b - a >= charts.BOX + 60 for a, b in itertools.pairwise(columns))
+
+
 def test_html_report_bar_ends_at_its_limit_only_when_reached() -> None:
     shares = (0.5, 1.0, 1.15, 9.0)
     groups = [group(f"g{n}", "P", utilisation=share) for n, share in enumerate(shares)]
-    page = Page(html_report.html(plan(groups=groups, latency_forecasts=[])))
+    page = Page(plan_folder.html_report(plan(groups=groups, latency_forecasts=[])))
     half, whole, most, beyond = (a for a in page.with_class("fill") if a.get("height") == "15")
     (limit,) = page.with_class("limit")
     assert number(whole["x"]) + number(whole["width"]) == pytest.approx(number(limit["x1"]), abs=0.02)
@@ -139,14 +148,14 @@ def test_html_report_bar_ends_at_its_limit_only_when_reached() -> None:
 
 def test_html_report_curve_falls_with_cost() -> None:
     points = [CurvePoint(slo_factor=f, cost_per_hour=c) for f, c in ((0.5, 9.0), (1.0, 6.0), (2.0, 6.0))]
-    page = Page(html_report.html(plan(explanation=PlanExplanation(curve=points))))
+    page = Page(plan_folder.html_report(plan(explanation=PlanExplanation(curve=points))))
     heights = [number(a["cy"]) for tag, a in page.seen if tag == "circle"]
     assert heights[0] < heights[1] == heights[2], "SVG counts y downwards"
 
 
 def test_html_report_empty_plan_has_page() -> None:
     bare = plan(groups=[], routes=[], latency_forecasts=[], caches=[], reservations=[], nodes=[])
-    assert "no nodes" in Page(html_report.html(bare)).said
+    assert "no nodes" in Page(plan_folder.html_report(bare)).said
 
 
 def test_html_report_page_in_chromium_fits_phone(tmp_path: Path) -> None:
@@ -155,7 +164,7 @@ def test_html_report_page_in_chromium_fits_phone(tmp_path: Path) -> None:
     if browser is None or "CORNPLUG_NO_BROWSER" in os.environ:
         pytest.skip("no chromium here")
     file = tmp_path / "report.html"
-    file.write_text(html_report.html(plan()), encoding="utf-8")
+    file.write_text(plan_folder.html_report(plan()), encoding="utf-8")
     probe = tmp_path / "probe.html"
     # The page runs no scripts by its own policy, so that a frame measures it from outside.
     probe.write_text(

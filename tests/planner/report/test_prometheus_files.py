@@ -15,15 +15,15 @@ from cornplug.planner.latency_forecast import RequestTimes
 from cornplug.planner.launch.addresses import sites
 from cornplug.planner.launch.command_lines import commands
 from cornplug.planner.plan import Plan
-from cornplug.planner.report.prometheus_files import (
+from cornplug.planner.report.plan_folder import (
     BOUND,
-    GROUP,
-    LABELS,
+    GROUP_LABEL,
     RATE,
     RULES,
     SECONDS,
+    SERIES_LABELS,
     TARGETS,
-    write,
+    write_prometheus_files,
 )
 
 CASES = ["monolith", "E+PD", "P+D", "E+P+D"]
@@ -40,7 +40,7 @@ def timed(case: Case) -> Plan:
 
 def written(of: Plan, name: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        write(of, Path(folder))
+        write_prometheus_files(of, Path(folder))
         return Path(folder, name).read_text()
 
 
@@ -54,7 +54,7 @@ def rules(of: Plan) -> list[dict[str, Any]]:
 def test_prometheus_targets_are_the_addresses_that_serve(structure: str) -> None:
     made = plan(Case(structure, replicas=2))
     found = json.loads(written(made, TARGETS))
-    by_group = {one["labels"][GROUP]: one["targets"] for one in found}
+    by_group = {one["labels"][GROUP_LABEL]: one["targets"] for one in found}
     assert set(by_group) == {group.name for group in made.groups}
     ports = {c.port for c in commands(made) if c.kind in ("engine", "encoder") and not c.rank}
     assert ports <= {int(one.rpartition(":")[2]) for each in by_group.values() for one in each}
@@ -73,7 +73,7 @@ def test_prometheus_rules_rate_of_groups_is_that_of_the_routes(structure: str) -
     made = timed(Case(structure))
     rates = [rule for rule in rules(made) if rule["record"] == RATE]
     answering = {group.name for group in made.groups if "D" in group.tasks}
-    assert {rule["labels"][GROUP] for rule in rates} == answering
+    assert {rule["labels"][GROUP_LABEL] for rule in rates} == answering
     total = sum(float(rule["expr"][len("vector(") : -1]) for rule in rates)
     assert total == pytest.approx(sum(route.rate for route in made.routes))
 
@@ -102,4 +102,4 @@ def test_prometheus_rules_of_a_divided_engine_have_no_first_token() -> None:
 
 def test_prometheus_rules_have_the_labels_that_boards_read() -> None:
     for rule in rules(timed(Case("E+PD"))):
-        assert tuple(rule["labels"]) == LABELS[rule["record"]]
+        assert tuple(rule["labels"]) == SERIES_LABELS[rule["record"]]

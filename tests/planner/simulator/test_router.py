@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cornplug.planner.simulator.replicas import EventAgenda, TokenLog
-from cornplug.planner.simulator.router import RouterDispatch
+from cornplug.planner.simulator.simulator import RouterDispatch
 from cornplug.planner.simulator.stations import Station
 from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
 

@@ -19,9 +19,10 @@ from cornplug.engine_common.shared_flags import settings
 from cornplug.errors import ConfigError
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
-from cornplug.sglang_hooks.kv import hicache_storage, page_hash_hooks, prefetch_hooks
+from cornplug.sglang_hooks.kv import hicache_storage, storage_hooks
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 from cornplug.sglang_hooks.kv_pages import costs as kv_costs
+from cornplug.sglang_hooks.kv_pages import page_hash_index
 from cornplug.sglang_hooks.kv_pages.layout import host_pages
 from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
@@ -43,7 +44,7 @@ from ..kv_rig import (
     storage_config,
 )
 
-prefetch_from_storage = hook_of(prefetch_hooks, "UnifiedRadixCache.prefetch_from_storage")
+prefetch_from_storage = hook_of(storage_hooks, "UnifiedRadixCache.prefetch_from_storage")
 
 TOKENS = [(5 * i) % 983 for i in range(512)]
 
@@ -58,7 +59,7 @@ def process(monkeypatch: pytest.MonkeyPatch, store: FaultyStore) -> Iterator[Tal
     """A scheduler process of a server with cornplug, up to the attaching of its storage."""
     tally, _ = as_scheduler(monkeypatch, store)
     yield tally
-    page_hash_hooks.close_index()
+    page_hash_index.close_index()
 
 
 def attach(page_size: int = 64, layout: str = "page_first", **more: Any) -> tuple[CornplugStorage, Any]:
@@ -334,7 +335,7 @@ def renew() -> None:
     """As after an update of the weights from a folder."""
     state = engine_state.current()
     state.end_update(state.begin_update(), "/new", 0)
-    page_hash_hooks.forget_pages()
+    page_hash_index.forget_pages()
 
 
 def test_storage_in_new_epoch_offers_no_page_of_the_old(monkeypatch: pytest.MonkeyPatch) -> None:

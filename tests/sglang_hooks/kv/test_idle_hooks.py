@@ -8,18 +8,18 @@ import pytest
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-from cornplug.sglang_hooks.kv import idle_hooks
+from cornplug.sglang_hooks.kv import storage_hooks
 
 from ..hooked import hook_of
 from .test_idle_backups import Server
 
-process_input_requests = hook_of(idle_hooks, "Scheduler.process_input_requests")
-flush_cache = hook_of(idle_hooks, "Scheduler.flush_cache")
+process_input_requests = hook_of(storage_hooks, "Scheduler.process_input_requests")
+flush_cache = hook_of(storage_hooks, "Scheduler.flush_cache")
 
 
 def test_idle_hooks_flush_waits_for_the_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server()
-    monkeypatch.setattr(idle_hooks, "_of", lambda cache: server.idle)
+    monkeypatch.setattr(storage_hooks, "_idle_backups", lambda cache: server.idle)
     under_way = {7: "a copy"}
     rounds = iter([lambda: None, lambda: None, under_way.clear])
     server.scheduler.waiting_queue = []
@@ -37,4 +37,4 @@ def test_idle_hooks_flush_waits_for_the_copy_under_way(monkeypatch: pytest.Monke
 
 def test_idle_hooks_requests_that_want_an_idle_server_are_sglangs() -> None:
     """They are told by name: one that SGLang renames would no longer wait."""
-    assert all(hasattr(io_struct, name) for name in idle_hooks._WANT_IDLE)
+    assert all(hasattr(io_struct, name) for name in storage_hooks._WANT_IDLE)

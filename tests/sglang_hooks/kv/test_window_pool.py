@@ -18,9 +18,10 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from cornplug.errors import LayoutError
-from cornplug.sglang_hooks.kv import hicache_storage, page_hash_hooks
+from cornplug.sglang_hooks.kv import hicache_storage
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 from cornplug.sglang_hooks.kv.window_pool import WindowPool, layer_groups, window_pools
+from cornplug.sglang_hooks.kv_pages import page_hash_index
 from cornplug.sglang_hooks.kv_pages.layout import RankPlace, host_pages
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
 from cornplug.store.base import Tier
@@ -57,7 +58,7 @@ def process(monkeypatch: pytest.MonkeyPatch, store: FaultyStore) -> Iterator[Sim
     tally, model = as_scheduler(monkeypatch, store)
     model.sliding_window_size = WINDOW
     yield SimpleNamespace(tally=tally, model=model)
-    page_hash_hooks.close_index()
+    page_hash_index.close_index()
 
 
 class Server:

@@ -21,7 +21,8 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_context, get_parallel, get_server_args
 
 from cornplug.sglang_hooks.compat import Hook
-from cornplug.sglang_hooks.kv import hicache_config, page_hash_hooks
+from cornplug.sglang_hooks.kv import hicache_config
+from cornplug.sglang_hooks.kv_pages import page_hash_index
 from cornplug.store.base import Store
 from cornplug.store.memory import MemoryStore
 from devkit.processes import wait_until
@@ -66,11 +67,11 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     _, model = as_scheduler(monkeypatch, store)
     model.sliding_window_size = WINDOW
     monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: arguments)
-    for hook in page_hash_hooks.HOOKS:
+    for hook in page_hash_index.HOOKS:
         around(monkeypatch, hook)
     with get_parallel().override(tp_rank=0, pp_rank=0, attn_dcp_rank=0):
         yield store
-    page_hash_hooks.close_index()
+    page_hash_index.close_index()
     published.restore()
 
 

@@ -12,15 +12,15 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from cornplug.engine_common.load_policy import LoadRule
-from cornplug.sglang_hooks.kv import prefetch_hooks
+from cornplug.sglang_hooks.kv import storage_hooks
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 from cornplug.sglang_hooks.kv_pages import costs as kv_costs
 from cornplug.sglang_hooks.kv_pages.costs import LoadPace
 
 from ..hooked import hook_of
 
-process_batch_result = hook_of(prefetch_hooks, "Scheduler.process_batch_result")
-check_prefetch_progress = hook_of(prefetch_hooks, "UnifiedRadixCache.check_prefetch_progress")
+process_batch_result = hook_of(storage_hooks, "Scheduler.process_batch_result")
+check_prefetch_progress = hook_of(storage_hooks, "UnifiedRadixCache.check_prefetch_progress")
 
 
 class Clock:

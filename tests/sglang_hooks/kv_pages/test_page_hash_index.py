@@ -21,7 +21,7 @@ from cornplug.engine_common.lora_digests import LaterAdapters, LoraDigests
 from cornplug.errors import CheckpointError
 from cornplug.identity import LINK_TOKENS, chain, kv_root, page_key, placeholder_tokens
 from cornplug.kv_page import PageGeometry
-from cornplug.sglang_hooks.kv import early_lookup, page_hash_hooks
+from cornplug.sglang_hooks.kv import early_lookup
 from cornplug.sglang_hooks.kv_pages import namespace_roots, page_hash_index
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
@@ -33,9 +33,9 @@ from ..kv_rig import PLAIN, SECRET, hashes_of
 load_lora_adapter = hook_of(namespace_roots, "LoRAManager._load_lora_adapter")
 load_from_tensors = hook_of(namespace_roots, "LoRAManager._load_lora_adapter_from_tensors")
 make_request = hook_of(namespace_roots, "Req.__init__")
-storage_hash = hook_of(page_hash_hooks, "get_storage_hash_str")
-write_backup_storage = hook_of(page_hash_hooks, "UnifiedRadixCache.write_backup_storage")
-write_storage = hook_of(page_hash_hooks, "HybridCacheController.write_storage")
+storage_hash = hook_of(page_hash_index, "get_storage_hash_str")
+write_backup_storage = hook_of(page_hash_index, "UnifiedRadixCache.write_backup_storage")
+write_storage = hook_of(page_hash_index, "HybridCacheController.write_storage")
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "page_keys.json"
 PAIRS = [(16, 64), (32, 64), (64, 64), (128, 64), (16, 16), (128, 128), (16, 128), (48, 16), (112, 16)]
@@ -289,9 +289,9 @@ def test_namespace_roots_of_disputed_lora_are_refused(adapters: None, tmp_path: 
 
 @pytest.fixture
 def index(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(page_hash_hooks.activation, "is_on", lambda: True)
-    yield page_hash_hooks.open_index(16, 64)
-    page_hash_hooks.close_index()
+    monkeypatch.setattr(page_hash_index.activation, "is_on", lambda: True)
+    yield page_hash_index.open_index(16, 64)
+    page_hash_index.close_index()
 
 
 def looked_up(tokens: list[int], prior: str | None, *, bigram: bool = False, salt: str | None = None) -> Any:
@@ -407,7 +407,7 @@ def test_page_hash_hooks_backup_without_prefix_is_not_recorded(index: PageHashIn
 def test_page_hash_hooks_inactive_record_nothing(
     index: PageHashIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_hash_hooks.activation, "is_on", lambda: False)
+    monkeypatch.setattr(page_hash_index.activation, "is_on", lambda: False)
     looked_up(prompt(64), None)
     back_up(0, prompt(64), hashes_of(prompt(64), 16), [])
     assert len(index) == 0
@@ -424,9 +424,9 @@ def test_page_hash_hooks_record_only_known_media(index: PageHashIndex) -> None:
 
 def advance_of_index() -> Any:
     """How an index that the hooks fill computes the chain."""
-    with mock.patch.object(page_hash_hooks, "PageHashIndex") as index:
-        page_hash_hooks.open_index(16, 64)
-    page_hash_hooks.close_index()
+    with mock.patch.object(page_hash_index, "PageHashIndex") as index:
+        page_hash_index.open_index(16, 64)
+    page_hash_index.close_index()
     return index.call_args.kwargs["advance"]
 
 
@@ -440,7 +440,7 @@ def test_native_chain_equals_python_chain(prior: bytes) -> None:
 
 
 def test_changed_native_hash_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_hash_hooks, "_native_chain", lambda prior, tokens: [b"other"])
+    monkeypatch.setattr(page_hash_index, "_native_chain", lambda prior, tokens: [b"other"])
     assert advance_of_index() is chain
 
 

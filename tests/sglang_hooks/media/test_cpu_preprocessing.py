@@ -12,13 +12,13 @@ import pytest
 from sglang.srt.multimodal.processors import base_processor
 
 from cornplug.config import Config, load
-from cornplug.sglang_hooks import hook_registry
-from cornplug.sglang_hooks.media import cpu_preprocessing
-from cornplug.sglang_hooks.media.cpu_preprocessing import wanted
+from cornplug.sglang_hooks import plugin
+from cornplug.sglang_hooks.media import preprocessing
+from cornplug.sglang_hooks.media.preprocessing import on_cpu
 
 from ..hooked import hook_of
 
-make_processor = hook_of(cpu_preprocessing, "BaseMultimodalProcessor.__init__")
+make_processor = hook_of(preprocessing, "BaseMultimodalProcessor.__init__")
 
 
 def config(how: str, encoder: Path) -> Config:
@@ -48,7 +48,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def hooked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hooks of this part, as SGLang's registry applies them."""
-    for hook in cpu_preprocessing.HOOKS:
+    for hook in preprocessing.HOOKS:
         name = hook.target.rpartition(".")[2]
         if hook.kind == "around":
             original = getattr(base_processor.BaseMultimodalProcessor, name)
@@ -89,15 +89,15 @@ def test_cpu_preprocessing_on_gpu_server_moves_images_to_cpu(monkeypatch: pytest
 def test_cpu_preprocessing_is_wanted_by_setting_device_and_model(
     how: str, device: str, family: str, dtype: str, expected: bool, short_path: Path
 ) -> None:
-    assert wanted(config(how, short_path / "e"), device=device, family=family, dtype=dtype) is expected
+    assert on_cpu(config(how, short_path / "e"), device=device, family=family, dtype=dtype) is expected
 
 
 def test_cpu_preprocessing_is_default_beside_encoder_service(short_path: Path) -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(short_path / "e"))
-    assert not wanted(config("auto", short_path / "e"), device="cuda", family="qwen2_vl", dtype="float32")
+    assert not on_cpu(config("auto", short_path / "e"), device="cuda", family="qwen2_vl", dtype="float32")
     listener.listen()
-    assert wanted(config("auto", short_path / "e"), device="cuda", family="qwen2_vl", dtype="float32")
+    assert on_cpu(config("auto", short_path / "e"), device="cuda", family="qwen2_vl", dtype="float32")
     listener.close()
 
 
@@ -105,10 +105,10 @@ def test_cpu_preprocessing_is_default_beside_encoder_service_of_another_host(sho
     listener = socket.create_server(("127.0.0.1", 0))
     urls = f"http://127.0.0.1:1, http://127.0.0.1:{listener.getsockname()[1]}"
     beside = load({"encoder.engine_urls": urls, "encoder.socket": str(short_path / "e")}, environ={})
-    assert wanted(beside, device="cuda", family="qwen2_vl", dtype="float32")
+    assert on_cpu(beside, device="cuda", family="qwen2_vl", dtype="float32")
     listener.close()
-    assert not wanted(beside, device="cuda", family="qwen2_vl", dtype="float32")
+    assert not on_cpu(beside, device="cuda", family="qwen2_vl", dtype="float32")
 
 
 def test_cpu_preprocessing_has_its_own_part_of_hooks() -> None:
-    assert hook_registry.hooks({"cpu_images"}) == cpu_preprocessing.HOOKS
+    assert plugin.hooks({"cpu_images"}) == preprocessing.HOOKS

@@ -15,7 +15,7 @@ from time_limits import TimeLimits
 
 from cornplug.codec import PayloadKind
 from cornplug.engine_common import engine_state, weights_guard
-from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
+from cornplug.engine_common.embeddings import EmbeddingPublisher
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.media import encoder_bypass, placeholder_tokens

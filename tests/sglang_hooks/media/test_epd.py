@@ -23,7 +23,7 @@ from sglang.srt.managers.io_struct import EncoderDispatchErrorReq
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 from sglang.srt.utils.common import safe_pickle_loads
 
-from cornplug.encoder_service.wire.signed_claims import SignedClaim, salt_proof
+from cornplug.encoder_service.wire.engine_seal import SignedClaim, salt_proof
 from cornplug.errors import CodecError, EncoderRefused
 from cornplug.identity import embedding_key, medium_lineage, placeholder_tokens
 from cornplug.metrics import Tally

@@ -20,7 +20,7 @@ from time_limits import TimeLimits
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.media.image import as_received, digest_image
-from cornplug.engine_common import background_identity
+from cornplug.engine_common import weights_guard
 from cornplug.engine_common.model_identity import EngineModel, TowerIdentity
 from cornplug.engine_common.shared_flags import settings
 from cornplug.errors import CheckpointError
@@ -340,7 +340,7 @@ def test_media_identifiers_slow_checkpoint_waits_once(
 ) -> None:
     read = threading.Event()
     monkeypatch.setattr(mm_identifiers, "_identify", lambda processor: read.wait(60) and TOWERS)
-    monkeypatch.setattr(background_identity, "FIRST_WAIT_S", 3.0)
+    monkeypatch.setattr(weights_guard, "FIRST_WAIT_S", 3.0)
     names = mm_identifiers.MediaIdentifiers(None)
 
     async def requests() -> list[float]:

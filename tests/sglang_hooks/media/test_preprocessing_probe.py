@@ -14,8 +14,8 @@ from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.engine_common.model_identity import EngineModel
 from cornplug.errors import CheckpointError
 from cornplug.sglang_hooks.compat import validated_families
-from cornplug.sglang_hooks.media import preprocessing_probe
-from cornplug.sglang_hooks.media.preprocessing_probe import preprocessing_difference
+from cornplug.sglang_hooks.media import preprocessing
+from cornplug.sglang_hooks.media.preprocessing import preprocessing_difference
 
 QWEN: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "temporal_patch_size": 2,
@@ -69,7 +69,7 @@ class Processor:
 
 
 def test_probes_are_equal_at_every_call() -> None:
-    first, second = preprocessing_probe.probes(), preprocessing_probe.probes()
+    first, second = preprocessing.probes(), preprocessing.probes()
     assert [p.tobytes() for p in first] == [p.tobytes() for p in second]
     assert len({p.size for p in first}) == 3
 

@@ -25,10 +25,10 @@ from cornplug.engine_common.model_identity import EngineModel, TowerIdentity
 from cornplug.errors import CheckpointError
 from cornplug.identity import embedding_key
 from cornplug.sglang_hooks import activation, compat
-from cornplug.sglang_hooks.media import media_digests, mm_identifiers, tower_inputs
+from cornplug.sglang_hooks.media import media_digests, mm_identifiers
+from cornplug.sglang_hooks.media.media_digests import OwnTower, inputs_digest, own_tower
 from cornplug.sglang_hooks.media.mm_identifiers import MediaIdentifiers, Towers
 from cornplug.sglang_hooks.media.placeholder_tokens import key_of
-from cornplug.sglang_hooks.media.tower_inputs import OwnTower, inputs_digest, own_tower
 from cornplug.store.memory import MemoryStore
 from devkit import checkpoints
 
@@ -134,7 +134,7 @@ def shared(monkeypatch: pytest.MonkeyPatch, own: Mapping[str, set[str]]) -> None
     def families(_dtype: str, kind: str) -> frozenset[str]:
         return frozenset(own.get(kind.removeprefix("own "), ()))
 
-    monkeypatch.setattr(tower_inputs, "validated_families", families)
+    monkeypatch.setattr(media_digests, "validated_families", families)
 
 
 def test_own_tower_of_another_checkpoint_or_setting_is_another(
@@ -159,7 +159,7 @@ def test_own_tower_of_another_checkpoint_or_setting_is_another(
         identity(model(folder, overrides={"x": 1})),
         identity(model(folder), SimpleNamespace(**{**vars(SETTINGS), "attention_backend": "triton"})),
     ]
-    monkeypatch.setattr(tower_inputs, "version", lambda package: "0.0.1")
+    monkeypatch.setattr(media_digests, "version", lambda package: "0.0.1")
     others.append(identity(model(folder)))
     config = json.loads((twin / "config.json").read_text())
     (twin / "config.json").write_text(json.dumps({**config, "image_token_index": 3}))

@@ -21,15 +21,15 @@ from sglang.srt.server_args import ServerArgs
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.engine_common import engine_state, weights_guard
 from cornplug.errors import CheckpointError
-from cornplug.sglang_hooks import activation, disk_updates, flags
+from cornplug.sglang_hooks import activation, plugin, weight_epochs
 from cornplug.sglang_hooks.model import model_config
 from devkit import checkpoints
 
 from ..hooked import hook_of
 
-resolve_once = hook_of(flags, "ServerArgs.resolve_once")
-load_model = hook_of(disk_updates, "ModelRunner.load_model")
-finalize_weight_load = hook_of(disk_updates, "ModelRunner.finalize_startup_weight_load")
+resolve_once = hook_of(plugin, "ServerArgs.resolve_once")
+load_model = hook_of(weight_epochs, "ModelRunner.load_model")
+finalize_weight_load = hook_of(weight_epochs, "ModelRunner.finalize_startup_weight_load")
 
 _CHILD = """
 from cornplug.engine_common import engine_state
@@ -76,7 +76,7 @@ def test_engine_state_begins_before_resolution(monkeypatch: pytest.MonkeyPatch) 
     def install(parts: Any) -> None:
         raise Resolving
 
-    monkeypatch.setattr("cornplug.sglang_hooks.hook_registry.install", install)
+    monkeypatch.setattr("cornplug.sglang_hooks.plugin.install", install)
     before_ns = time.time_ns()
     with pytest.raises(Resolving):
         resolve(lambda _: None)
@@ -148,7 +148,7 @@ def runner(folder: Path, **fields: Any) -> Any:
 def test_loaded_weights_of_rewritten_file_end_sharing(
     folder: Path, part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(disk_updates, "engine_model", lambda: described(folder))
+    monkeypatch.setattr(weight_epochs, "engine_model", lambda: described(folder))
     rank = runner(folder)
     with caplog.at_level("WARNING", logger="sglang.cornplug"):
         load_model(None, rank)
@@ -163,7 +163,7 @@ def test_loaded_weights_of_rewritten_file_end_sharing(
 
 
 def test_weights_loaded_late_are_compared_after_fetch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_updates, "engine_model", lambda: described(folder))
+    monkeypatch.setattr(weight_epochs, "engine_model", lambda: described(folder))
     rank = runner(folder, startup_weight_load=object())
     rewrite(folder, "model.layers")
     load_model(None, rank)
@@ -181,7 +181,7 @@ def test_loaded_weights_without_sharing_are_not_compared(
             raise CheckpointError("a loader of its own", reason="load_format")
         return described(folder)
 
-    monkeypatch.setattr(disk_updates, "engine_model", identified)
+    monkeypatch.setattr(weight_epochs, "engine_model", identified)
     if why == "off":
         activation.turn_off()
     rank = runner(folder, is_draft_worker=why == "draft")
@@ -191,7 +191,7 @@ def test_loaded_weights_without_sharing_are_not_compared(
 
 
 def test_differing_weights_under_sglang_names_cover_layers(folder: Path) -> None:
-    from cornplug.engine_common.weight_comparison import differing
+    from cornplug.engine_common.weights_guard import differing
 
     name, compared = differing(Loaded(folder), Checkpoint.open(str(folder)))
     depth = json.loads((folder / "config.json").read_text())["num_hidden_layers"]

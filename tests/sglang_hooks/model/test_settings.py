@@ -18,9 +18,9 @@ from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 from sglang.srt.environ import EnvField, Envs
 from sglang.srt.server_args import ServerArgs
 
-from cornplug.checkpoints.numeric_class import PRECISION_VARIABLES
+from cornplug.checkpoints.families.family import PRECISION_VARIABLES
 from cornplug.engine_common import model_identity
-from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables, misplaced
+from cornplug.engine_common.engine_config import AS_OVERRIDE, FieldTables, misplaced
 from cornplug.errors import CheckpointError
 from cornplug.sglang_hooks import compat
 from cornplug.sglang_hooks.model import environment, model_config

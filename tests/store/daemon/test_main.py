@@ -20,7 +20,7 @@ from time_limits import TimeLimits
 
 from cornplug.config import StoreConfig
 from cornplug.private_paths import read_secret
-from cornplug.store import autostart, messages
+from cornplug.store import daemon_link, messages
 from cornplug.store.arena import host_memory
 from cornplug.store.base import WriterPart
 from cornplug.store.client import PoolStore
@@ -257,7 +257,7 @@ def test_daemon_auto_started_too_large_takes_half_of_memory_left(store_config: S
     store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)
     try:
         assert store.stat(deadline_s=5).capacity_bytes == pytest.approx(left_bytes / 2, rel=0.2)
-        assert "uses half of what is left" in autostart.log_path(config.socket).read_text()
+        assert "uses half of what is left" in daemon_link.log_path(config.socket).read_text()
     finally:
         store.close()
     eventually(lambda: not config.socket.exists())
@@ -269,7 +269,7 @@ def test_daemon_without_size_takes_a_quarter_and_logs_it(store_config: StoreConf
     store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)
     try:
         assert store.stat(deadline_s=5).capacity_bytes == pytest.approx(left_bytes / 4, rel=0.2)
-        assert "size_bytes is not set, using a quarter" in autostart.log_path(config.socket).read_text()
+        assert "size_bytes is not set, using a quarter" in daemon_link.log_path(config.socket).read_text()
     finally:
         store.close()
     eventually(lambda: not config.socket.exists())

@@ -17,7 +17,7 @@ from cornplug.config import StoreConfig
 from cornplug.host import free_port
 from cornplug.processes import ManagedProcess
 from cornplug.store.client import PoolStore
-from cornplug.store.far.far_store import label_of
+from cornplug.store.far.open_far import label_of
 from cornplug.store.store_stats import FarStat
 from cornplug.testing.store import DEADLINE_S
 from devkit.far_servers import RedisServer

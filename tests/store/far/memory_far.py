@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from cornplug.store.client import PoolStore
-from cornplug.store.far.far_store import FarFailure
-from cornplug.store.far.open_far import OpenedFar
+from cornplug.store.far.open_far import FarFailure, OpenedFar
 from cornplug.store.store_stats import FarStat
 from cornplug.testing.store import DEADLINE_S
 

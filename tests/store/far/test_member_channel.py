@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from cornplug.store.far.member_channel import MOST_BYTES, MemberChannel
+from cornplug.store.far.nixl_client import MOST_CHANNEL_BYTES, MemberChannel
 
 KEY = b"k" * 32
 Pair = tuple[MemberChannel, MemberChannel]
@@ -113,7 +113,7 @@ def test_member_channel_message_at_another_time_or_place_is_refused(way: str) ->
 
 def test_member_channel_larger_message_ends_the_connection_unread() -> None:
     between = Between()
-    between.listener_side.send_bytes(bytes(MOST_BYTES + 17))
+    between.listener_side.send_bytes(bytes(MOST_CHANNEL_BYTES + 17))
     with pytest.raises(OSError, match="bad message length"):
         between.listener.receive(10)
 

@@ -20,9 +20,8 @@ from time_limits import TimeLimits
 from cornplug.errors import ConfigError
 from cornplug.store.base import Tier
 from cornplug.store.disk.record_format import derive_key
-from cornplug.store.far.far_store import FarFailure, FarStore
-from cornplug.store.far.member_channel import MemberChannel
-from cornplug.store.far.open_far import open_far
+from cornplug.store.far.nixl_client import MemberChannel
+from cornplug.store.far.open_far import FarFailure, FarStore, open_far
 from cornplug.testing.store import DEADLINE_S, key
 
 from ..conftest import eventually

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cornplug.store.far.far_store import MOVE_S, FarFailure, FarStore
 from cornplug.store.far.object_store import open_folder_url, open_s3_url
+from cornplug.store.far.open_far import MOVE_S, FarFailure, FarStore
 
 from .far_stage import SlowWire
 

@@ -24,8 +24,8 @@ from vllm.v1.kv_cache_interface import (
 
 from cornplug.errors import LayoutError
 from cornplug.kv_page import PageGeometry
+from cornplug.vllm_connector.kv import cache_geometry
 from cornplug.vllm_connector.kv.cache_geometry import in_page_order, page_geometry
-from cornplug.vllm_connector.model import cache_specs
 
 SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
 CONFIG: Any = SimpleNamespace(
@@ -195,7 +195,7 @@ def test_page_geometry_of_latents_with_an_unknown_field_is_refused() -> None:
     unknown = dataclasses.make_dataclass("Unknown", [("rotation", int, 0)]).__dataclass_fields__["rotation"]
     object.__setattr__(spec, "rotation", 1)
     with (
-        mock.patch.object(cache_specs, "fields", return_value=(*known, unknown)),
+        mock.patch.object(cache_geometry, "fields", return_value=(*known, unknown)),
         pytest.raises(LayoutError, match="rotation 1"),
     ):
         page_geometry(CONFIG, planned(spec), 64)

@@ -13,8 +13,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from cornplug.store.memory import MemoryStore
-from cornplug.vllm_connector.kv import copies_in_flight
-from cornplug.vllm_connector.kv.deferred_ops import OpenSave
+from cornplug.vllm_connector.kv import pauses
+from cornplug.vllm_connector.kv.open_saves import OpenSave
 from cornplug.vllm_connector.kv.page_saves import AskedPage
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
@@ -23,8 +23,8 @@ from ..rig import Engine
 from ..wrapped import wrapper_of
 from .core_rig import BLOCKS, PROMPT, Core
 
-shut_down = wrapper_of(copies_in_flight, "EngineCore.shutdown")
-add_request = wrapper_of(copies_in_flight, "Scheduler.add_request")
+shut_down = wrapper_of(pauses, "EngineCore.shutdown")
+add_request = wrapper_of(pauses, "Scheduler.add_request")
 
 Make = Callable[..., Core]
 MakeEngine = Callable[..., Engine]
@@ -37,7 +37,7 @@ SAVES = [
 
 @pytest.fixture
 def repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's scheduler with the wrap of `copies_in_flight`."""
+    """vLLM's scheduler with the wrap of `pauses`."""
     original = Scheduler.add_request
     monkeypatch.setattr(Scheduler, "add_request", lambda *args: add_request(original, *args))
 

@@ -8,7 +8,7 @@ import pytest
 
 from cornplug.store.memory import MemoryStore
 from cornplug.vllm_connector import kv_connector
-from cornplug.vllm_connector.engine_alarm import REST_S, EngineAlarm, IdleRest
+from cornplug.vllm_connector.cpu_use import REST_S, EngineAlarm, IdleRest
 
 from ...store.shelved_store import ShelvedStore
 from ..rig import Engine

@@ -18,7 +18,7 @@ from cornplug.engine_common.page_publish import PagePublisher
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.engine_alarm import ALARM, EngineAlarm
+from cornplug.vllm_connector.cpu_use import ALARM, EngineAlarm
 from cornplug.vllm_connector.kv import idle_saves, tracked_requests
 from cornplug.vllm_connector.kv.page_events import PageEvents
 from cornplug.vllm_connector.kv.page_keys import PageKeys

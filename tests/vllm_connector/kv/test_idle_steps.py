@@ -12,8 +12,7 @@ from time_limits import TimeLimits
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 
-from cornplug.vllm_connector import plugin
-from cornplug.vllm_connector.kv import cpu_use
+from cornplug.vllm_connector import cpu_use, plugin
 
 
 @pytest.fixture

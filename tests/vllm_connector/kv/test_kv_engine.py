@@ -866,7 +866,7 @@ def test_kv_identity_error_ends_identifying(engine: Make) -> None:
 
 
 def test_kv_requests_while_weights_are_read_are_misses(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cornplug.engine_common.background_identity.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("cornplug.engine_common.weights_guard.FIRST_WAIT_S", 0.01)
 
     read = threading.Event()
 

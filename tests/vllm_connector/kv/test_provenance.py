@@ -10,13 +10,13 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv import provenance
-from cornplug.vllm_connector.kv.provenance import OwnTokens
+from cornplug.vllm_connector.kv import page_keys
+from cornplug.vllm_connector.kv.page_keys import OwnTokens
 
 from ..rig import Engine
 from ..wrapped import wrapper_of
 
-make_several = wrapper_of(provenance, "MultiConnector.__init__")
+make_several = wrapper_of(page_keys, "MultiConnector.__init__")
 
 Make = Callable[..., Engine]
 PROMPT = [7 * i for i in range(150)]
@@ -47,20 +47,20 @@ def saved(engine: Engine) -> float:
 
 
 def test_others_load_is_true_beside_another_connector(monkeypatch: pytest.MonkeyPatch) -> None:
-    (module, name, wrapper), _ = provenance.WRAPS
+    _, (module, name, wrapper), _ = page_keys.WRAPS
     monkeypatch.setattr(MultiConnector, "__init__", MultiConnector.__init__)
     compat.wrap(module, name, wrapper)
     seen: list[bool] = []
     monkeypatch.setattr(
         MultiConnector,
         "_get_connector_classes_and_configs",
-        classmethod(lambda *_: seen.append(provenance.others_load()) or []),
+        classmethod(lambda *_: seen.append(page_keys.others_load()) or []),
     )
     monkeypatch.setattr(MultiConnector, "all_children_support_hma", classmethod(lambda *_: True))
     for children in (1, 2):
         MultiConnector(multi(children), SimpleNamespace(), None)  # type: ignore[arg-type]
     assert seen == [False, True]
-    assert not provenance.others_load()
+    assert not page_keys.others_load()
 
 
 def test_provenance_computed_tokens_are_saved(beside: Make, engine: Make) -> None:

@@ -14,7 +14,7 @@ from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 from cornplug.testing.store import fill, key
 from cornplug.vllm_connector import plugin
-from cornplug.vllm_connector.kv.resets import StoredBefore
+from cornplug.vllm_connector.kv.pauses import StoredBefore
 
 from ..conftest import open_in
 from ..rig import Engine, runtime

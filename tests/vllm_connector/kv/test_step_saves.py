@@ -51,7 +51,7 @@ def test_kv_save_takes_blocks_of_its_pages_only(monkeypatch: pytest.MonkeyPatch)
         tables.append(len(blocks))
         return original(blocks, *args)
 
-    monkeypatch.setattr("cornplug.vllm_connector.kv.move_reports.kernel_table", seen)
+    monkeypatch.setattr("cornplug.vllm_connector.kv.metadata.kernel_table", seen)
     (save,) = moves.saves()
     moves.worker.start_saves([type(save)(save.name, save.pages[37:38], save.blocks)])
     moves.worker.drain()

@@ -16,8 +16,8 @@ from cornplug import identity
 from cornplug.metrics import Tally
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
-from cornplug.vllm_connector.kv import costs, load_offers, page_keys, provenance, tracked_requests
-from cornplug.vllm_connector.kv.provenance import OwnTokens
+from cornplug.vllm_connector.kv import costs, load_offers, page_keys, tracked_requests
+from cornplug.vllm_connector.kv.page_keys import OwnTokens
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
 
 from ..rig import Request, runtime
@@ -128,7 +128,7 @@ class Twins:
         self.requests: list[Request] = []
         with (
             mock.patch.object(tracked_requests, "kv_identity", return_value=(b"lm" * 16, {})),
-            mock.patch.object(provenance, "others_load", return_value=own),
+            mock.patch.object(page_keys, "others_load", return_value=own),
         ):
             self.trackers = [
                 TrackedRequests(config, runtime(store, page_tokens=SIZE), PAGE, Tally()) for _ in range(2)

@@ -97,7 +97,7 @@ class GroupCore:
             mock.patch.object(kv_connector, "runtime", side_effect=run),
             mock.patch.object(tracked_requests, "kv_identity", return_value=(b"lm" * 16, {"model": "rig"})),
             mock.patch("vllm.distributed.get_tensor_model_parallel_world_size", return_value=tp),
-            recorded(kv_connector, "GroupsScheduler") as halves,
+            recorded(kv_connector, "KVScheduler") as halves,
             recorded(kv_connector, "GroupsWorker") as self.workers,
         ):
             self.connector = CornplugConnector(ours, KVConnectorRole.SCHEDULER, cache)

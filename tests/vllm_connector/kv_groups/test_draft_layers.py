@@ -11,7 +11,7 @@ import pytest
 
 from cornplug.errors import LayoutError
 from cornplug.store.memory import MemoryStore
-from cornplug.vllm_connector.kv_groups.page_kinds import page_kinds
+from cornplug.vllm_connector.kv.page_kinds import page_kinds
 
 from .draft_rig import DraftingCore, drafting
 from .group_rig import prompts

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cornplug.metrics import Tally
-from cornplug.vllm_connector.kv_groups.groups_scheduler import GroupOffers
+from cornplug.vllm_connector.kv.group_offers import GroupOffers
 
 from ..rig import runtime
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 from collaborators import kept
@@ -14,6 +15,7 @@ from vllm.v1.request import RequestStatus
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector.kv import idle_saves
+from cornplug.vllm_connector.kv.costs import LoadCosts
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 from ..conftest import open_in
@@ -71,6 +73,19 @@ def test_groups_scheduler_fresh_engine_loads_the_prompt(
     second.answer(PROMPT, max_tokens=20)
     second.settle()
     assert (second.loaded(), second.failed) == (PAGES * 32, 0)
+    nothing_left(store, first, second)
+
+
+def test_groups_scheduler_pages_that_do_not_pay_to_load_are_not_offered(
+    cores: Make, store: MemoryStore
+) -> None:
+    first, second = cores(), cores()
+    first.answer(PROMPT)
+    first.settle()
+    with mock.patch.object(LoadCosts, "pays", return_value=False):
+        second.answer(PROMPT)
+        second.settle()
+    assert (second.loaded(), second.saved("present")) == (0, 0)
     nothing_left(store, first, second)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cornplug.errors import LayoutError
-from cornplug.vllm_connector.kv_groups.groups_worker import GroupsWorker
+from cornplug.vllm_connector.kv.groups_worker import GroupsWorker
 
 NAMES = (["model.layers.0.attn"], ["model.layers.1.attn"])
 READER = "model.layers.2.attn"

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from cornplug.errors import LayoutError
-from cornplug.vllm_connector.kv_groups.page_kinds import page_kinds, whole_page
+from cornplug.vllm_connector.kv.page_kinds import page_kinds, whole_page
 
 SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(**SIZES)

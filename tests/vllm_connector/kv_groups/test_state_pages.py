@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from cornplug.errors import LayoutError
-from cornplug.vllm_connector.kv_groups.page_kinds import OF_STATES, page_kinds, whole_page
+from cornplug.vllm_connector.kv.page_kinds import OF_STATES, page_kinds, whole_page
 
 FULL = FullAttentionSpec(block_size=528, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
 

@@ -11,7 +11,7 @@ import torch
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.store.memory import MemoryStore
-from cornplug.vllm_connector.kv_groups.groups_worker import StateWorker
+from cornplug.vllm_connector.kv.groups_worker import StateWorker
 
 BLOCKS = 4
 PAGE = PageGeometry(

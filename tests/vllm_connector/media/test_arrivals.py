@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cornplug.codec import PayloadKind
-from cornplug.engine_common.embedding_fetch import ExpectedEmbedding
+from cornplug.engine_common.embeddings import ExpectedEmbedding
 from cornplug.errors import CodecError, StoreUnavailable
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import NewPayload, put_payload

@@ -26,7 +26,7 @@ from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.codec import PayloadKind
 from cornplug.config import EMBEDDINGS_BY_VALUE, Config
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
-from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
+from cornplug.encoder_service.wire.embedding_file import EmbeddingHandle
 from cornplug.engine_common import engine_state
 from cornplug.identity import embedding_key
 from cornplug.store.backends import open_store

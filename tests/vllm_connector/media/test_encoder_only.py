@@ -16,7 +16,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.worker import gpu_model_runner
 
-from cornplug.engine_common import embedding_publisher
+from cornplug.engine_common import embeddings
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import get_payload, put_payload
 from cornplug.testing import FaultyStore
@@ -108,7 +108,7 @@ def test_ec_worker_of_encoder_alone_ends_step_when_rows_are_stored(store: Memory
         return put_payload(*args, **kwargs)
 
     worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu", encoder_only=True)
-    with mock.patch.object(embedding_publisher, "put_payload", slowly):
+    with mock.patch.object(embeddings, "put_payload", slowly):
         worker.save(NAME, torch.ones(2, 2), CornplugECMetadata())
         acks = worker.acks()
     assert acks is not None
@@ -119,7 +119,7 @@ def test_ec_worker_of_encoder_alone_ends_step_when_rows_are_stored(store: Memory
 def test_ec_worker_of_encoder_alone_waits_for_room_and_not_for_ever(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch, within: TimeLimits
 ) -> None:
-    monkeypatch.setattr(embedding_publisher, "_MAX_WAITING", 1)
+    monkeypatch.setattr(embeddings, "_MAX_WAITING", 1)
     over = runtime(store.connect())
     over.background_timeout_s = 0.2
     worker = ECWorker(over, publishes=True, device="cpu", encoder_only=True)
@@ -129,7 +129,7 @@ def test_ec_worker_of_encoder_alone_waits_for_room_and_not_for_ever(
     assert acks is not None
     assert acks.saves == [("stored", 16)] * 2
     go = threading.Event()
-    with mock.patch.object(embedding_publisher, "put_payload", side_effect=lambda *a, **k: go.wait(5)):
+    with mock.patch.object(embeddings, "put_payload", side_effect=lambda *a, **k: go.wait(5)):
         with within(2):
             for name in (NAME, OTHER):
                 worker.save(name, torch.ones(2, 2), CornplugECMetadata())

@@ -29,7 +29,7 @@ from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.media.image import digest_image
-from cornplug.engine_common import background_identity, engine_state
+from cornplug.engine_common import engine_state, weights_guard
 from cornplug.identity import embedding_key
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.media import mm_identifiers
@@ -361,7 +361,7 @@ def test_identifier_while_weights_are_read_waits_once(
 
     monkeypatch.setattr(mm_identifiers, "tower_identity", slow)
     # Fifty such waits would exceed the time limit of the test.
-    monkeypatch.setattr(background_identity, "FIRST_WAIT_S", 3.0)
+    monkeypatch.setattr(weights_guard, "FIRST_WAIT_S", 3.0)
     one = named(config(llava), tmp_path)
     name = "cp1-" + "1" * 64
     with within(25 * 0.3, "one wait for all images of all requests"):

@@ -18,9 +18,10 @@ from vllm.multimodal.parse import MultiModalDataParser
 
 from cornplug.config import IMAGES_PER_PROMPT
 from cornplug.errors import ConfigError
+from cornplug.vllm_connector import several_connectors
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR, validated_families
-from cornplug.vllm_connector.media import no_tower_settings
-from cornplug.vllm_connector.media.no_tower_settings import TAKES_EMBEDDINGS, check_model, leave_out
+from cornplug.vllm_connector.media import partial_models
+from cornplug.vllm_connector.media.partial_models import TAKES_EMBEDDINGS, check_model, leave_out_tower
 
 HERE = str(Path(__file__).parent)
 """A folder that is there: without a network vLLM looks for anything else in the hub's cache."""
@@ -73,19 +74,19 @@ def test_leave_out_sets_vllms_flags_and_keeps_the_users_limit() -> None:
         args = arguments(**({} if limit is None else {"limit_mm_per_prompt": copy.deepcopy(limit)}))
         for _ in range(2):
             # A second configuration of the same arguments finds what the first one set.
-            assert leave_out(args)
+            assert leave_out_tower(args)
             assert args.enable_mm_embeds
             assert args.limit_mm_per_prompt == {"image": 0, "video": 0, "audio": 0}
-            for said in no_tower_settings.settings_in(args):
+            for said in several_connectors.settings_in(args):
                 assert said.get(IMAGES_PER_PROMPT) == want
-            assert no_tower_settings.is_asked_for(args)
+            assert partial_models.runs_without_tower(args)
 
 
 def test_leave_out_without_the_setting_changes_nothing() -> None:
     args = arguments({})
-    assert not leave_out(args)
+    assert not leave_out_tower(args)
     assert not args.enable_mm_embeds
-    assert not leave_out(EngineArgs(model=HERE))
+    assert not leave_out_tower(EngineArgs(model=HERE))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_leave_out_of_what_the_service_cannot_do_error_names_the_flag(
     extra: dict[str, Any], fields: dict[str, Any], field: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as e:
-        leave_out(arguments(extra, **fields))
+        leave_out_tower(arguments(extra, **fields))
     assert e.value.field == field
 
 

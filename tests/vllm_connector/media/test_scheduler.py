@@ -25,7 +25,7 @@ from cornplug.metrics import Tally
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import NewPayload, get_payload, put_payload
 from cornplug.testing import FaultyStore
-from cornplug.vllm_connector.engine_alarm import ALARM
+from cornplug.vllm_connector.cpu_use import ALARM
 from cornplug.vllm_connector.media import encoder_requests
 from cornplug.vllm_connector.media import scheduler as ec_scheduler
 from cornplug.vllm_connector.media.encoder_requests import PendingEmbedding

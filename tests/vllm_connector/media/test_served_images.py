@@ -19,8 +19,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm.renderers.base import BaseRenderer
 from vllm.renderers.chat_utils import AsyncMultiModalItemTracker, MultiModalItemTracker
 
+from cornplug.checkpoints.tested_releases import VersionRange
 from cornplug.config import load
-from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
+from cornplug.encoder_service.wire.embedding_file import EmbeddingHandle
 from cornplug.encoder_service.wire.messages import (
     MediumReply,
     MediumRequest,
@@ -29,7 +30,6 @@ from cornplug.encoder_service.wire.messages import (
     WireTensor,
 )
 from cornplug.engine_common.model_identity import TowerIdentity
-from cornplug.engine_common.version_range import VersionRange
 from cornplug.errors import ConfigError, EncoderError, EncoderRefused, EncoderUnavailable
 from cornplug.identity import embedding_key
 from cornplug.vllm_connector import compat

@@ -23,8 +23,8 @@ from vllm.multimodal.inputs import (
 )
 
 from cornplug.codec import PayloadKind
-from cornplug.engine_common import embedding_publisher
-from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
+from cornplug.engine_common import embeddings
+from cornplug.engine_common.embeddings import EmbeddingPublisher
 from cornplug.errors import EncoderRefused
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import get_payload
@@ -115,8 +115,8 @@ def test_ec_worker_store_failure_is_save_outcome(faulty: FaultyStore) -> None:
 def test_ec_worker_publish_error_frees_queue_place(store: MemoryStore) -> None:
     worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")
     with (
-        mock.patch.object(embedding_publisher, "put_payload", side_effect=RuntimeError("device")),
-        mock.patch.object(embedding_publisher, "_MAX_WAITING", 4),
+        mock.patch.object(embeddings, "put_payload", side_effect=RuntimeError("device")),
+        mock.patch.object(embeddings, "_MAX_WAITING", 4),
     ):
         for _ in range(12):
             worker.save(NAME, torch.ones(2, 2), CornplugECMetadata())
@@ -128,11 +128,9 @@ def test_ec_worker_publish_error_frees_queue_place(store: MemoryStore) -> None:
 def test_ec_worker_slow_store_bounds_publish_queue(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedding_publisher, "_MAX_WAITING", 2)
+    monkeypatch.setattr(embeddings, "_MAX_WAITING", 2)
     go = threading.Event()
-    with mock.patch.object(
-        embedding_publisher, "put_payload", side_effect=lambda *a, **k: go.wait(60) and "stored"
-    ):
+    with mock.patch.object(embeddings, "put_payload", side_effect=lambda *a, **k: go.wait(60) and "stored"):
         worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")
         for _ in range(5):
             worker.save(NAME, torch.ones(2, 2), CornplugECMetadata())

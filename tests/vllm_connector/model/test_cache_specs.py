@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from cornplug.errors import LayoutError
-from cornplug.vllm_connector.kv_groups.page_kinds import page_kinds
-from cornplug.vllm_connector.model.cache_specs import OF_ATTENTION, OF_LATENTS, require_plain
+from cornplug.vllm_connector.kv.cache_geometry import OF_ATTENTION, OF_LATENTS, require_plain
+from cornplug.vllm_connector.kv.page_kinds import page_kinds
 
 SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
 

@@ -18,7 +18,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from cornplug.engine_common.allow_lists import defaults_of
+from cornplug.engine_common.engine_config import defaults_of
 from cornplug.identity import canonical
 from cornplug.vllm_connector.model import model_config
 from cornplug.vllm_connector.model.model_config import kv_identity, tower_identity

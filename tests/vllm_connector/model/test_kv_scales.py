@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cornplug.errors import LayoutError
-from cornplug.vllm_connector.model.cache_specs import checkpoint_scales, scales_of_layers
+from cornplug.vllm_connector.kv.cache_geometry import checkpoint_scales, scales_of_layers
 from devkit import checkpoints
 
 LAYER = "model.layers.1.self_attn"

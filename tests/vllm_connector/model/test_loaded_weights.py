@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.engine_common import weights_guard
-from cornplug.engine_common.weight_comparison import differing
+from cornplug.engine_common.weights_guard import differing
 from cornplug.vllm_connector.model import reloads, setting_verdicts
 from devkit import checkpoints
 

@@ -21,8 +21,8 @@ from vllm.transformers_utils.config import get_config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.checkpoints.numeric_class import PRECISION_VARIABLES
-from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables, misplaced
+from cornplug.checkpoints.families.family import PRECISION_VARIABLES
+from cornplug.engine_common.engine_config import AS_OVERRIDE, FieldTables, misplaced
 from cornplug.errors import CheckpointError
 from cornplug.identity import canonical
 from cornplug.vllm_connector.media import early_prefill

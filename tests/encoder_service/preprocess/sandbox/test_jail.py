@@ -14,13 +14,13 @@ from typing import Final
 
 import pytest
 
-from cornplug.encoder_service.preprocess.sandbox import decoder_process, ipc, jail
-from cornplug.encoder_service.preprocess.sandbox.decoder_process import DecoderProcess
+from cornplug.encoder_service.preprocess import decoder_ipc, decoder_process, jail
+from cornplug.encoder_service.preprocess.decoder_process import DecoderProcess
 
 _TAKEN_OVER: Final = """
 import contextlib, ctypes, json, os, signal, socket, subprocess, sys, threading
 from PIL import Image, ImageFile
-from cornplug.encoder_service.preprocess.sandbox import process
+from cornplug.encoder_service.preprocess import decoder_main as process
 
 secret, absent, inherited = sys.argv.pop(), sys.argv.pop(), socket.socket()
 if absent == "Landlock":
@@ -92,13 +92,13 @@ def reach(secret: Path, absent: str = "") -> list[str]:
             pass_fds=[child.fileno()],
         )
     with service:
-        ready, _ = ipc.receive(service, ipc.DecoderReady)
+        ready, _ = decoder_ipc.receive(service, decoder_ipc.DecoderReady)
         assert set(ready.bars) == set(jail.BARS) - {absent}
-        job = ipc.ImageJob(max_pixels=100, decoding="vllm-0.33", limit_s=30.0)
-        ipc.send(service, job, ipc.memory([b"HOSTILE"]))
-        ipc.receive(service, ipc.FromDecoder)
-        ipc.send(service, ipc.DecodeGo())
-        failed, _ = ipc.receive(service, ipc.FromDecoder)
+        job = decoder_ipc.ImageJob(max_pixels=100, decoding="vllm-0.33", limit_s=30.0)
+        decoder_ipc.send(service, job, decoder_ipc.memory([b"HOSTILE"]))
+        decoder_ipc.receive(service, decoder_ipc.FromDecoder)
+        decoder_ipc.send(service, decoder_ipc.DecodeGo())
+        failed, _ = decoder_ipc.receive(service, decoder_ipc.FromDecoder)
     process.wait(60)
     done: list[str] = json.loads(failed.message.partition("damaged: ")[2])
     return done

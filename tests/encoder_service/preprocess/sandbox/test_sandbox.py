@@ -17,14 +17,14 @@ from time_limits import TimeLimits
 
 from cornplug.encoder_service.media.image import MAX_SCANS, RgbPixels
 from cornplug.encoder_service.media.video import VideoHeader, VideoLimits
-from cornplug.encoder_service.preprocess.sandbox.decoder_process import DecoderProcess, SandboxedDecoder
-from cornplug.encoder_service.preprocess.sandbox.decoders import (
+from cornplug.encoder_service.preprocess.decoder_process import DecoderProcess, SandboxedDecoder
+from cornplug.encoder_service.preprocess.decoders import (
     InProcessDecoder,
     MediumDecoder,
     MediumHeader,
     accept_any,
 )
-from cornplug.encoder_service.wire.decodings import DECODINGS, Decoding
+from cornplug.encoder_service.wire.messages import DECODINGS, Decoding
 from cornplug.errors import EncoderRefused, MediaError
 
 from ... import hostile_images

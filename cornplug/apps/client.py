@@ -1,0 +1,275 @@
+"""OpenAI client of an application. It sends each request directly to the engine that can begin first.
+
+    openai.OpenAI ──> RoutedTransport ──> RoutedCall: chooses the engine, repeats requests, continues streams
+                                            │         (no I/O, also used by AsyncRoutedTransport)
+                                            ├─> EngineChooser: prefixes, queues and pauses of each engine
+                                            └─> StreamContinuation: text so far, and the request for the rest
+
+`Application.client()` of `cornplug.apps` creates a client, and only then imports this module.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, closing
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+import httpx
+
+from cornplug.apps.engine_choice import EngineChooser, LoadPoller, MissPrice
+from cornplug.apps.routed_call import STREAM_ERRORS, CallRouter, RoutedCall, Routes
+from cornplug.apps.stream_continuation import EngineFailedInStream
+from cornplug.encoder_service.client.retry import RetryPause
+from cornplug.errors import ConfigError
+from cornplug.host import tls_context
+
+if TYPE_CHECKING:
+    import openai
+
+
+__all__ = ["AsyncRoutedTransport", "MissPrice", "RoutedTransport", "async_client", "router_of", "sync_client"]
+
+_LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+_BASE_URL: Final = "http://routed.invalid/v1"
+"""Base URL of the client. The transport replaces it by an engine's address."""
+_NO_KEY: Final = "none"
+"""API key that is sent by default, because an `OPENAI_API_KEY` in the environment is for another service."""
+_TAKEN: Final = ("base_url", "http_client")
+
+
+class RoutedTransport(httpx.BaseTransport):
+    """Transport for `httpx.Client`.
+
+    The host in a request's URL is ignored, because `router` chooses the engine.
+    """
+
+    def __init__(self, router: CallRouter, engines: httpx.BaseTransport | None = None) -> None:
+        self._router = router
+        self._engines = engines or httpx.HTTPTransport(verify=tls_context(), limits=_LIMITS)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """Return the engine's response. Raises the last engine's httpx.TransportError."""
+        call = self._router.call(request, request.read())
+        answer = self.answer(call)
+        return answer if call.is_whole else _streamed(answer, _RoutedStream(self, call, answer))
+
+    def answer(self, call: RoutedCall) -> httpx.Response:
+        """Send the call's requests until a response is for the caller, and return that response.
+
+        If `RoutedCall.is_whole` is True, the response has been read completely.
+        """
+        while True:
+            step = call.next_step()
+            if isinstance(step, RetryPause):
+                time.sleep(step.seconds)
+                continue
+            with call.attempt():
+                answer = self._engines.handle_request(step)
+                if not call.takes(answer.status_code, answer.headers):
+                    answer.close()
+                elif not call.is_whole:
+                    return answer
+                else:
+                    with closing(answer):
+                        content = b"".join(_sync(answer))
+                    call.closed()
+                    return _whole(answer, content)
+
+    def close(self) -> None:
+        """Close the engines' connections."""
+        self._engines.close()
+
+
+class AsyncRoutedTransport(httpx.AsyncBaseTransport):
+    """Transport for `httpx.AsyncClient`. See `RoutedTransport`."""
+
+    def __init__(self, router: CallRouter, engines: httpx.AsyncBaseTransport | None = None) -> None:
+        self._router = router
+        self._engines = engines or httpx.AsyncHTTPTransport(verify=tls_context(), limits=_LIMITS)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Return the engine's response. Raises the last engine's httpx.TransportError."""
+        call = self._router.call(request, await request.aread())
+        answer = await self.answer(call)
+        return answer if call.is_whole else _streamed(answer, _AsyncRoutedStream(self, call, answer))
+
+    async def answer(self, call: RoutedCall) -> httpx.Response:
+        """Send the call's requests until a response is for the caller, and return that response.
+
+        If `RoutedCall.is_whole` is True, the response has been read completely.
+        """
+        while True:
+            step = call.next_step()
+            if isinstance(step, RetryPause):
+                await asyncio.sleep(step.seconds)
+                continue
+            with call.attempt():
+                answer = await self._engines.handle_async_request(step)
+                if not call.takes(answer.status_code, answer.headers):
+                    await answer.aclose()
+                elif not call.is_whole:
+                    return answer
+                else:
+                    async with aclosing(answer):
+                        content = b"".join([chunk async for chunk in _async(answer)])
+                    call.closed()
+                    return _whole(answer, content)
+
+    async def aclose(self) -> None:
+        """Close the engines' connections."""
+        await self._engines.aclose()
+
+
+class _RoutedStream(httpx.SyncByteStream):
+    """Body of a response, which several engines may send one after another."""
+
+    def __init__(self, transport: RoutedTransport, call: RoutedCall, answer: httpx.Response) -> None:
+        self._transport = transport
+        self._call = call
+        self._answer = answer
+
+    def __iter__(self) -> Iterator[bytes]:
+        last = None
+        while last is None:
+            lost = None
+            try:
+                for chunk in _sync(self._answer):
+                    yield from self._call.forward(chunk)
+            except STREAM_ERRORS as e:
+                lost = e
+            self._answer.close()
+            try:
+                last = self._call.ended(lost)
+                if last is None:
+                    self._answer = self._transport.answer(self._call)
+            except EngineFailedInStream as e:
+                last = e.event
+        if last:
+            yield last
+
+    def close(self) -> None:
+        self._call.closed()
+        self._answer.close()
+
+
+class _AsyncRoutedStream(httpx.AsyncByteStream):
+    """Async form of `_RoutedStream`."""
+
+    def __init__(self, transport: AsyncRoutedTransport, call: RoutedCall, answer: httpx.Response) -> None:
+        self._transport = transport
+        self._call = call
+        self._answer = answer
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        last = None
+        while last is None:
+            lost = None
+            try:
+                async for chunk in _async(self._answer):
+                    for out in self._call.forward(chunk):
+                        yield out
+            except STREAM_ERRORS as e:
+                lost = e
+            await self._answer.aclose()
+            try:
+                last = self._call.ended(lost)
+                if last is None:
+                    self._answer = await self._transport.answer(self._call)
+            except EngineFailedInStream as e:
+                last = e.event
+        if last:
+            yield last
+
+    async def aclose(self) -> None:
+        self._call.closed()
+        await self._answer.aclose()
+
+
+def _sync(answer: httpx.Response) -> httpx.SyncByteStream:
+    """Return the response's bytes as the engine sent them, because the client decodes them."""
+    assert isinstance(answer.stream, httpx.SyncByteStream)
+    return answer.stream
+
+
+def _async(answer: httpx.Response) -> httpx.AsyncByteStream:
+    assert isinstance(answer.stream, httpx.AsyncByteStream)
+    return answer.stream
+
+
+def _whole(answer: httpx.Response, content: bytes) -> httpx.Response:
+    return httpx.Response(
+        answer.status_code,
+        headers=answer.headers,
+        stream=httpx.ByteStream(content),
+        extensions=answer.extensions,
+    )
+
+
+def _streamed(answer: httpx.Response, stream: httpx.SyncByteStream | httpx.AsyncByteStream) -> httpx.Response:
+    """Return a response with the same status and headers and another stream.
+
+    The content-length header is removed, because another engine may continue the response.
+    """
+    headers = [(k, v) for k, v in answer.headers.raw if k.lower() != b"content-length"]
+    return httpx.Response(answer.status_code, headers=headers, stream=stream, extensions=answer.extensions)
+
+
+def router_of(routes: Routes, price: MissPrice | None, retry_s: float) -> CallRouter:
+    """Return the router of one client. Raises ConfigError("retry_s")."""
+    if not 0 <= retry_s < float("inf"):
+        raise ConfigError("retry_s", f"{retry_s} is not a valid time", "Set seconds, or 0 for no retries.")
+    chooser = EngineChooser(price)
+    poller = LoadPoller(chooser.loaded)
+    return CallRouter(routes, chooser, retry_s=retry_s, poke=poller.poke)
+
+
+def sync_client(router: CallRouter, arguments: dict[str, Any]) -> openai.OpenAI:
+    """Create a client with these arguments of `openai.OpenAI`. Raises ConfigError."""
+    package = _package()
+    http = httpx.Client(transport=RoutedTransport(router), trust_env=False, **_http(package, arguments))
+    made: openai.OpenAI = package.OpenAI(http_client=http, **_defaults(arguments))
+    return made
+
+
+def async_client(router: CallRouter, arguments: dict[str, Any]) -> openai.AsyncOpenAI:
+    """Create a client with these arguments of `openai.AsyncOpenAI`. Raises ConfigError."""
+    package = _package()
+    transport = AsyncRoutedTransport(router)
+    http = httpx.AsyncClient(transport=transport, trust_env=False, **_http(package, arguments))
+    made: openai.AsyncOpenAI = package.AsyncOpenAI(http_client=http, **_defaults(arguments))
+    return made
+
+
+def _package() -> ModuleType:
+    try:
+        import openai
+    except ModuleNotFoundError as e:
+        raise ConfigError(
+            "client", f"the package {e.name} is not installed", "Run: pip install 'cornplug[client]'"
+        ) from e
+    return openai
+
+
+def _http(package: ModuleType, arguments: dict[str, Any]) -> dict[str, Any]:
+    for name in _TAKEN:
+        if name in arguments:
+            raise ConfigError(
+                name, "not supported by this client", "Remove it, and pass addresses as `routes`."
+            )
+    # openai sets the timeout of each request, and uses this value as its default.
+    seconds = package.DEFAULT_TIMEOUT
+    timeout = httpx.Timeout(
+        connect=seconds.connect, read=seconds.read, write=seconds.write, pool=seconds.pool
+    )
+    return {"timeout": timeout, "follow_redirects": False}
+
+
+def _defaults(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Add default arguments of the client.
+
+    The openai package's own retries are off, because they would repeat requests that must not be repeated.
+    """
+    return {"api_key": _NO_KEY, "max_retries": 0, "base_url": _BASE_URL, **arguments}

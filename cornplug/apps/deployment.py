@@ -1,0 +1,269 @@
+"""Converts an apps file into a deployment on one host, for the launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, Literal
+
+from cornplug.apps.apps_file import AppsFile
+from cornplug.apps.launch_checks import model_of, models_of, path_of
+from cornplug.host import reachable
+from cornplug.planner.candidates.replica_configs import PRIORITY
+from cornplug.planner.inputs.schema import (
+    Application,
+    ClassOfService,
+    Component,
+    ComponentResources,
+    RequestSpec,
+)
+from cornplug.planner.latency_forecast import LatencyTargets, PercentileSlo
+from cornplug.planner.launch.addresses import ENCODER_PORT, ENGINE_PORT
+from cornplug.planner.launch.vllm_flags import generator_command
+from cornplug.planner.plan import (
+    CacheSize,
+    Deployment,
+    Nodes,
+    PlannedApplication,
+    PlannedNamespace,
+    PlanRoute,
+    QosReservation,
+    ReplicaGroup,
+    RouteStage,
+)
+
+_HOST: Final = "host"
+_CACHED: Final[tuple[Literal["prefix", "embedding"], ...]] = ("prefix", "embedding")
+
+
+def deployment_of(file: AppsFile) -> Deployment:
+    """Return the deployment that `cornplug launch` starts. The file must have been checked."""
+    started = [c for c in file.components if c.resources is not None]
+    classes = [(app, request) for app in file.applications for request in app.requests]
+    groups = _Groups(file, started, classes)
+    found = [groups.of(component) for component in started]
+    size = max((place[1] + group.ranks for group in found for place in group.placement), default=1)
+    return Deployment(
+        name=file.name,
+        nodes=[Nodes(name=_HOST, gpu="gpu", gpus=size, count=1, hosts=[reachable(file.launch.host)])],
+        groups=found,
+        routes=[groups.route(app, request) for app, request in classes],
+        latency_forecasts=[_targets(file, app, request) for app, request in classes],
+        caches=list(_caches(file, started)),
+        reservations=[_reservation(file, one) for one in file.qos],
+        applications=[_settings(app) for app in file.applications],
+        store_flags=file.launch.store_flags,
+        listen=file.launch.host,
+        allow_anonymous=file.launch.allow_anonymous,
+    )
+
+
+class _Groups:
+    """Creates the replica groups and routes of an apps file, with their tasks, devices and ports."""
+
+    def __init__(
+        self, file: AppsFile, started: list[Component], classes: list[tuple[Application, RequestSpec]]
+    ) -> None:
+        self._file = file
+        self._paths = {(app.name, request.name): path_of(file, app, request) for app, request in classes}
+        self._first = dict(_first_devices(started))
+        self._ports = dict(_ports(file, started))
+
+    def of(self, component: Component) -> ReplicaGroup:
+        """Return the replica group of one launched component."""
+        its = _resources(component)
+        users = self._users(component)
+        encodes = component.kind == "encoder"
+        return ReplicaGroup(
+            name=component.name,
+            service=component.name,
+            tasks=self._tasks(component),
+            components=[component.name],
+            model=model_of(component),
+            encoder_models=models_of(self._file, component) if encodes else [],
+            engine={"encoder": "cornplug", "generator": "external"}.get(component.kind, component.engines[0]),  # type: ignore[arg-type]
+            nodes=_HOST,
+            gpu="cpu-core" if its.device == "cpu" else "gpu",
+            tp=1 if encodes else component.tp[0],
+            pp=1 if encodes else component.pp[0],
+            dp=1 if encodes else component.dp[0],
+            dcp=component.dcp[0],
+            pcp=1 if encodes else component.pcp[0],
+            expert_parallel=component.expert_parallel,
+            share=component.shares[0],
+            quantisation=component.quantisations[0],
+            replicas=its.replicas,
+            placement=list(_placement(component, self._first[component.name])),
+            workload=max((app.workload for app in users), key=PRIORITY.__getitem__, default="online"),
+            apps=[app.name for app in users],
+            ports=self._ports[component.name],
+            fixed_ports=its.port is not None,
+            tower=component.tower,
+            flags=its.flags,
+            env=its.env,
+            command=its.command
+            or generator_command(component.server, model_of(component), tp=component.tp[0], flags=its.flags),
+            health=its.health,
+        )
+
+    def route(self, app: Application, request: RequestSpec) -> PlanRoute:
+        """Return the route of one request class."""
+        path = self._paths[app.name, request.name]
+        kinds = {component.kind for component in path}
+        structure = ("E+PD" if "encoder" in kinds else "monolith") + ("+G" if "generator" in kinds else "")
+        stages = [RouteStage(tasks=self._tasks(c), groups={c.name: 1.0}) for c in path]
+        rate = request.rate * request.peak
+        return PlanRoute(app=app.name, request=request.name, structure=structure, rate=rate, stages=stages)
+
+    def _tasks(self, component: Component) -> str:
+        """Return the component's tasks, such as "EPD".
+
+        The engine of an LLM also encodes ("E") unless all its requests with media pass through an encoder.
+        """
+        if component.kind != "llm":
+            return "E" if component.kind == "encoder" else "G"
+        with_media = [
+            any(c.kind == "encoder" for c in self._paths[app.name, request.name])
+            for app in self._users(component)
+            for request in app.requests
+            if request.media
+        ]
+        return "PD" if with_media and all(with_media) else "EPD"
+
+    def _users(self, component: Component) -> list[Application]:
+        """Return the applications whose requests the component serves, highest priority first."""
+        found = [
+            app
+            for app in self._file.applications
+            if any(component in self._paths[app.name, request.name] for request in app.requests)
+        ]
+        return sorted(found, key=lambda app: -priority_of(self._file, app))
+
+
+def priority_of(file: AppsFile, app: Application) -> int:
+    """Return the priority of an application's requests in an engine. Higher priorities are served first.
+
+    The class of service decides, then the workload. A class that the file does not define has priority 0, as
+    in the encoder service.
+    """
+    of_class = next((c.priority for c in file.qos if c.name == app.qos), 0)
+    return of_class * len(PRIORITY) + PRIORITY[app.workload]
+
+
+def _resources(component: Component) -> ComponentResources:
+    assert component.resources is not None, "launched components have resources"
+    return component.resources
+
+
+def _ranks(component: Component) -> int:
+    if component.kind == "encoder":
+        return 1
+    return component.tp[0] * component.pp[0] * component.dp[0] * component.pcp[0]
+
+
+def _placement(component: Component, first: int) -> Iterator[list[int]]:
+    share, ranks = component.shares[0], _ranks(component)
+    beside = round(1 / share)
+    for replica in range(_resources(component).replicas):
+        yield [0, first + (replica * ranks if share == 1 else replica // beside)]
+
+
+def _first_devices(started: list[Component]) -> Iterator[tuple[str, int]]:
+    """Yield (component name, number of its first device).
+
+    A component without configured devices uses the next devices after all configured devices.
+    """
+    free = {
+        device: max(
+            (d + 1 for c in started if _resources(c).device == device for d in _resources(c).devices),
+            default=0,
+        )
+        for device in ("gpu", "cpu")
+    }
+    for component in started:
+        its = _resources(component)
+        if its.devices:
+            yield component.name, its.devices[0]
+            continue
+        yield component.name, free[its.device]
+        free[its.device] = max(p[1] for p in _placement(component, free[its.device])) + _ranks(component)
+
+
+def _ports(file: AppsFile, started: list[Component]) -> Iterator[tuple[str, list[int]]]:
+    """Yield (component name, its ports).
+
+    The ports begin with the component's configured port. A component without a port uses the next free ports
+    for its kind.
+    """
+    written = {
+        port
+        for c in started
+        if (first := _resources(c).port) is not None
+        for port in range(first, first + _resources(c).replicas)
+    }
+    base = dict.fromkeys(("llm", "generator"), file.launch.port)
+    base["encoder"] = file.launch.port + ENCODER_PORT - ENGINE_PORT
+    taken = set(written)
+    for component in started:
+        its = _resources(component)
+        if its.port is not None:
+            yield component.name, list(range(its.port, its.port + its.replicas))
+            continue
+        chosen: list[int] = []
+        port = base[component.kind]
+        while len(chosen) < its.replicas:
+            if port not in taken:
+                chosen.append(port)
+            port += 1
+        taken.update(chosen)
+        yield component.name, chosen
+
+
+def _targets(file: AppsFile, app: Application, request: RequestSpec) -> LatencyTargets:
+    first, *more = (request.slo or app.slo).tables
+    return LatencyTargets(
+        app=app.name,
+        request=request.name,
+        priority=priority_of(file, app),
+        slo_percentile=first.percentile,
+        slo_ttft_s=first.ttft_s,
+        slo_tpot_s=first.tpot_s,
+        slo_e2e_s=first.e2e_s,
+        slo_also=[
+            PercentileSlo(percentile=t.percentile, ttft_s=t.ttft_s, tpot_s=t.tpot_s, e2e_s=t.e2e_s)
+            for t in more
+        ],
+    )
+
+
+def _caches(file: AppsFile, started: list[Component]) -> Iterator[CacheSize]:
+    """Yield a prefix cache and an embedding cache for each LLM, all with equal shares of the store."""
+    llms = [c for c in started if c.kind == "llm"]
+    size = file.launch.store_gib
+    if size == 0:
+        return
+    for llm in llms:
+        for kind in _CACHED:
+            yield CacheSize(
+                name=f"{kind} {llm.name}",
+                kind=kind,
+                component=llm.name,
+                gib=None if size is None else size / (2 * len(llms)),
+            )
+
+
+def _reservation(file: AppsFile, one: ClassOfService) -> QosReservation:
+    apps = [app.name for app in file.applications if app.qos == one.name]
+    return QosReservation(
+        qos=one.name, share=one.share, priority=one.priority, deadline_s=one.deadline_s, apps=apps
+    )
+
+
+def _settings(app: Application) -> PlannedApplication:
+    namespace = None if app.namespace is None else PlannedNamespace(**app.namespace.model_dump())
+    return PlannedApplication(
+        name=app.name,
+        tenant=app.tenant,
+        system_prompt=app.system_prompt,
+        prefixes=app.prefixes,
+        namespace=namespace,
+    )

@@ -1,0 +1,175 @@
+"""Registry of loaded models, by name and identity. Models share a tower or projector with equal weights.
+
+model A ─┐                       ┌─ projector of A
+model B ─┼─ tower (tower fp, …) ─┤
+model C ─┘                       └─ projector of B = C (projector fp, …)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from cornplug.encoder_service.model_loader import LoadedModel, WeightPlacement, load, read
+from cornplug.encoder_service.wire.messages import ServedModel
+from cornplug.errors import CheckpointError, ConfigError
+
+__all__ = ["LoadedModel", "ModelRegistry", "Report"]
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Models:
+    """Immutable set of loaded models. A reload replaces the whole object."""
+
+    by_name: dict[str, LoadedModel]
+    by_identity: dict[bytes, LoadedModel]
+
+    @classmethod
+    def of(cls, models: Iterable[LoadedModel]) -> _Models:
+        by_name = {loaded.served.name: loaded for loaded in models}
+        by_identity: dict[bytes, LoadedModel] = {}
+        # Models with the same identity produce the same embeddings, so the first serves all of them.
+        for loaded in by_name.values():
+            for modality in loaded.served.modalities:
+                if (part := loaded.of(modality.name)) is not None:
+                    by_identity.setdefault(modality.identity, part)
+        return cls(by_name, by_identity)
+
+
+class ModelRegistry:
+    """Registry of loaded models. Any thread may read it, and one thread at a time may change it."""
+
+    def __init__(self, *, dtype: str, device: str, compile: bool = False) -> None:
+        self._place: Final = WeightPlacement(dtype=dtype, device=torch.device(device), compile=compile)
+        # An invalid dtype raises here, before checkpoints are read, which may take minutes.
+        self.dtype: Final = self._place.torch_dtype
+        self._models = _Models({}, {})
+        self._checks: list[Callable[[LoadedModel], None]] = []
+
+    @classmethod
+    def open(
+        cls,
+        models: Sequence[str],
+        *,
+        dtype: str,
+        device: str,
+        compile: bool = False,
+        report: Report = lambda line: None,
+    ) -> ModelRegistry:
+        """Load every model (directory, or hub id in the local cache). `report` is called with a line for each
+        step.
+
+        Raises CheckpointError, or ConfigError for an unknown dtype or a model listed twice.
+        """
+        registry = cls(dtype=dtype, device=device, compile=compile)
+        for name in models:
+            registry.add(name, report)
+        return registry
+
+    @property
+    def dtype_name(self) -> str:
+        """Name of the towers' dtype in torch."""
+        return self._place.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self._place.device
+
+    def add(self, name: str, report: Report = lambda line: None) -> LoadedModel:
+        """Load one more model, reusing a tower or projector with equal weights."""
+        if name in self._models.by_name:
+            raise ConfigError("--model", f"{name} is listed twice", "List each model once.")
+        report(f"{name}: reading fingerprints")
+        checkpoint, found = read(name, self.dtype_name)
+        loaded = load(checkpoint, found, self._place, beside=self.loaded(), report=report)
+        self._check(loaded)
+        self._models = _Models.of((*self.loaded(), loaded))
+        return loaded
+
+    def on_load(self, check: Callable[[LoadedModel], None]) -> None:
+        """Call `check` with each loaded model now, and with each later model before it is served.
+
+        A model for which `check` raises CheckpointError is not served.
+        """
+        for loaded in self.loaded():
+            check(loaded)
+        self._checks.append(check)
+
+    def load_changed(self, names: Sequence[str]) -> list[LoadedModel]:
+        """Load the named models that have changed on disk, without serving them yet, and return them.
+
+        Raises CheckpointError like `open`, or with the reason "other_family".
+        """
+        out: list[LoadedModel] = []
+        for name in names:
+            old = self._models.by_name[name].served
+            checkpoint, found = read(name, self.dtype_name)
+            if found.family != old.family:
+                raise CheckpointError(
+                    f"{name} is now a {found.family} and was a {old.family}. Restart the service to load it.",
+                    reason="other_family",
+                )
+            if (found.tower_fp, found.projector_fp, found.modalities) != (
+                old.tower_fp, old.projector_fp, old.modalities,
+            ):  # fmt: skip
+                beside = (*self.loaded(), *out)
+                loaded = load(checkpoint, found, self._place, beside=beside, epoch=old.epoch + 1)
+                self._check(loaded)
+                out.append(loaded)
+        return out
+
+    def replace(self, fresh: Iterable[LoadedModel]) -> list[LoadedModel]:
+        """Replace the models with the same names as those in `fresh`, all at once. Return the replaced
+        models."""
+        new = {loaded.served.name: loaded for loaded in fresh}
+        before = self.loaded()
+        self._models = _Models.of(new.get(loaded.served.name, loaded) for loaded in before)
+        return [loaded for loaded in before if loaded.served.name in new]
+
+    def served(self) -> tuple[ServedModel, ...]:
+        """Return the description of every model, in the order of the command line."""
+        return tuple(loaded.served for loaded in self.loaded())
+
+    def loaded(self) -> tuple[LoadedModel, ...]:
+        """Return every model with its towers and projectors, in the order of the command line."""
+        return tuple(self._models.by_name.values())
+
+    def by_identity(self, model_identity: bytes) -> LoadedModel | None:
+        """Return the part of a model that computes embeddings with this identity, or None."""
+        return self._models.by_identity.get(model_identity)
+
+    def by_name(self, name: str) -> LoadedModel | None:
+        """Return the model with this name on the command line, or None."""
+        return self._models.by_name.get(name)
+
+    def shares_features(self, model: LoadedModel) -> bool:
+        """Return whether the output of the model's tower should be cached for other models.
+
+        True if `ModelFamily.shares_features` is set for its family, or if another served model has the same
+        tower and another projector.
+        """
+        return model.checkpoint.family.shares_features or any(
+            other.tower is model.tower and other.projector is not model.projector
+            for loaded in self.loaded()
+            for other in loaded.each()
+        )
+
+    def summary(self) -> str:
+        """Return a summary for the startup line, such as "2 models, 1 tower, 2 projectors"."""
+        parts = [part for loaded in self.loaded() for part in loaded.each()]
+        counts = (
+            (len(self.loaded()), "model"),
+            (len({id(part.tower) for part in parts}), "tower"),
+            (len({id(part.projector) for part in parts}), "projector"),
+        )
+        return ", ".join(f"{n} {word}{'' if n == 1 else 's'}" for n, word in counts)
+
+    def _check(self, loaded: LoadedModel) -> None:
+        for check in self._checks:
+            check(loaded)

@@ -1,1 +1,0 @@
-"""Registry of served models, and the code that loads them."""

@@ -1,0 +1,171 @@
+"""Main module of a decoding process, which decodes untrusted media one after another. It does not need torch,
+and has no keys.
+
+`DecoderProcess` starts the process with a memory limit in bytes and one end of a socket pair. The process
+ends when the other end closes, or when a job exceeds its time limit, so that it does not outlive a killed
+service.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+from PIL import AvifImagePlugin, Image, _imaging
+
+from cornplug.encoder_service.media import audio, image, video
+from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, VideoLimits
+from cornplug.encoder_service.preprocess import decoder_ipc, jail
+from cornplug.errors import MediaError
+
+_BAND_BYTES: Final = 256 << 10
+"""Bytes of pixels to write at a time. For a JPEG of 1.2 megapixels, this takes 6 % less CPU than 1 MiB."""
+_KEPT_BLOCKS: Final = 2
+"""Number of 16 MiB blocks that Pillow keeps for the next image."""
+_GRACE_S: Final = 2.0
+"""Seconds after a job's limit at which the process ends itself, if the service has not killed it."""
+
+
+class _JobStopped(Exception):
+    """Raised when the service has decided not to decode the medium."""
+
+
+class DecoderLoop:
+    """Loop that receives jobs from a socket and runs them one after another."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def run(self, bars: Sequence[str]) -> None:
+        """Run jobs until the service disconnects, then raise OSError. `bars` are the restrictions to
+        report."""
+        decoder_ipc.send(self._sock, decoder_ipc.DecoderReady(tuple(bars)))
+        while True:
+            job, fd = decoder_ipc.receive(self._sock, decoder_ipc.ToDecoder)
+            if fd is None or isinstance(job, decoder_ipc.DecodeGo | decoder_ipc.DecodeStop):
+                continue  # ignore a decision about a job that has already failed
+            signal.setitimer(signal.ITIMER_REAL, job.limit_s + _GRACE_S)
+            try:
+                self._answer(job, _read_all(fd))
+            except _JobStopped:
+                continue
+            except MediaError as e:
+                decoder_ipc.send(self._sock, decoder_ipc.DecodeFailed(e.reason, str(e)[:1000]))
+            except MemoryError:
+                decoder_ipc.send(
+                    self._sock,
+                    decoder_ipc.DecodeFailed("too_much_memory", "decoding the medium takes too much memory"),
+                )
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _answer(self, job: decoder_ipc.Job, data: bytes) -> None:
+        shape, memory = self._decoded(job, data)
+        try:
+            decoder_ipc.send(self._sock, decoder_ipc.MediumDecoded(shape), memory)
+        finally:
+            os.close(memory)
+
+    def _decoded(self, job: decoder_ipc.Job, data: bytes) -> tuple[tuple[int, ...], int]:
+        """Decode the medium. Return the shape of the result, and a memfd that contains it."""
+        match job:
+            case decoder_ipc.ImageJob():
+                rgb = self._image(job, data)
+                return (rgb.height, rgb.width, 3), decoder_ipc.memory(_bands(rgb))
+            case decoder_ipc.AudioJob():
+                samples = self._audio(job, data)
+                return samples.shape, decoder_ipc.memory([np.ascontiguousarray(samples).data])
+            case decoder_ipc.VideoJob():
+                limits = VideoLimits(max_s=job.max_s, max_frames=job.max_frames, max_pixels=job.max_pixels)
+                frames = video.decode(data, lambda source: self._confirm(_source(source)), limits)
+            case decoder_ipc.FramesJob():
+                frames = self._frames(job, data)
+        return frames.frames.shape, decoder_ipc.memory(
+            np.ascontiguousarray(frame).data for frame in frames.frames
+        )
+
+    def _image(self, job: decoder_ipc.ImageJob, data: bytes) -> Image.Image:
+        def before(width: int, height: int) -> None:
+            self._confirm(decoder_ipc.MediumOpened(width=width, height=height))
+
+        decoded = image.decode(data, job.max_pixels, before=before)
+        return image.as_received(decoded, job.decoding)
+
+    def _audio(self, job: decoder_ipc.AudioJob, data: bytes) -> audio.Samples:
+        def before(seconds: float, rate: int) -> None:
+            self._confirm(decoder_ipc.MediumOpened(seconds=seconds, rate=rate))
+
+        return audio.decode(data, max_s=job.max_s, before=before).samples
+
+    def _frames(self, job: decoder_ipc.FramesJob, data: bytes) -> VideoFrames:
+        def before(source: VideoHeader) -> None:
+            self._confirm(_source(source))
+
+        ends = np.cumsum(job.sizes).tolist()
+        images = [data[end - size : end] for end, size in zip(ends, job.sizes, strict=True)]
+        limits = VideoLimits(max_frames=job.max_frames, max_pixels=job.max_pixels)
+        return video.decode_frames(images, job.fps, limits, decoding=job.decoding, before=before)
+
+    def _confirm(self, opened: decoder_ipc.MediumOpened) -> tuple[int, ...]:
+        """Send the header to the service, and wait for its decision. Return the numbers of the frames to
+        decode. Raises _JobStopped if the service decides not to decode the medium."""
+        decoder_ipc.send(self._sock, opened)
+        answer, fd = decoder_ipc.receive(self._sock, decoder_ipc.ToDecoder)
+        if fd is not None:
+            os.close(fd)
+        if not isinstance(answer, decoder_ipc.DecodeGo):
+            raise _JobStopped
+        return answer.indices
+
+
+def _bands(rgb: Image.Image) -> Iterator[bytes]:
+    """Yield the pixels a few rows at a time, because a copy of all pixels would double the memory."""
+    rows = max(1, _BAND_BYTES // (3 * rgb.width))
+    for top in range(0, rgb.height, rows):
+        yield rgb.crop((0, top, rgb.width, min(top + rows, rgb.height))).tobytes()
+
+
+def _source(source: VideoHeader) -> decoder_ipc.MediumOpened:
+    return decoder_ipc.MediumOpened(
+        width=source.width, height=source.height, total=source.total, fps=source.fps
+    )
+
+
+def _read_all(fd: int) -> bytes:
+    try:
+        size = os.fstat(fd).st_size
+        if size == 0:
+            return b""
+        with mmap.mmap(fd, size, access=mmap.ACCESS_READ) as whole:
+            return whole[:]
+    finally:
+        os.close(fd)
+
+
+def main() -> None:
+    """Run jobs until the service disconnects."""
+    max_bytes, fd = map(int, sys.argv[1:])
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Ignore Ctrl-C, because the service ends this process after draining.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Keep an image's memory for the next image, because fresh pages cost a fifth of a JPEG's decoding time.
+    _imaging.set_blocks_max(_KEPT_BLOCKS)
+    AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # there is already one process per core
+    Image.init()  # imports the decoders while files are readable
+    with socket.socket(fileno=fd) as sock:
+        try:
+            DecoderLoop(sock).run(jail.confine())
+        except OSError:
+            pass  # the service has disconnected
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,401 @@
+"""Handle of a decoding process, which is started on demand and killed when it is late.
+
+`SandboxedDecoder` decodes one medium in a decoding process, and validates everything that the process sends.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from cornplug.encoder_service.media.audio import MAX_SAMPLES, AudioSamples
+from cornplug.encoder_service.media.image import RgbPixels
+from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, VideoLimits
+from cornplug.encoder_service.preprocess import decoder_ipc, jail
+from cornplug.encoder_service.preprocess.decoders import MediumHeader, OnHeader, choose_frames
+from cornplug.encoder_service.wire.messages import DEFAULT_DECODING, Decoding
+from cornplug.errors import EncoderRefused, MediaError
+
+START_S: Final = 60.0
+"""Maximum seconds to start a process."""
+_POLL_S: Final = 0.1
+"""Interval in seconds at which a thread that waits for a result checks whether the request was cancelled."""
+_PASSED_ON: Final = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
+"""Environment variables that are passed to the process. They contain no settings of cornplug and no keys."""
+_KEPT_HEAP: Final = str(16 << 20)
+"""Bytes of freed memory that glibc keeps for the process's next medium. By default, glibc returns buffers to
+the kernel, and a JPEG of 1.2 megapixels then causes 900 page faults."""
+
+log = logging.getLogger(__name__)
+
+OnKilled = Callable[[str], None]
+"""Function that is called with the reason when a process is killed or ends during a job: "too_slow",
+"too_late", "gone", "crashed" or "stopping"."""
+
+
+class DecoderProcess:
+    """Handle of a decoding process. Use it from one thread at a time. Any thread may call `stop`."""
+
+    def __init__(self, *, max_bytes: int, on_killed: OnKilled) -> None:
+        self._max_bytes = max_bytes
+        self._on_killed = on_killed
+        self._process: subprocess.Popen[bytes] | None = None
+        self._sock: socket.socket | None = None
+        self._stopped = False
+        self._was_started = False
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the running process, or None if no process runs."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def lost(self) -> bool:
+        """Whether a process was started, and none is running now."""
+        return self._was_started and self._process is None
+
+    def start(self) -> None:
+        """Start a process unless one is running. Raises EncoderRefused("internal") if it does not start, and
+        EncoderRefused("overloaded") after `stop`."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._discard()
+        if self._stopped:
+            raise EncoderRefused("the service is stopping", reason="overloaded")
+        self._was_started = True
+        service_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        service_end.settimeout(START_S)
+        self._sock = service_end
+        with child_end:
+            self._process = subprocess.Popen(
+                [
+                    # -P: use the packages of this process, not modules in the working directory.
+                    *(sys.executable, "-P", "-m", "cornplug.encoder_service.preprocess.decoder_main"),
+                    *(str(self._max_bytes), str(child_end.fileno())),
+                ],
+                pass_fds=[child_end.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=_environment(),
+            )
+        try:
+            ready, _ = decoder_ipc.receive(service_end, decoder_ipc.DecoderReady)
+        except (OSError, msgspec.MsgspecError) as e:
+            self._discard()
+            raise EncoderRefused(f"the decoding process does not start: {e}", reason="internal") from e
+        _report(ready.bars)
+
+    def begin(
+        self,
+        job: decoder_ipc.Job,
+        parts: Sequence[bytes],
+        *,
+        end_s: float,
+        limit_s: float,
+        wanted: Callable[[], bool],
+    ) -> AssignedJob:
+        """Send a job to the process, and return a handle of the job.
+
+        The process is killed if it has not finished the job after `limit_s` seconds, or at `end_s` on the
+        monotonic clock, or when `wanted` returns False. Starts a process if none is running, and raises as
+        `start` does.
+        """
+        for fresh in (False, True):
+            self.start()
+            assert self._sock is not None
+            memory = decoder_ipc.memory(parts)
+            try:
+                decoder_ipc.send(self._sock, job, memory)
+                return AssignedJob(self, end_s, limit_s, wanted)
+            except OSError:
+                self._discard()  # The process died while idle. Retry once with a new process.
+                if fresh:
+                    raise
+            finally:
+                os.close(memory)
+        raise AssertionError("unreachable")
+
+    def stop(self) -> None:
+        """Kill the process, in any state, and do not start another process."""
+        self._stopped = True
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.kill()
+
+    def close(self) -> None:
+        """Stop the process and close the socket. Call it when no thread uses this object any more."""
+        self.stop()
+        self._discard()
+
+    def kill(self, why: str) -> None:
+        """Kill the process during a job, and report the reason."""
+        self._on_killed("stopping" if self._stopped else why)
+        self._discard()
+
+    def _discard(self) -> None:
+        process, self._process = self._process, None
+        sock, self._sock = self._sock, None
+        if sock is not None:
+            sock.close()
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+class AssignedJob:
+    """Handle of the job that a process is working on."""
+
+    def __init__(
+        self, process: DecoderProcess, end_s: float, limit_s: float, wanted: Callable[[], bool]
+    ) -> None:
+        self._process = process
+        self._end_s = end_s
+        self._limit_end_s = time.monotonic() + limit_s
+        self._wanted = wanted
+
+    def kill(self) -> None:
+        """Kill the process, because its results cannot be trusted. The next job gets a new process."""
+        self._process.kill("crashed")
+
+    def tell(self, message: decoder_ipc.DecodeGo | decoder_ipc.DecodeStop) -> None:
+        """Send the decision whether to decode the medium. Raises MediaError("crashed") if the process has
+        ended, or EncoderRefused("overloaded") if the service is stopping."""
+        assert self._process._sock is not None
+        try:
+            decoder_ipc.send(self._process._sock, message)
+        except OSError:
+            raise self._crashed() from None
+
+    def answer(self) -> tuple[decoder_ipc.MediumOpened | decoder_ipc.MediumDecoded, int | None]:
+        """Wait for the next message. Return it with the descriptor of its memfd, which the caller must close.
+
+        Raises the decoder's MediaError, or MediaError "too_slow", "too_much_memory" or "crashed". Raises
+        EncoderRefused("too_late") if the request's own deadline passed first, or if the request was
+        cancelled.
+        """
+        message, fd = self._receive()
+        if isinstance(message, decoder_ipc.DecodeFailed):
+            if fd is not None:
+                os.close(fd)
+            raise MediaError(message.message, reason=message.reason)
+        return message, fd
+
+    def _receive(self) -> tuple[Any, int | None]:
+        sock = self._process._sock
+        assert sock is not None
+        while True:
+            left = min(self._end_s, self._limit_end_s) - time.monotonic()
+            if left <= 0:
+                self._late()
+            if not self._wanted():
+                self._process.kill("gone")
+                raise EncoderRefused("the request was cancelled", reason="too_late")
+            sock.settimeout(min(left, _POLL_S))
+            try:
+                return decoder_ipc.receive(
+                    sock, decoder_ipc.MediumOpened | decoder_ipc.MediumDecoded | decoder_ipc.DecodeFailed
+                )
+            except TimeoutError:
+                continue
+            except (OSError, msgspec.MsgspecError):
+                raise self._crashed() from None
+
+    def _late(self) -> None:
+        if self._end_s < self._limit_end_s:
+            self._process.kill("too_late")
+            raise EncoderRefused("the medium was not decoded before the deadline", reason="too_late")
+        self._process.kill("too_slow")
+        raise MediaError("the medium takes too long to decode; send a smaller medium", reason="too_slow")
+
+    def _crashed(self) -> MediaError | EncoderRefused:
+        stopping = self._process._stopped
+        self._process.kill("crashed")
+        if stopping:
+            return EncoderRefused("the service is stopping", reason="overloaded")
+        return MediaError("the decoder crashed on this medium", reason="crashed")
+
+
+@lru_cache(maxsize=1)
+def _report(bars: tuple[str, ...]) -> None:
+    """Log the restrictions of the decoding processes. The cache limits this to one line, because the
+    restrictions of all processes are the same."""
+    absent = [bar for bar in jail.BARS if bar not in bars]
+    if absent:
+        log.warning(
+            "decoding processes run without %s, which this kernel or container does not support. A file that "
+            "exploits a decoder can access everything that this user can. Active: memory limit%s",
+            ", ".join(absent),
+            "".join(f", {bar}" for bar in bars),
+        )
+    else:
+        log.info("decoding processes are confined by %s", ", ".join(bars))
+
+
+def _environment() -> dict[str, str]:
+    passed = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    # One thread per process, because there are as many processes as cores.
+    single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    kept = {"MALLOC_MMAP_THRESHOLD_": _KEPT_HEAP, "MALLOC_TRIM_THRESHOLD_": _KEPT_HEAP}
+    return {**passed, **single, **kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+class SandboxedDecoder:
+    """Decoder of one medium in a separate process. The process is killed after `limit_s` seconds, at `end_s`
+    on the monotonic clock, or when `wanted` returns False.
+    """
+
+    def __init__(
+        self, process: DecoderProcess, *, limit_s: float, end_s: float, wanted: Callable[[], bool]
+    ) -> None:
+        self._process = process
+        self._limit_s = limit_s
+        self._end_s = end_s
+        self._wanted = wanted
+
+    def image(
+        self,
+        data: bytes,
+        max_pixels: int,
+        on_header: OnHeader,
+        *,
+        decoding: Decoding = DEFAULT_DECODING,
+    ) -> RgbPixels:
+        job = decoder_ipc.ImageJob(max_pixels=max_pixels, decoding=decoding, limit_s=self._limit())
+        assigned = self._begin(job, [data])
+        opened = _read_header(assigned)
+        if not 0 < opened.width * opened.height <= max_pixels:
+            raise _reject(assigned)
+        _decide(assigned, lambda: on_header(MediumHeader.of_image(opened.width, opened.height)))
+        # In some formats, the decoded image has other sides than the header says.
+        shape, pixels = _read_result(
+            assigned, lambda s: len(s) == 3 and s[2] == 3 and s[0] * s[1] <= max_pixels
+        )
+        return RgbPixels(shape[1], shape[0], memoryview(pixels))
+
+    def audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples:
+        assigned = self._begin(decoder_ipc.AudioJob(max_s=max_s, limit_s=self._limit()), [data])
+        opened = _read_header(assigned)
+        if opened.rate <= 0 or not 0 <= opened.seconds <= max_s:
+            raise _reject(assigned)
+        _decide(assigned, lambda: on_header(MediumHeader.of_audio(opened.seconds, opened.rate)))
+        most = min(math.floor(max_s * opened.rate), MAX_SAMPLES)
+        _, samples = _read_result(assigned, lambda s: len(s) == 1 and s[0] <= most, itemsize=4)
+        return AudioSamples(samples=np.frombuffer(samples, np.float32), rate=opened.rate)
+
+    def video(
+        self,
+        data: bytes,
+        choose: Callable[[VideoHeader], Sequence[int]],
+        limits: VideoLimits,
+        on_header: OnHeader,
+    ) -> VideoFrames:
+        job = decoder_ipc.VideoJob(
+            max_s=limits.max_s,
+            max_frames=limits.max_frames,
+            max_pixels=limits.max_pixels,
+            limit_s=self._limit(),
+        )
+        return self._video(job, [data], choose, limits, on_header)
+
+    def frames(
+        self,
+        images: Sequence[bytes],
+        fps: float,
+        limits: VideoLimits,
+        on_header: OnHeader,
+        *,
+        decoding: Decoding = DEFAULT_DECODING,
+    ) -> VideoFrames:
+        job = decoder_ipc.FramesJob(
+            sizes=tuple(map(len, images)),
+            fps=fps,
+            max_frames=limits.max_frames,
+            max_pixels=limits.max_pixels,
+            decoding=decoding,
+            limit_s=self._limit(),
+        )
+        return self._video(job, images, lambda source: range(source.total), limits, on_header)
+
+    def _video(
+        self,
+        job: decoder_ipc.VideoJob | decoder_ipc.FramesJob,
+        parts: Sequence[bytes],
+        choose: Callable[[VideoHeader], Sequence[int]],
+        limits: VideoLimits,
+        on_header: OnHeader,
+    ) -> VideoFrames:
+        assigned = self._begin(job, parts)
+        header = _read_header(assigned)
+        if header.width * header.height <= 0 or header.total < 1 or header.fps <= 0:
+            raise _reject(assigned)
+        source = VideoHeader(total=header.total, fps=header.fps, width=header.width, height=header.height)
+        indices: list[int] = []
+        _decide(assigned, lambda: indices.extend(choose_frames(source, choose, limits, on_header)), indices)
+        one = source.width * source.height
+
+        def fits(s: tuple[int, ...]) -> bool:
+            return len(s) == 4 and s[0] == len(indices) and s[1] * s[2] == one and s[3] == 3
+
+        shape, pixels = _read_result(assigned, fits)
+        taken = np.frombuffer(pixels, np.uint8).reshape(shape)
+        return VideoFrames(frames=taken, indices=tuple(indices), source=source)
+
+    def _limit(self) -> float:
+        return max(min(self._limit_s, self._end_s - time.monotonic()), 0.01)
+
+    def _begin(self, job: decoder_ipc.Job, parts: Sequence[bytes]) -> AssignedJob:
+        return self._process.begin(job, parts, end_s=self._end_s, limit_s=self._limit_s, wanted=self._wanted)
+
+
+def _read_header(assigned: AssignedJob) -> decoder_ipc.MediumOpened:
+    message, fd = assigned.answer()
+    if fd is not None:
+        os.close(fd)
+    if not isinstance(message, decoder_ipc.MediumOpened):
+        raise _reject(assigned)
+    return message
+
+
+def _decide(assigned: AssignedJob, accept: Callable[[], None], indices: Sequence[int] = ()) -> None:
+    """Let the process decode the medium, unless `accept` raises."""
+    going = False
+    try:
+        accept()
+        going = True
+    finally:
+        assigned.tell(decoder_ipc.DecodeGo(tuple(indices)) if going else decoder_ipc.DecodeStop())
+
+
+def _read_result(
+    assigned: AssignedJob, fits: Callable[[tuple[int, ...]], bool], *, itemsize: int = 1
+) -> tuple[tuple[int, ...], mmap.mmap]:
+    message, fd = assigned.answer()
+    if fd is None:
+        raise _reject(assigned)
+    if (
+        not isinstance(message, decoder_ipc.MediumDecoded)
+        or min(message.shape, default=0) < 1
+        or not fits(message.shape)
+    ):
+        os.close(fd)
+        raise _reject(assigned)
+    try:
+        return message.shape, decoder_ipc.sealed(fd, math.prod(message.shape) * itemsize)
+    except (OSError, ValueError):
+        raise _reject(assigned) from None
+
+
+def _reject(assigned: AssignedJob) -> MediaError:
+    assigned.kill()
+    return MediaError("the decoder sent an invalid result", reason="crashed")

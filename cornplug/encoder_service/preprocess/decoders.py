@@ -1,0 +1,160 @@
+"""Interface between preprocessors and the sandbox that decodes untrusted bytes, and a decoder without
+sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from cornplug.encoder_service.media import audio, image, video
+from cornplug.encoder_service.media.audio import AudioSamples
+from cornplug.encoder_service.media.image import RgbPixels
+from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, VideoLimits
+from cornplug.encoder_service.wire.messages import DEFAULT_DECODING, Decoding
+
+_RGB_BYTES: Final = 3 + 4
+"""Bytes per pixel in the decoder's output, plus bytes per pixel in Pillow's memory."""
+_FRAME_BYTES: Final = 3
+_SAMPLE_BYTES: Final = 4 + 4
+"""Bytes per sample at the original rate, plus bytes per sample at the model's rate."""
+_SAMPLE_WORK: Final = 1.0
+"""Work to decode a sample, in pixels. A sample and a pixel each take a few bytes in a codec."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediumHeader:
+    """Size of a decoded medium, computed from its header."""
+
+    held_bytes: int
+    """Bytes of memory for the decoded pixels or samples that are used."""
+    work: float
+    """Number of pixels or samples that must be decoded. For a video, all frames up to the last sampled frame
+    count."""
+    pixels: int = 0
+    """Number of pixels of all sampled frames."""
+    seconds: float = 0.0
+
+    @classmethod
+    def of_image(cls, width: int, height: int) -> MediumHeader:
+        pixels = width * height
+        return cls(held_bytes=_RGB_BYTES * pixels, work=pixels, pixels=pixels)
+
+    @classmethod
+    def of_video(cls, source: VideoHeader, indices: Sequence[int]) -> MediumHeader:
+        frame = source.width * source.height
+        pixels = len(indices) * frame
+        made = (max(indices, default=-1) + 1) * frame
+        return cls(held_bytes=_FRAME_BYTES * pixels, work=made, pixels=pixels, seconds=source.duration_s)
+
+    @classmethod
+    def of_audio(cls, seconds: float, rate: int) -> MediumHeader:
+        samples = round(seconds * rate)
+        return cls(held_bytes=_SAMPLE_BYTES * samples, work=_SAMPLE_WORK * samples, seconds=seconds)
+
+
+OnHeader = Callable[[MediumHeader], None]
+"""Function that is called with the header before decoding. An exception stops the decoding."""
+
+
+class MediumDecoder(Protocol):
+    """Decoder of media. Methods raise MediaError as `media.image`, `media.audio` and `media.video` do, and
+    errors of `on_header`."""
+
+    def image(
+        self,
+        data: bytes,
+        max_pixels: int,
+        on_header: OnHeader,
+        *,
+        decoding: Decoding = DEFAULT_DECODING,
+    ) -> RgbPixels:
+        """Return the pixels of an image, decoded by one of the rules of `media.image`."""
+
+    def audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples: ...
+
+    def video(
+        self,
+        data: bytes,
+        choose: Callable[[VideoHeader], Sequence[int]],
+        limits: VideoLimits,
+        on_header: OnHeader,
+    ) -> VideoFrames: ...
+
+    def frames(
+        self,
+        images: Sequence[bytes],
+        fps: float,
+        limits: VideoLimits,
+        on_header: OnHeader,
+        *,
+        decoding: Decoding = DEFAULT_DECODING,
+    ) -> VideoFrames:
+        """Return the frames of a video that was sent as images."""
+
+
+class InProcessDecoder:
+    """Decoder in this process, for trusted media."""
+
+    def image(
+        self,
+        data: bytes,
+        max_pixels: int,
+        on_header: OnHeader,
+        *,
+        decoding: Decoding = DEFAULT_DECODING,
+    ) -> RgbPixels:
+        before = _image_header(on_header)
+        decoded = image.decode(data, max_pixels, before=before)
+        return RgbPixels.of(image.as_received(decoded, decoding))
+
+    def audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples:
+        return audio.decode(
+            data, max_s=max_s, before=lambda s, rate: on_header(MediumHeader.of_audio(s, rate))
+        )
+
+    def video(
+        self,
+        data: bytes,
+        choose: Callable[[VideoHeader], Sequence[int]],
+        limits: VideoLimits,
+        on_header: OnHeader,
+    ) -> VideoFrames:
+        return video.decode(data, lambda source: choose_frames(source, choose, limits, on_header), limits)
+
+    def frames(
+        self,
+        images: Sequence[bytes],
+        fps: float,
+        limits: VideoLimits,
+        on_header: OnHeader,
+        *,
+        decoding: Decoding = DEFAULT_DECODING,
+    ) -> VideoFrames:
+        def before(source: VideoHeader) -> None:
+            on_header(MediumHeader.of_video(source, range(source.total)))
+
+        return video.decode_frames(images, fps, limits, decoding=decoding, before=before)
+
+
+def choose_frames(
+    source: VideoHeader,
+    choose: Callable[[VideoHeader], Sequence[int]],
+    limits: VideoLimits,
+    on_header: OnHeader,
+) -> tuple[int, ...]:
+    """Return the numbers of the sampled frames, ascending, after calling `on_header` with the resulting size.
+
+    Raises MediaError("unprocessable", "too_many_frames", "too_many_pixels"), and errors of both functions.
+    """
+    indices = video.sampled(source, choose(source), limits)
+    on_header(MediumHeader.of_video(source, indices))
+    return indices
+
+
+def _image_header(on_header: OnHeader) -> image.Before:
+    return lambda width, height: on_header(MediumHeader.of_image(width, height))
+
+
+def accept_any(header: MediumHeader) -> None:
+    """Accept every header."""

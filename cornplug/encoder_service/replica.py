@@ -1,0 +1,404 @@
+"""Replicas: executors that run batches in another process, and restart the process when it ends.
+
+    starting ─ReplicaReady─> ready ─the process ends, or hangs─> lost ─backoff─> starting
+
+When the process ends, `run` raises `ReplicaLost` immediately for the batches in the process, and the
+dispatcher runs them on another replica.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from cornplug.encoder_service import replica_ipc
+from cornplug.encoder_service.execution.executor import BatchResult, EncodeBatch
+from cornplug.encoder_service.model_loader import LoadedModel
+from cornplug.errors import CheckpointError, ConfigError, ReplicaLost
+
+_FIRST_PAUSE_S: Final = 0.2
+_LONGEST_PAUSE_S: Final = 30.0
+_STEADY_S: Final = 60.0
+"""Run time in seconds after which the pause before the next restart is reset to the shortest."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSettings:
+    """Settings with which all replicas of a service start. Each replica has its own device."""
+
+    dtype: str
+    threads: int
+    """Number of torch threads of each replica."""
+    compile: bool = False
+
+
+class ReplicaExecutor:
+    """Executor that runs batches in another process, which is restarted when it ends."""
+
+    def __init__(self, device: str, settings: ReplicaSettings) -> None:
+        self.device: Final = device
+        self.uncompiled = 0
+        """Number of towers that the process could not compile."""
+        self.problem = ""
+        """Reason why the replica is not ready or lacks a model, or "" if it has all models and is ready."""
+        self.ends: Counter[str] = Counter()
+        """Number of times that the process ended unexpectedly, by reason: "died", "not_loaded",
+        "not_started"."""
+        self._settings = settings
+        self._lock = threading.Lock()  # guards the control socket and the fields below
+        self._models: dict[bytes, replica_ipc.ModelSpec] = {}
+        self._process: ReplicaProcess | None = None
+        self._ready = threading.Event()
+        self._attempted = threading.Event()
+        self._closing = threading.Event()
+        self._supervisor = threading.Thread(
+            target=self._supervise, name=f"cornplug-replica-{device}", daemon=True
+        )
+
+    @property
+    def lanes(self) -> int:
+        return 2 if self.device.startswith("cuda") else 1
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the process, or None if no process is running."""
+        process = self._process
+        return None if process is None else process.popen.pid
+
+    def start(self, models: Sequence[LoadedModel]) -> None:
+        """Start the process, which loads the models, without waiting for it."""
+        self._models = {model.identity: model for model in map(_model, models)}
+        self._supervisor.start()
+
+    def wait_started(self) -> None:
+        """Wait until the first process is ready. Raises CheckpointError if it cannot load every model."""
+        if not self._attempted.wait(START_S) or not self._ready.is_set() or self.problem:
+            raise CheckpointError(f"replica on {self.device}: {self.problem}", reason="replica")
+
+    def ready(self) -> bool:
+        return self._ready.is_set()
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        return self._ready.wait(timeout_s)
+
+    def run(self, batch: EncodeBatch) -> BatchResult:
+        process = self._process
+        if process is None or not self._ready.is_set():
+            raise ReplicaLost(f"replica on {self.device}: {self.problem}")
+        try:
+            channel = process.idle.get(timeout=RUN_S)
+        except queue.Empty:
+            raise ReplicaLost(f"replica on {self.device}: busy for {RUN_S:g} s") from None
+        if channel is None:
+            process.idle.put(None)
+            raise ReplicaLost(f"replica on {self.device}: {self.problem}")
+        try:
+            result, self.uncompiled = channel.run(batch)
+        except OSError as e:
+            # This thread may notice before the supervisor does. Kill the process, because it may only hang.
+            self._ready.clear()
+            process.popen.kill()
+            raise ReplicaLost(f"replica on {self.device} was lost: {e}") from e
+        finally:
+            process.idle.put(channel)
+        return result
+
+    def load(self, models: Sequence[LoadedModel]) -> None:
+        new = tuple(map(_model, models))
+        with self._lock:
+            answer = self._ask(replica_ipc.LoadModel(new))
+            problem = (
+                answer.message
+                if isinstance(answer, replica_ipc.ReplicaFailed)
+                else answer.problem
+                if answer
+                else ""
+            )
+            if problem:
+                self._ask(
+                    replica_ipc.DropModel(tuple(m.identity for m in new if m.identity not in self._models))
+                )
+                raise CheckpointError(f"replica on {self.device}: {problem}", reason="replica")
+            # A process that is not ready now loads these models when it starts.
+            self._models |= {model.identity: model for model in new}
+
+    def drop(self, models: Sequence[LoadedModel]) -> None:
+        with self._lock:
+            gone = tuple(loaded.served.identity for loaded in models)
+            self._models = {k: v for k, v in self._models.items() if k not in gone}
+            self._ask(replica_ipc.DropModel(gone))
+
+    def close(self) -> None:
+        self._closing.set()
+        process = self._process
+        if process is not None:
+            process.popen.kill()
+        if self._supervisor.is_alive():
+            self._supervisor.join()
+
+    def _ask(self, message: replica_ipc.LoadModel | replica_ipc.DropModel) -> replica_ipc.FromReplica | None:
+        """Send a control message to the process. Return the reply, or None if the process is not ready or
+        does not reply."""
+        process = self._process
+        if process is None or not self._ready.is_set():
+            return None
+        try:
+            return process.ask(message)
+        except OSError as e:
+            log.warning("replica on %s does not reply: %s", self.device, e)
+            self._ready.clear()
+            process.popen.kill()
+            return None
+
+    def _supervise(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while not self._closing.is_set():
+            began = time.monotonic()
+            reason = self._run_process()
+            self._attempted.set()
+            if self._closing.is_set():
+                return
+            steady = time.monotonic() - began > _STEADY_S
+            pause_s = _FIRST_PAUSE_S if steady else min(2 * pause_s, _LONGEST_PAUSE_S)
+            log.error("replica on %s: %s; restarting it in %g s", self.device, self.problem, pause_s)
+            self.ends[reason] += 1
+            self._closing.wait(pause_s)
+
+    def _run_process(self) -> str:
+        """Start a process and wait until it ends. Return the reason why it ended, as a key of `ends`."""
+        try:
+            # Create one extra lane for urgent batches, which run between the layers of other batches.
+            process = ReplicaProcess(self.lanes + 1)
+        except OSError as e:
+            self.problem = f"cannot start a process: {e}"
+            return "not_started"
+        with self._lock:
+            self._process = process
+            opened = self._open(process)
+            if opened:
+                self._ready.set()
+        if opened:
+            self._attempted.set()
+            self.problem = _exit_reason(process.popen.wait())
+            self._ready.clear()
+        with self._lock:
+            self._process = None
+        process.end()
+        return "died" if opened else "not_loaded"
+
+    def _open(self, process: ReplicaProcess) -> bool:
+        wanted = tuple(self._models.values())
+        settings = self._settings
+        try:
+            answer = process.ask(
+                replica_ipc.OpenModels(
+                    wanted, settings.dtype, self.device, settings.threads, settings.compile
+                )
+            )
+        except OSError as e:
+            self.problem = f"it ended or hung while it loaded: {e}"
+            return False
+        self.problem = answer.message if isinstance(answer, replica_ipc.ReplicaFailed) else answer.problem
+        return isinstance(answer, replica_ipc.ReplicaReady)
+
+
+def _model(loaded: LoadedModel) -> replica_ipc.ModelSpec:
+    return replica_ipc.ModelSpec(str(loaded.checkpoint.path), loaded.served.identity)
+
+
+def _exit_reason(status: int) -> str:
+    if status >= 0:
+        return f"it ended with status {status}"
+    return f"it was ended by {signal.Signals(-status).name}"
+
+
+START_S: Final = 900.0
+"""Maximum time in seconds for loading a replica's models."""
+RUN_S: Final = 600.0
+"""Maximum seconds for one batch, because no request waits longer."""
+
+
+class WorkerChannel:
+    """Service's end of one lane, which consists of a socket pair and two memfds."""
+
+    def __init__(self) -> None:
+        self._sock, self._child_end = socket.socketpair()
+        self._sock.settimeout(RUN_S)
+        self._inputs, self._outputs = replica_ipc.SharedBuffer.new(), replica_ipc.SharedBuffer.new()
+        self.fds = (self._child_end.fileno(), self._inputs.fd, self._outputs.fd)
+
+    def started(self) -> None:
+        """Close this process's copy of the child's end, after the child has inherited it. Otherwise the
+        socket would stay open after the child ends.
+        """
+        self._child_end.close()
+
+    def run(self, batch: EncodeBatch) -> tuple[BatchResult, int]:
+        """Run a batch in the process. Return the result, and the number of towers that the process could not
+        compile.
+
+        Raises OSError if the process has ended, ReplicaLost if it does not have a model of the batch, and
+        RuntimeError for an error of the tower.
+        """
+        tensors = [t for item in batch.items for t in item.tensors]
+        kept = [f for f in batch.features if f is not None]
+        rows = iter(self._inputs.write([*tensors, *kept]))
+        inputs = [tuple(next(rows) for _ in item.tensors) for item in batch.items]
+        media = tuple(
+            replica_ipc.MediumTensors(
+                inputs[i], item.tokens, item.geometry, None if batch.features[i] is None else next(rows)
+            )
+            for i, item in enumerate(batch.items)
+        )
+        wanted = tuple((model.identity, index) for model, index in batch.wanted)
+        replica_ipc.send(
+            self._sock, replica_ipc.RunBatch(media, wanted, batch.keep, batch.urgent, batch.share)
+        )
+        answer: replica_ipc.Computed = replica_ipc.receive(self._sock, replica_ipc.Computed)
+        if isinstance(answer, replica_ipc.ReplicaFailed):
+            raise ReplicaLost(answer.message) if answer.kind == "absent" else RuntimeError(answer.message)
+        # Copy the tensors, because the next batch overwrites the memory.
+        result = BatchResult(
+            embeddings=tuple(self._outputs.view(row).clone() for row in answer.embeddings),
+            features={i: self._outputs.view(row).clone() for i, row in answer.features},
+        )
+        return result, answer.uncompiled
+
+    def close(self) -> None:
+        self._sock.close()
+        self._child_end.close()
+        self._inputs.close()
+        self._outputs.close()
+
+
+class ReplicaProcess:
+    """Process of a replica. It is started when the object is created."""
+
+    def __init__(self, lanes: int) -> None:
+        self._control, child_end = socket.socketpair()
+        self._control.settimeout(START_S)
+        self._channels = [WorkerChannel() for _ in range(lanes)]
+        self.idle: queue.SimpleQueue[WorkerChannel | None] = queue.SimpleQueue()
+        fds = [child_end.fileno(), *(fd for channel in self._channels for fd in channel.fds)]
+        self.popen = subprocess.Popen(
+            # -P: use the packages of this process, not modules in the working directory.
+            [sys.executable, "-P", "-m", "cornplug.encoder_service.replica_main", *map(str, fds)],
+            pass_fds=fds,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        self.started_s = time.monotonic()
+        child_end.close()
+        for channel in self._channels:
+            channel.started()
+            self.idle.put(channel)
+
+    def ask(
+        self, message: replica_ipc.OpenModels | replica_ipc.LoadModel | replica_ipc.DropModel
+    ) -> replica_ipc.FromReplica:
+        """Send a control message and return the reply. Raises OSError if the process has ended or does not
+        reply.
+        """
+        replica_ipc.send(self._control, message)
+        answer: replica_ipc.FromReplica = replica_ipc.receive(self._control, replica_ipc.FromReplica)
+        return answer
+
+    def end(self) -> None:
+        """Kill the process, and wait for the threads that use its lanes."""
+        self.popen.kill()
+        self.popen.wait()
+        self._control.close()
+        for _ in self._channels:
+            self.idle.get()
+        self.idle.put(None)
+        for channel in self._channels:
+            channel.close()
+
+
+class ReplicaMetrics(Collector):
+    """Collector of the replicas' metrics for `/metrics`."""
+
+    def __init__(self, replicas: Sequence[ReplicaExecutor]) -> None:
+        self._replicas = replicas
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the current values. prometheus_client calls it at each scrape."""
+        ready = GaugeMetricFamily(
+            "cornplug_encoder_replica_ready",
+            "1 while the replica computes, else 0.",
+            labels=("replica", "device"),
+        )
+        plain = GaugeMetricFamily(
+            "cornplug_encoder_replica_uncompiled_towers",
+            "Towers that --compile could not compile.",
+            labels=("replica",),
+        )
+        ends = CounterMetricFamily(
+            "cornplug_encoder_replica_ends",
+            "Processes of replicas that ended by themselves.",
+            labels=("replica", "reason"),
+        )
+        for number, replica in enumerate(map(str, range(len(self._replicas)))):
+            one = self._replicas[number]
+            ready.add_metric((replica, one.device), float(one.ready()))
+            plain.add_metric((replica,), one.uncompiled)
+            for reason in ("died", "not_loaded", "not_started"):
+                ends.add_metric((replica, reason), one.ends[reason])
+        yield from (ready, plain, ends)
+
+
+def devices_of(device: str, replicas: int) -> list[str]:
+    """Return the device of each replica. Raises ConfigError if there are fewer devices than replicas."""
+    if device.startswith("cuda"):
+        if ":" in device:
+            raise ConfigError("--replicas", f"--device {device} is a single GPU", "Set --device cuda.")
+        have, what = torch.cuda.device_count(), "GPUs"
+    else:
+        have, what = cores(), "cores"
+    if not 1 <= replicas <= have:
+        raise ConfigError(
+            "--replicas",
+            f"{replicas} were requested, but this host has {have} {what}",
+            f"Set a number from 1 to {have}, or 0.",
+        )
+    return [f"cuda:{i}" for i in range(replicas)] if what == "GPUs" else [device] * replicas
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def open_replicas(
+    devices: Sequence[str], settings: ReplicaSettings, models: Sequence[LoadedModel]
+) -> list[ReplicaExecutor]:
+    """Start one replica on each device and wait until all are ready. Raises CheckpointError."""
+    replicas = [ReplicaExecutor(device, settings) for device in devices]
+    try:
+        for replica in replicas:
+            replica.start(models)
+        for replica in replicas:
+            replica.wait_started()
+    except CheckpointError:
+        for replica in replicas:
+            replica.close()
+        raise
+    return replicas

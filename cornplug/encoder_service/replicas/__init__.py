@@ -1,1 +1,0 @@
-"""Replicas: worker processes that run towers, one for each GPU."""

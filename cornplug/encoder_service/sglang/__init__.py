@@ -1,1 +1,0 @@
-"""SGLang's encoder-disaggregation protocol, served by the same encoder service."""

@@ -1,0 +1,272 @@
+"""Embeddings of one engine: policy for fetching them from the encoder service, background saving of those
+that the engine had to compute, and measurement of the tower's run time.
+
+    not in the store ──allowed──> requested ──valid reply────────> "service_*"
+                          │         └─ error, late, invalid ─> a miss; a failed service starts a back-off
+                          └─ unidentified, not served, down, backed off ─> a miss
+
+`EncoderRequestPolicy` does no I/O, and uses no threads or clock. The vLLM plugin polls for replies from an
+engine's loop, and the SGLang plugin awaits them on an event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from cornplug.codec import ITEM_BYTES, PayloadKind
+from cornplug.encoder_service.wire.messages import EncodeReply
+from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
+from cornplug.engine_common.model_identity import TowerIdentity
+from cornplug.engine_common.runtime import EngineRuntime
+from cornplug.errors import CodecError, CornplugError, EncoderError, EncoderUnavailable
+from cornplug.store.messages import MAX_COST_S
+from cornplug.store.payload import NewPayload, put_payload
+
+_STEPS_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
+_NOT_ITS_FAULT: Final = frozenset({"encoder_down", "bad_input", "no_inputs", "shm_cache"})
+"""Error reasons that do not start a backoff, because no service is running, or only one image is affected."""
+
+
+class BackOff:
+    """Increasing backoff after failures of the encoder service.
+
+    All times are seconds on the same monotonic clock. Used by one thread.
+    """
+
+    def __init__(self) -> None:
+        self._ask_after = 0.0
+        self._failures = 0
+
+    def spares(self, now: float) -> bool:
+        """Return whether requests should not be sent to the service now, because it failed recently."""
+        return now < self._ask_after
+
+    def failed(self, error: EncoderError, now: float) -> None:
+        """Record a failed request. Requests that were in flight together count as one failure."""
+        if error.reason not in _NOT_ITS_FAULT and now >= self._ask_after:
+            self._ask_after = now + _STEPS_S[min(self._failures, len(_STEPS_S) - 1)]
+            self._failures += 1
+
+    def answered(self) -> None:
+        """Record a reply from the service, which ends the backoff."""
+        self._ask_after, self._failures = 0.0, 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedEmbedding:
+    """Key, shape and dtype that an engine expects of an embedding."""
+
+    key: bytes
+    rows: int
+    width: int | None = None
+    """Number of columns of the embedding, or None if the language model's width is unknown."""
+    dtype: str | None = None
+    """Name of the torch dtype without the "torch." prefix, or None if unknown."""
+
+    def check(self, dtype: str, shape: Sequence[int], size_bytes: int) -> None:
+        """Raise CodecError("wrong_shape") unless an embedding with this dtype, shape and size matches what is
+        expected."""
+        wanted = (self.rows, shape[-1] if self.width is None and shape else self.width)
+        if tuple(shape) != wanted or dtype not in ITEM_BYTES or self.dtype not in (None, dtype):
+            raise CodecError(f"{dtype} {tuple(shape)}", reason="wrong_shape")
+        if size_bytes != math.prod(shape) * ITEM_BYTES[dtype]:
+            raise CodecError(
+                f"expected {dtype} {tuple(shape)}, received {size_bytes} bytes", reason="wrong_shape"
+            )
+
+
+class EncoderRequestPolicy:
+    """Decides whether to send a request to the encoder service, and whether to accept the service's reply.
+    All times are seconds on the same monotonic clock. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._backoff = BackOff()
+
+    def identity_to_ask(
+        self, tower: TowerIdentity | None, *, identified: bool, refusal: EncoderError | None, now: float
+    ) -> bytes:
+        """Return the model identity to send in a request to the encoder service.
+
+        Args:
+            tower: identity of the engine's tower, or None.
+            identified: whether the identification has ended, so that None means that there is no identity.
+            refusal: the error with which the connection would reject a request immediately, if any.
+
+        Raises EncoderError if no request should be sent now. Call this before packing the pixels, which takes
+        tens of milliseconds.
+        """
+        if tower is None or tower.served_identity is None:
+            reason = "not_served" if identified else "identifying"
+            raise EncoderUnavailable("no encoder service is known to serve this model", reason=reason)
+        if refusal is not None:
+            raise refusal
+        if self._backoff.spares(now):
+            raise EncoderUnavailable("the encoder service failed recently", reason="encoder_backoff")
+        return tower.served_identity
+
+    def replied(self, reply: EncodeReply, expected: ExpectedEmbedding) -> str:
+        """Check the reply to a request, and return the source of the embedding as a metrics label. If the
+        reply has no tensor, the embedding is in the store.
+
+        Raises EncoderUnavailable("encoder_bad_response"), CodecError("wrong_shape").
+        """
+        self._backoff.answered()
+        if reply.key != expected.key:
+            raise EncoderUnavailable(
+                "the encoder service replied with a different key", reason="encoder_bad_response"
+            )
+        if reply.tensor is not None:
+            expected.check(reply.tensor.dtype, reply.tensor.shape, len(reply.tensor.data))
+        return f"service_{reply.origin}"
+
+    def failed(self, error: CornplugError, now: float) -> str:
+        """Return the miss reason for a request that failed with this error. Failures of the service start a
+        backoff."""
+        if isinstance(error, EncoderError):
+            self._backoff.failed(error, now)
+        return error.reason
+
+    def late(self, now: float) -> str:
+        """Return the miss reason for a request that exceeded its deadline, which counts as a failure of the
+        service."""
+        return self.failed(
+            EncoderUnavailable("the encoder service did not reply in time", reason="encoder_timeout"), now
+        )
+
+
+_MAX_WAITING: Final = 64
+_MAX_WAITING_BYTES: Final = 256 << 20
+"""Maximum total size in bytes of embeddings that wait to be saved, so that a slow store cannot exhaust the
+engine's memory. A larger embedding is accepted if no other embedding waits."""
+log = logging.getLogger(__name__)
+
+
+class TowerClock:
+    """Measures the tower's run time in each step. On a GPU, which runs asynchronously, it uses device events.
+    Used by the engine's thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._began: Any = None
+        self._ended: Any = None
+        self._rows = 0
+        self._open: list[tuple[int, Any, Any]] = []
+
+    def begin(self) -> None:
+        """Start to time a step. If the tower runs in this step, its run must be this thread's next work."""
+        self._began, self._ended, self._rows = self._now(), None, 0
+
+    def ran(self, rows: int) -> None:
+        """Record that the tower has computed `rows` more rows in this step."""
+        self._ended = self._now()
+        self._rows += rows
+
+    def measured(self) -> list[tuple[int, float]]:
+        """Return (number of rows, seconds) for each step in which the tower ran and that the device has
+        finished since the last call."""
+        if self._rows and self._began is not None:
+            self._open.append((self._rows, self._began, self._ended))
+            self._began, self._rows = None, 0
+        done = [one for one in self._open if not self._cuda or one[2].query()]
+        self._open = [one for one in self._open if one not in done]
+        return [(rows, self._between(began, ended)) for rows, began, ended in done]
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, began: Any, ended: Any) -> float:
+        return float(began.elapsed_time(ended)) / 1e3 if self._cuda else float(ended - began)
+
+
+class EmbeddingPublisher:
+    """Saves embeddings to the store on a background thread. Calls `report(outcome, bytes)` once per offered
+    embedding, from any thread."""
+
+    def __init__(self, runtime: EngineRuntime, report: Callable[[str, int], None]) -> None:
+        self._run = runtime
+        self._report = report
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cornplug-publish")
+        self._lock = threading.Lock()
+        self._waiting: list[int] = []
+        """Size in bytes of each embedding that waits to be saved."""
+
+    def offer(
+        self, key: bytes, embedding: torch.Tensor, *, cost_s: float = 0.0, patience_s: float = 0.0
+    ) -> None:
+        """Save an embedding of shape (rows, hidden), which may be on any device. Returns without waiting for
+        the save, after at most `patience_s`.
+
+        Args:
+            cost_s: Seconds that this engine's tower takes to compute the embedding, or 0 if not measured.
+            patience_s: Maximum seconds to wait if too many embeddings are already waiting to be saved.
+        """
+        if not self._has_room(embedding.nbytes):
+            if patience_s:
+                self.flush(patience_s)
+            if not patience_s or not self._has_room(embedding.nbytes):
+                self._report("busy", 0)
+                return
+        mark = None
+        if embedding.is_cuda:
+            mark = torch.cuda.Event()
+            mark.record()
+        self._thread.submit(self._publish, key, embedding, mark, min(cost_s, MAX_COST_S))
+
+    def _has_room(self, size: int) -> bool:
+        with self._lock:
+            waiting = self._waiting
+            if waiting and (len(waiting) >= _MAX_WAITING or sum(waiting) + size > _MAX_WAITING_BYTES):
+                return False
+            waiting.append(size)
+            return True
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` until all embeddings offered before have been saved or rejected."""
+        wait([self._thread.submit(lambda: None)], timeout_s)
+
+    def close(self) -> None:
+        """Finish the current save and drop all embeddings that are still waiting."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _publish(self, key: bytes, embedding: torch.Tensor, mark: Any, cost_s: float) -> None:
+        outcome, size = "error", 0
+        try:
+            if mark is not None:
+                # A new thread uses device 0 by default, and would create a CUDA context there.
+                torch.cuda.set_device(embedding.device)
+                mark.synchronize()
+            payload = raw_bytes(embedding)
+            size = payload.nbytes
+            outcome = put_payload(
+                self._run.store,
+                NewPayload(
+                    payload,
+                    PayloadKind.EMBEDDING,
+                    key=key,
+                    dtype=dtype_name(embedding.dtype),
+                    shape=tuple(embedding.shape),
+                ),
+                app=self._run.app,
+                deadline_s=self._run.background_timeout_s,
+                cost_s=cost_s,
+            )
+        except CornplugError as e:
+            log.debug("embedding not saved: %s", e)
+            outcome = e.reason
+        finally:
+            with self._lock:
+                self._waiting.remove(embedding.nbytes)
+            self._report(outcome, size)

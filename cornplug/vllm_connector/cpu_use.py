@@ -1,0 +1,203 @@
+"""Limits on the CPU use of vLLM's processes, so that it is as low as without a connector.
+
+`EngineAlarm` wakes an idle engine core. vLLM's engine core blocks on its input queue while it has no work.
+Without this timer, an engine that saves pages after a pause would have to run steps during each pause,
+hundreds of times per second in two processes. The timer puts vLLM's own wake-up message into that queue, as
+vLLM's signal handler does.
+
+`IdleRest` sleeps briefly in steps that compute nothing. While page copies or disk reads are in flight, vLLM
+polls for their completion about 650 times per second, in two processes. On a small host this polling takes
+CPU time from the copies, the store, and the API server that will receive the next request.
+
+A vLLM worker polls shared memory continuously for one second after each message from its engine core.
+cornplug makes an engine run steps while it waits for the encoder service or copies KV, and each of these
+steps would restart that second. The worker would then use a CPU core that is needed by the process that it
+waits for, or by another engine. With this module, the second counts from the last step with tokens, as in an
+engine without cornplug.
+
+With any KV connector, an engine on a CPU reserves one more core per worker, intended for NIXL's progress
+thread. A host with two cores has no core to reserve. vLLM then computes on both cores, and every other
+process interrupts vLLM's threads, which wait for each other at each operation. With this module, vLLM does
+not reserve a core for cornplug.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from cornplug.vllm_connector.compat import KV_CONNECTOR
+
+REST_S: Final = 1e-3
+"""Seconds that an idle engine core sleeps in one step. This is also the maximum delay before it notices a new
+request or a completed copy."""
+
+_RECHECK_MS: Final = 50
+"""Maximum milliseconds that a worker waits for a notification before it checks for a message itself."""
+
+
+class EngineAlarm:
+    """Timer that wakes this process's engine core. There is one timer per process. The engine's thread sets
+    the timer, and a separate thread fires it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._wake: Callable[[], None] | None = None
+        self._has_input: Callable[[], bool] | None = None
+        self._in_wave: Callable[[], bool] | None = None
+        self._due: float | None = None
+        self._rings = False
+        """Whether the timer's thread is running and will fire the wake-up."""
+
+    def bind(
+        self,
+        wake: Callable[[], None] | None,
+        has_input: Callable[[], bool] | None = None,
+        in_wave: Callable[[], bool] | None = None,
+    ) -> None:
+        """Bind the timer to an engine's busy loop, or unbind it by passing None as `wake` after the loop has
+        ended.
+
+        Args:
+            wake: wakes the engine core. None unbinds the timer.
+            has_input: returns whether the engine core's input queue has messages.
+            in_wave: returns whether all data-parallel replicas currently step together.
+        """
+        with self._changed:
+            self._wake, self._has_input, self._in_wave = wake, has_input, in_wave
+            self._due = None
+            self._changed.notify()
+
+    def set(self, seconds: float) -> bool:
+        """Schedule a wake-up of the engine core after `seconds`. Returns False if the engine does not run its
+        own busy loop, because such an engine does not sleep.
+
+        A later call postpones the wake-up. There is a single caller, which always passes the same delay.
+        """
+        with self._changed:
+            if self._wake is None:
+                return False
+            self._due = time.monotonic() + seconds
+            if not self._rings:
+                self._rings = True
+                threading.Thread(target=self._ring, name="cornplug-alarm", daemon=True).start()
+            return True
+
+    def input_waits(self) -> bool:
+        """Return whether a new request, or the abort of a request, may be queued for the engine's next
+        step."""
+        has_input = self._has_input
+        return has_input is None or has_input()
+
+    def replicas_wait(self) -> bool:
+        """Return whether other data-parallel replicas wait for this engine's steps. Replicas of a
+        mixture-of-experts model compute in lockstep while any replica has a request."""
+        in_wave = self._in_wave
+        return in_wave is not None and in_wave()
+
+    def _ring(self) -> None:
+        """Wake the engine core at the due time, then end the timer's thread.
+
+        Pauses are frequent, so the thread checks whether the wake-up was postponed only when its original
+        time has passed.
+        """
+        with self._changed:
+            while self._due is not None:
+                left = self._due - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(left)
+            wake = self._wake if self._due is not None else None
+            self._due, self._rings = None, False
+        if wake is not None:
+            wake()
+
+
+ALARM: Final = EngineAlarm()
+
+
+class IdleRest:
+    """Makes an engine core sleep briefly in steps that compute nothing, so that polling does not use a CPU
+    core."""
+
+    def __init__(self, sleep: Callable[[float], None] = time.sleep, alarm: EngineAlarm = ALARM) -> None:
+        self._sleep, self._alarm = sleep, alarm
+        self._empty = False
+        """Whether the last step had nothing to compute."""
+
+    def step(self, *, empty: bool, waits: Callable[[], bool]) -> None:
+        """Sleep for `REST_S` if this step and the previous step are empty, `waits()` is true, and no other
+        data-parallel replica waits for this engine. `waits` returns whether the engine runs steps only
+        because cornplug has work in flight.
+
+        With asynchronous scheduling, the scheduler schedules the step after a computing step before the
+        computing step's output arrives. Therefore a single empty step does not sleep.
+        """
+        if empty and self._empty and waits() and not self._alarm.replicas_wait():
+            self._sleep(REST_S)
+        self._empty = empty
+
+
+class _Steps:
+    """Activity of this worker process: whether its last step computed tokens, and when the last step that
+    computed tokens began."""
+
+    def __init__(self) -> None:
+        self.computes = True
+        self.computed_s = time.monotonic()
+        """Time when the last step with tokens began."""
+
+
+_steps: Final = _Steps()
+
+
+def began(*, computes: bool) -> None:
+    """Record that this worker process begins a step. `computes` is whether the step computes tokens."""
+    _steps.computes = computes
+    if computes:
+        _steps.computed_s = time.monotonic()
+
+
+def _run_busy_loop(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
+    from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.engine.core import DPEngineCoreProc
+
+    ALARM.bind(
+        lambda: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None)),
+        lambda: not core.input_queue.empty(),
+        lambda: isinstance(core, DPEngineCoreProc) and core.engines_running,
+    )
+    try:
+        return original(core, *args, **kwargs)
+    finally:
+        ALARM.bind(None)
+
+
+def _wait(
+    original: Callable[..., None], condition: Any, timeout_ms: int | None = None, *args: Any, **kwargs: Any
+) -> None:
+    if not _steps.computes and condition.is_reader:
+        condition.last_read = min(condition.last_read, _steps.computed_s)
+        timeout_ms = _RECHECK_MS if timeout_ms is None else min(timeout_ms, _RECHECK_MS)
+    original(condition, timeout_ms, *args, **kwargs)
+
+
+def _reserve_as_stock(
+    original: Callable[..., None], manager: Any, config: Any, *args: Any, **kwargs: Any
+) -> None:
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector == KV_CONNECTOR:
+        config = copy.copy(config)
+        config.kv_transfer_config = None
+    original(manager, config, *args, **kwargs)
+
+
+WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    ("vllm.v1.engine.core", "EngineCoreProc.run_busy_loop", _run_busy_loop),
+    ("vllm.v1.engine.core", "DPEngineCoreProc.run_busy_loop", _run_busy_loop),
+    ("vllm.utils.ompmultiprocessing", "OMPProcessManager.__init__", _reserve_as_stock),
+    ("vllm.distributed.device_communicators.shm_broadcast", "SpinCondition.wait", _wait),
+)

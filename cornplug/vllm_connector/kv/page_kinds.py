@@ -1,0 +1,292 @@
+"""Page kinds of a model, one for each of vLLM's cache groups.
+
+In models with recurrent states, a page has as many tokens as a block, because a hit can end only where vLLM
+keeps a state.
+
+vLLM caches a recurrent state (Mamba, gated delta nets) in the block that contains the state's last token
+(mamba cache mode "align"). A page contains that block: the states of all layers of the group after the page's
+last token. Pages are treated as bytes, so every kind of state that vLLM describes by MambaSpec can be shared.
+
+vLLM loads a draft (an EAGLE head or a draft model) after its target and adds its layers to the groups by
+their KV cache specs. For example, the layers of GPT-OSS's EAGLE-3 head are added to the group of full
+attention if it has the same heads. Page keys of an engine with a draft contain the draft's identity, so pages
+of such a group contain the draft's layers after the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.errors import LayoutError
+from cornplug.identity import LINK_TOKENS
+from cornplug.kv_page import PageGeometry, PageSize, WholePage, tensor_parallel_heads
+from cornplug.vllm_connector.kv.cache_geometry import (
+    layer_number,
+    page_dtype,
+    page_geometry,
+    require_plain,
+    require_whole_contexts,
+    steady_drafts,
+    unlisted_field,
+)
+from cornplug.vllm_connector.model.model_config import drafts_with_kv
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+
+_METHODS: Final = frozenset({"eagle3"})
+"""Methods of speculative decoding, as named by vLLM, that are tested with several cache groups."""
+DRAFT_PREFIX: Final = "draft_model"
+"""Prefix of the layer names of a draft model. Its layer numbers start again at 0. The layer numbers of an
+EAGLE head continue after the target model's."""
+OF_STATES: Final[Mapping[str, str]] = {
+    "shapes": "in the page",
+    "dtypes": "in the page",
+    "mamba_type": "in the page",
+    "block_size": "the page's tokens",
+    "mamba_cache_mode": "compared with align",
+    "num_speculative_blocks": "compared with 0",
+    "num_prefill_checkpoint_blocks": "only blocks that vLLM caches under the hash of their tokens are saved",
+    "prefill_checkpoint_alignment": "only blocks that vLLM caches under the hash of their tokens are saved",
+    "page_size_padded": "the worker reads the strides of the cache itself",
+    "block_stride_alignment": "the worker reads the strides of the cache itself",
+    "dcp_sharded": "context parallelism is refused",
+}
+"""Fields of vLLM's MambaSpec that may have any value, each with the reason. All other fields must have their
+default values."""
+
+
+def draft_layers(config: VllmConfig, cache: KVCacheConfig) -> Mapping[str, int]:
+    """Return the layer number of each layer of the draft model that has KV, by layer name. The numbers
+    continue after the target model's layers. Empty without a draft model.
+
+    Raises LayoutError, with the reason, if the draft model's KV cannot be shared.
+    """
+    speculative = steady_drafts(config)
+    if speculative is None:
+        return {}
+    several = f"{len(cache.kv_cache_groups)} KV cache groups (a hybrid model)"
+    if speculative.method not in _METHODS:
+        raise LayoutError(
+            f"{several} with --speculative-config method {speculative.method} (not tested; "
+            f"{', '.join(sorted(_METHODS))} and ngram can be shared)",
+            reason="speculative",
+        )
+    model, draft = config.model_config, speculative.draft_model_config
+    heads = draft.get_total_num_kv_heads(), speculative.draft_parallel_config.tensor_parallel_size
+    if heads != (model.get_total_num_kv_heads(), config.parallel_config.tensor_parallel_size):
+        raise LayoutError(
+            f"{several}, and the draft model has a different number of KV heads", reason="speculative"
+        )
+    if len({group.kv_cache_spec.block_size for group in cache.kv_cache_groups}) > 1:
+        # vLLM uses different block sizes so that layers with different head sizes have blocks of the same
+        # number of bytes.
+        raise LayoutError(f"{several} with different block sizes, and a draft model", reason="speculative")
+    total = model.get_total_num_hidden_layers()
+    groups = [
+        [
+            name
+            for name in group.layer_names
+            if name.startswith(f"{DRAFT_PREFIX}.") or layer_number(name) >= total
+        ]
+        for group in cache.kv_cache_groups
+    ]
+    found = [names for names in groups if names]
+    if len(found) != 1:
+        raise LayoutError(
+            f"{several}, and the draft model has layers in {len(found)} groups", reason="speculative"
+        )
+    names = sorted(found[0], key=layer_number)
+    if len(set(map(layer_number, names))) < len(names):
+        raise LayoutError(
+            f"{several}, and the draft model has two caches per layer: {names}", reason="speculative"
+        )
+    return {name: total + place for place, name in enumerate(names)}
+
+
+def state_page(config: VllmConfig, spec: Any, layers: Sequence[int], page_tokens: int) -> PageGeometry:
+    """Return the page geometry of a cache group with the recurrent states of these layers. Raises LayoutError
+    if the group cannot be shared."""
+    from vllm.platforms import current_platform
+
+    cache = config.cache_config
+    if spec.mamba_cache_mode != "align":
+        raise LayoutError(
+            "vLLM keeps states only of running requests; set --enable-prefix-caching to keep more",
+            reason="hybrid",
+        )
+    if spec.num_speculative_blocks:
+        raise LayoutError("state layers with speculative decoding are not supported", reason="speculative")
+    if cache.prefix_match_unit not in (None, spec.block_size):
+        raise LayoutError(
+            "state checkpoints inside blocks (--prefix-match-unit) are not supported", reason="hybrid"
+        )
+    if spec.block_size != page_tokens or page_tokens % LINK_TOKENS:
+        raise LayoutError(
+            f"states at the ends of blocks of {spec.block_size} tokens do not fit pages of {page_tokens} "
+            "tokens",
+            reason="layout",
+        )
+    if field := unlisted_field(spec, OF_STATES):
+        raise LayoutError(f"state layers with {field} are not supported", reason="hybrid")
+    shapes = " ".join(
+        f"{dtype_name(of)}{list(shape)}" for shape, of in zip(spec.shapes, spec.dtypes, strict=True)
+    )
+    return PageGeometry(
+        page_tokens=page_tokens,
+        # Each rank holds the states of its own heads, in an order that its kernels define.
+        heads=config.parallel_config.tensor_parallel_size,
+        layers=len(layers),
+        dim=spec.state_content_size_bytes,
+        dtype="uint8",
+        planes=1,
+        engine="vllm",
+        group=tuple(layers),
+        # Kernels of another platform may order a state's values differently.
+        state=f"{spec.mamba_type.name} {current_platform.device_type} {shapes}",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PageKind:
+    """Page geometry, block size and layers of one cache group."""
+
+    geometry: PageGeometry
+    block_size: int
+    layer_names: tuple[str, ...]
+    """vLLM's names of the group's layers, in their order in a page."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether a request that continues at a token needs all pages before that token. False if it needs
+        only the last pages (a window or a state)."""
+        return not (self.geometry.window or self.geometry.state)
+
+    def needed_from(self, end: int) -> int:
+        """Return the index of the first token whose blocks a request needs in order to continue at token
+        `end`.
+
+        The result is a multiple of the block size, because vLLM keeps and caches only complete blocks.
+        """
+        if self.whole:
+            return 0
+        tail = 1 if self.geometry.state else self.geometry.window - 1
+        return max(0, end - tail) // self.block_size * self.block_size
+
+
+def page_kinds(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> tuple[PageKind, ...]:
+    """Return one page kind per cache group of the model, in vLLM's order of groups.
+
+    Raises LayoutError, with the reason, if KV cannot be shared. A prefix can be loaded only if every group
+    has its pages, so a model with one unsupported group shares nothing.
+    """
+    groups = cache.kv_cache_groups
+    if not groups:
+        raise LayoutError("this engine has no KV", reason="layout")
+    if len(groups) == 1:
+        geometry = page_geometry(config, cache, page_tokens)
+        return (PageKind(geometry, groups[0].kv_cache_spec.block_size, tuple(groups[0].layer_names)),)
+    several = f"{len(groups)} KV cache groups (a hybrid model)"
+    require_whole_contexts(config)
+    if config.parallel_config.pipeline_parallel_size > 1:
+        raise LayoutError(f"{several} with pipeline parallelism", reason="hybrid")
+    of_states = [group.kv_cache_spec.block_size for group in groups if _keeps_states(group)]
+    if of_states and drafts_with_kv(config) is not None:
+        raise LayoutError("state layers with speculative decoding are not supported", reason="speculative")
+    drafts = draft_layers(config, cache)
+    _require_layers_of_the_model(config, cache, drafts)
+    page_tokens = max(of_states, default=page_tokens)
+    kinds = tuple(_kind(config, group, page_tokens, several, drafts) for group in groups)
+    if not any(kind.whole for kind in kinds):
+        raise LayoutError(f"{several}, none with full attention", reason="hybrid")
+    if of_states and any(kind.geometry.window for kind in kinds):
+        # With both, vLLM reports how many tokens of full attention its own cache has, but the cache may have
+        # fewer tokens for a window.
+        raise LayoutError(f"{several}, with sliding windows and states", reason="hybrid")
+    beside = ", ".join(sorted({kind.geometry.state for kind in kinds if kind.geometry.state}))
+    return tuple(kind if kind.geometry.state else _beside(kind, beside) for kind in kinds)
+
+
+def _beside(kind: PageKind, states: str) -> PageKind:
+    return replace(kind, geometry=replace(kind.geometry, beside=states))
+
+
+def _keeps_states(group: KVCacheGroupSpec) -> bool:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return type(group.kv_cache_spec) is MambaSpec
+
+
+def _require_layers_of_the_model(config: VllmConfig, cache: KVCacheConfig, drafts: Mapping[str, int]) -> None:
+    """Raise LayoutError unless the cache groups contain exactly the layers of the model and its draft. Each
+    model layer may occur at most once with KV and once with a state.
+
+    A layer without a group has no cache (for example an MLP), or uses another layer's cache. The worker half
+    rejects caches that belong to no group. Falcon-H1 numbers its states after all of its layers.
+    """
+    total = config.model_config.get_total_num_hidden_layers()
+    for of_states, limit in ((False, total), (True, 2 * total)):
+        groups = [group for group in cache.kv_cache_groups if _keeps_states(group) is of_states]
+        names = [name for group in groups for name in group.layer_names if name not in drafts]
+        numbers = sorted(map(layer_number, names))
+        if len(set(numbers)) < len(numbers) or max(numbers, default=0) >= limit:
+            raise LayoutError(
+                f"unexpected layer numbers {numbers} for a model with {total} layers", reason="hybrid"
+            )
+
+
+def _kind(
+    config: VllmConfig, group: KVCacheGroupSpec, page_tokens: int, several: str, drafts: Mapping[str, int]
+) -> PageKind:
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheGroupRole,
+        SlidingWindowSpec,
+    )
+
+    spec: Any = group.kv_cache_spec
+    if group.role is not KVCacheGroupRole.DEFAULT or group.host_resident or not group.enable_kv_transfer:
+        raise LayoutError(f"{several}, of which one has a special role", reason="hybrid")
+    numbered = {name: drafts.get(name, layer_number(name)) for name in group.layer_names}
+    names = tuple(sorted(numbered, key=numbered.__getitem__))
+    numbers = tuple(map(numbered.__getitem__, names))
+    if _keeps_states(group):
+        return PageKind(state_page(config, spec, numbers, page_tokens), spec.block_size, names)
+    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
+        raise LayoutError(f"{several}, one with {type(spec).__name__}", reason="hybrid")
+    require_plain(spec)
+    dtype, quantised = page_dtype(config, spec)
+    heads = config.model_config.get_total_num_kv_heads()
+    held, _ = tensor_parallel_heads(heads, config.parallel_config.tensor_parallel_size, 0)
+    if spec.num_kv_heads != len(held):
+        raise LayoutError(f"{several}, with different KV heads", reason="hybrid")
+    if page_tokens % spec.block_size and spec.block_size % page_tokens:
+        raise LayoutError(
+            f"{several}: blocks of {spec.block_size} tokens do not fit pages of {page_tokens} tokens",
+            reason="layout",
+        )
+    geometry = PageGeometry(
+        page_tokens=page_tokens,
+        heads=heads,
+        layers=len(names),
+        dim=spec.head_size,
+        dtype=dtype,
+        # Whether SGLang computes the same pages has not been tested.
+        engine="vllm",
+        group=numbers,
+        window=spec.sliding_window if type(spec) is SlidingWindowSpec else 0,
+        quantised=quantised,
+    )
+    return PageKind(geometry, spec.block_size, names)
+
+
+def whole_page(kinds: Sequence[PageKind]) -> PageSize:
+    """Return the size of a page with all layers of the model, which is the sum of one page of each kind."""
+    if len(kinds) == 1:
+        return kinds[0].geometry
+    return WholePage(kinds[0].geometry.page_tokens, sum(kind.geometry.page_bytes for kind in kinds))

@@ -1,0 +1,159 @@
+"""Resets, pauses and the end of an engine: which stored pages the engine ignores afterwards, and what happens
+to copies that are still in flight.
+
+A user may request a connector reset (`/reset_prefix_cache?reset_external=true`). After such a reset, the
+engine ignores pages that were stored before it. Other engines still use these pages. vLLM also resets
+connectors in each pause and sleep, because the weights may change. Pages stay valid in this case, because
+their keys depend on the weights, and sharing ends when weights are replaced. After it wakes up, an engine can
+load its prefixes from the store.
+
+An engine core in a separate process continues to run steps until all copies have ended. An engine core in its
+caller's process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) runs no step after the program's last request, so copies
+may be in flight when it sleeps or when the program ends.
+
+vLLM removes a request when it ends, but keeps an aborted request until its blocks are loaded, and asserts
+that no request with the same id arrives in the meantime. A client that reuses request ids would stop the
+engine, if VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1 makes vLLM use these ids unchanged. With this module, the
+load keeps the blocks, and vLLM removes the request.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from cornplug.engine_common.runtime import EngineRuntime
+from cornplug.errors import CornplugError
+from cornplug.store.base import KEY_BYTES, PROMOTED, Leases, PayloadLocation, Reservation, ReserveTerms
+from cornplug.vllm_connector import compat
+
+_LAST_SAVES_S: Final = 5.0
+"""Maximum seconds to wait for unfinished saves when the program ends."""
+
+_here: Final = threading.local()
+
+
+def part_of_pause() -> bool:
+    """Return whether this thread is currently resetting caches because the engine is paused or put to
+    sleep."""
+    return getattr(_here, "pausing", False)
+
+
+class StoredBefore:
+    """Distinguishes pages that were stored before the last reset, which this engine ignores, from pages that
+    were stored later."""
+
+    def __init__(self, runtime: EngineRuntime) -> None:
+        self._run = runtime
+        self._due = False
+        self._last: PayloadLocation | None = None
+        """Location that the store reserved right after the last reset. Pages with an older generation were
+        stored before the reset. None if there was no reset."""
+
+    def begin(self) -> None:
+        """Begin a reset. The store is queried only at the next lookup, so that the caller does not wait."""
+        self._due = True
+
+    def known(self) -> bool:
+        """Return whether pages from before the reset can be distinguished from later pages. After a reset,
+        this needs a reply from the store."""
+        if self._due:
+            try:
+                self._last = self._reserve_now()
+            except CornplugError:
+                return False
+            self._due = self._last is None
+        return not self._due
+
+    @property
+    def reset(self) -> bool:
+        """Whether a reset of the connector was requested. Pages read back from disk may predate the reset."""
+        return self._due or self._last is not None
+
+    def leading_since(self, leases: Leases) -> int:
+        """Return the number of leading leases whose pages are known to be stored after the last reset. Pages
+        that were read back from disk do not count."""
+        if self._last is None:
+            return len(leases)
+        generations = leases.generations
+        since = self._last.generation if leases.arena_id == self._last.arena_id else 0
+        old = np.flatnonzero((generations < since) | (generations >= PROMOTED))
+        return int(old[0]) if len(old) else len(leases)
+
+    def _reserve_now(self) -> PayloadLocation | None:
+        store, deadline_s = self._run.store, self._run.deadline_s
+        wanted = [(secrets.token_bytes(KEY_BYTES), 1)]
+        (given,) = store.reserve(wanted, ReserveTerms(self._run.app), deadline_s=deadline_s)
+        if not isinstance(given, Reservation):
+            return None
+        store.release([given.token], deadline_s=deadline_s)
+        return given.location
+
+
+def _reset_caches(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
+    _here.pausing = True
+    try:
+        return original(core, *args, **kwargs)
+    finally:
+        _here.pausing = False
+
+
+def _sleep(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if has_kv_transfer_group():
+        for connector in _ours(get_kv_transfer_group()):
+            connector._end_copies()
+    return original(worker, *args, **kwargs)
+
+
+def _shutdown(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
+    from vllm.v1.engine.core import EngineCoreProc
+
+    if not isinstance(core, EngineCoreProc):
+        try:
+            _end_saves(core)
+        except Exception:  # noqa: BLE001 - any error of the engine
+            compat.logger.warning("cornplug: the last KV pages were not saved", exc_info=True)
+    return original(core, *args, **kwargs)
+
+
+def _end_saves(core: Any) -> None:
+    """Run engine steps until the saves of the last requests have ended. On a CPU, these copies wait until the
+    engine is idle."""
+    connectors = [] if core.scheduler.has_unfinished_requests() else list(_ours(core.scheduler.connector))
+    until = time.monotonic() + _LAST_SAVES_S
+    while any(one.has_pending_push_work() for one in connectors) and time.monotonic() < until:
+        core.step_fn()
+
+
+def _add_request(
+    original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    held = scheduler.requests.get(request.request_id)
+    # With several connectors, the report that a load has ended does not identify the load, so it is not
+    # detached.
+    detach = getattr(scheduler.connector, "_detach_load", None)
+    if held is not None and held.is_finished() and detach is not None and detach(held):
+        scheduler._free_blocks(held)
+    return original(scheduler, request, *args, **kwargs)
+
+
+def _ours(connector: Any) -> Iterator[Any]:
+    """Yield cornplug's KV connector, which is `connector` itself or one of its children."""
+    for one in getattr(connector, "sub_connectors", [connector]):
+        if hasattr(one, "_end_copies"):
+            yield one
+
+
+WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    ("vllm.v1.engine.core", "EngineCore._reset_caches", _reset_caches),
+    ("vllm.v1.worker.gpu_worker", "Worker.sleep", _sleep),
+    ("vllm.v1.engine.core", "EngineCore.shutdown", _shutdown),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.add_request", _add_request),
+)
