@@ -352,10 +352,6 @@ def _say(what: str) -> None:
     print(f"cornplug: nixl://: {what}", file=sys.stderr, flush=True)
 
 
-if __name__ == "__main__":
-    main(client_settings(MemberSettings), [int(number) for number in sys.argv[1:]])
-
-
 MOST_CHANNEL_BYTES: Final = 1 << 20
 _NONCE_BYTES: Final = 16
 _MAC_BYTES: Final = 16
@@ -438,3 +434,7 @@ class MemberChannel:
                 raise TimeoutError(f"no message within {within_s:g} s")
             if meanwhile is not None:
                 meanwhile()
+
+
+if __name__ == "__main__":
+    main(client_settings(MemberSettings), [int(number) for number in sys.argv[1:]])
