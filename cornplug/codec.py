@@ -64,7 +64,7 @@ def checksum(payload: bytes | memoryview) -> int:
 
 
 def header_checksums(headers: Sequence[bytes]) -> list[int]:
-    """Return the checksum with which each of these headers ends if it is not damaged."""
+    """Return, for each header, the checksum that an undamaged header ends with."""
     digest = xxhash.xxh3_64_intdigest
     return [digest(header[:-8]) for header in headers]
 
@@ -75,7 +75,7 @@ def encode_header(header: PayloadHeader) -> bytes:
     if len(header.key) != 32 or len(name) > 255 or len(header.shape) > 255:
         raise CodecError(f"header does not fit its format: {header}", reason="codec")
     if not 1 <= len(header.checksums) <= 0xFFFF:
-        raise CodecError(f"{len(header.checksums)} segments, want 1 to 65535", reason="codec")
+        raise CodecError(f"{len(header.checksums)} segments, must be between 1 and 65535", reason="codec")
     body = _FIXED.pack(
         MAGIC, VERSION, header.kind, len(name), len(header.shape), 0, len(header.checksums), header.key
     )
@@ -106,7 +106,7 @@ def decode_header(meta: bytes | memoryview, *, key: bytes) -> PayloadHeader:
     try:
         named, dtype = PayloadKind(kind), data[_FIXED.size : at].decode()
     except ValueError as e:  # The checksum is correct, but another release wrote the header.
-        raise CodecError(f"header of a kind of another release: {e}", reason="version") from e
+        raise CodecError(f"header is from another release: {e}", reason="version") from e
     return PayloadHeader(
         kind=named,
         key=found_key,
@@ -139,7 +139,7 @@ def encode_part(
     Raises CodecError if a field is too large for the format.
     """
     if not checksums or not 1 <= segments <= 0xFFFF or not all(0 <= i < segments for i in checksums):
-        raise CodecError(f"a part of segments {sorted(checksums)} of {segments}", reason="codec")
+        raise CodecError(f"invalid part: segments {sorted(checksums)} of {segments}", reason="codec")
     header = PayloadHeader(kind, key, dtype, tuple(shape), tuple(checksums.values()))
     fixed = _PART.pack(PART_MAGIC, segments, len(checksums))
     return fixed + struct.pack(f"<{len(checksums)}H", *checksums) + encode_header(header)
@@ -164,13 +164,13 @@ def join_parts(parts: Iterable[bytes], *, key: bytes) -> bytes:
         indices = struct.unpack_from(f"<{count}H", part, _PART.size)
         claims.add((header.kind, header.dtype, header.shape, total))
         if len(header.checksums) != count or not found.keys().isdisjoint(indices):
-            raise CodecError("two parts claim one segment", reason="parts")
+            raise CodecError("two parts contain the same segment", reason="parts")
         found.update(zip(indices, header.checksums, strict=True))
     if len(claims) != 1:
-        raise CodecError(f"parts of {len(claims)} different payloads", reason="parts")
+        raise CodecError(f"the parts belong to {len(claims)} different payloads", reason="parts")
     ((kind, dtype, shape, total),) = claims
     if sorted(found) != list(range(total)):
-        raise CodecError(f"{len(found)} of {total} segments", reason="parts")
+        raise CodecError(f"the parts contain only {len(found)} of {total} segments", reason="parts")
     return encode_header(PayloadHeader(kind, key, dtype, shape, tuple(found[i] for i in range(total))))
 
 

@@ -4,9 +4,10 @@ Precedence, highest first: explicit arguments (engine flags), environment variab
 `CORNPLUG_CONFIG`, and the defaults below. A relative path in the file is relative to the file's folder. Any
 other relative path is relative to the working directory.
 
-Every setting is read here. Three other modules read a CORNPLUG_* variable that is not a setting: SGLang's
-processes pass one to their children (`sglang_hooks/activation.py`), one names the programs of another
-environment (`planner/launch/command_process.py`), and one names the folder of sockets (`private_paths.py`).
+Every setting is read here. Three other modules read CORNPLUG_* variables that are not settings:
+`sglang_hooks/activation.py` (variables that SGLang's processes pass to their children),
+`planner/launch/command_process.py` (paths of programs in other environments) and `private_paths.py` (folder
+for sockets).
 
 The docstring of a setting is its entry in `docs/configuration.md`, which `script/docs` writes.
 """
@@ -51,13 +52,13 @@ __all__ = [
 ]
 
 IMAGES_PER_PROMPT: Final = "engine_flag.images_per_prompt"
-"""Maximum number of images in a prompt of a server without a tower (`--limit-mm-per-prompt`). Absent: no
-limit."""
+"""Maximum number of images in a prompt of a server without a tower (`--limit-mm-per-prompt`). There is no
+limit if the key is absent."""
 EMBEDDINGS_BY_VALUE: Final = "engine_flag.embeddings_by_value"
 """True if requests may contain embeddings (`--enable-mm-embeds`)."""
 _ENGINE_FLAGS: Final[Mapping[str, type]] = {IMAGES_PER_PROMPT: int, EMBEDDINGS_BY_VALUE: bool}
-"""vLLM's own flags that the main process sends to the other processes of an engine, beside the settings of
-`portable`. They are not settings, so no file and no environment variable sets them."""
+"""vLLM's own flags, which an engine's main process sends to its other processes together with the settings.
+They are not settings, so they cannot be set in the file or in an environment variable."""
 
 
 class EncoderConfig(Section):
@@ -76,29 +77,31 @@ class EncoderConfig(Section):
     urls: tuple[str, ...] = ()
     """Services that `EncoderClient` uses. Empty: the service at `host` and `port`."""
     deadline_s: float = Field(default=10.0, gt=0, le=MAX_DEADLINE_S)
-    """Maximum wait of an engine for an embedding, at most 120. Once it has measured its own tower, it waits
-    three times that duration, at least 0.5 s. Then it runs its own tower."""
+    """Maximum time that an engine waits for an embedding, at most 120. An engine that has measured its own
+    tower waits three times the tower's duration, at least 0.5 s. After the wait, the engine runs its own
+    tower."""
     language_only_timeout_s: float = Field(default=60.0, gt=0, le=MAX_DEADLINE_S)
-    """Maximum wait of an engine without a tower for an embedding, at most 120."""
+    """Maximum time that an engine without a tower waits for an embedding, at most 120."""
     max_batch_tokens: int | None = Field(default=None, gt=0)
-    """Maximum number of tokens in a batch after its first medium. None: 2048 on a CPU, 32,768 on a GPU."""
+    """Maximum number of tokens in a batch. A larger medium has its own batch. None: 2048 on a CPU, 32,768 on
+    a GPU."""
     prepare_threads: int = Field(
         default_factory=lambda: max(2, min(16, len(os.sched_getaffinity(0)))), gt=0, le=256
     )
-    """Media that are decoded and preprocessed concurrently. Default: the number of cores, between 2 and
-    16."""
+    """Number of media that are decoded and preprocessed concurrently. Default: the number of cores, between
+    2 and 16."""
     drain_s: float = Field(default=25.0, gt=0)
-    """Maximum time that a stopping service spends on admitted requests."""
+    """Maximum time that a stopping service waits for admitted requests to finish."""
     max_pixels: int = Field(default=64_000_000, gt=0)
-    """Maximum size of a decoded image. The frames of a video may have four times as many pixels."""
+    """Maximum number of pixels of an image. The frames of a video may have four times as many in total."""
     max_media_s: float = Field(default=600.0, gt=0)
-    """Maximum length of audio or video."""
+    """Maximum length of audio or video, in seconds."""
     max_body_bytes: ByteSize = Field(default=64 << 20, gt=0)
     """Maximum body size of an HTTP request."""
     admin_key: SecretStr = SecretStr("")
     """Key for reloading weights over HTTP. Empty: clients on this host can reload."""
     require_key: bool = False
-    """Accept only requests with a key of a class or with `admin_key`."""
+    """Accept only requests with an API key of a class, or with `admin_key`."""
     allow_anonymous: bool = False
     """Allow a `host` that is not loopback without `require_key`."""
     trust_salts: bool = False
@@ -113,9 +116,9 @@ class EncoderConfig(Section):
     hosts."""
     allow_hosts: tuple[str, ...] = ("*",)
     """Hosts ("images.example.org, *.cdn.example.org") from which URLs are [fetched](security.md#urls). "*"
-    allows every host with a public address, and empty none."""
+    allows every host with a public address. An empty list allows no host."""
     allow_networks: str = ""
-    """Private networks ("10.2.0.0/16") from which URLs of allowed hosts are fetched."""
+    """Private networks ("10.2.0.0/16") in which allowed hosts may have their addresses."""
 
     @field_validator("urls", "engine_urls", "allow_hosts", mode="before")
     @classmethod
@@ -182,21 +185,21 @@ class EngineConfig(Section):
     """Load and save KV pages."""
     save: Literal["always", "second", "never"] = "second"
     """KV pages to save. "always": every computed page. "second": pages that a second request uses, on this
-    engine or (vLLM only) another engine of the store, and other pages while idle, into free memory. "never":
-    none."""
+    engine or (vLLM only) another engine with the same store. While the engine is idle, it also saves other
+    pages into free memory. "never": no pages."""
     share_embeddings: bool = True
     """Load and save embeddings, and use the encoder service."""
     sglang_preprocessing: Literal["auto", "cpu", "device"] = "auto"
-    """Where an SGLang server with a GPU preprocesses images. "cpu": like vLLM and the encoder service, to
-    share embeddings with them. "device": SGLang's default. "auto": "cpu" if an encoder service responds when
-    the server starts, otherwise "device"."""
+    """Where an SGLang server with a GPU preprocesses images. "cpu": on the CPU, as vLLM and the encoder
+    service do, so that embeddings can be shared with them. "device": on the GPU, SGLang's default. "auto":
+    "cpu" if an encoder service responds when the server starts, otherwise "device"."""
     trust_weight_version: bool = False
-    """Share after a trainer replaces this engine's weights, if it follows [two
+    """Continue to share after a trainer replaces this engine's weights. The trainer must follow [two
     rules](operate.md#weights-from-a-trainer)."""
     tower: Literal["engine", "service"] = "engine"
     """Where the vision tower of a vLLM server runs. "engine": in the server. "service": in the services at
-    `encoder.engine_urls`. Requests with images then get status 503 if none responds within
-    `encoder.language_only_timeout_s`."""
+    `encoder.engine_urls`. Requests with images then get status 503 if no service responds
+    within `encoder.language_only_timeout_s`."""
 
 
 class Config(Section):
@@ -273,9 +276,9 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
 def portable(config: Config) -> dict[str, Any]:
     """Return the settings as {"section.field": value} in plain JSON.
 
-    They are for a process with another environment or working directory, in which `load_portable` restores
-    equal settings. [qos] and the encoder service's key are left out, because processes started by an engine
-    do not read them.
+    `load_portable` restores equal settings from the result, even in a process with another environment or
+    working directory. [qos] and the encoder service's key are left out, because processes started by an
+    engine do not read them.
     """
     sections = config.model_dump(mode="json", exclude={"qos": True, "encoder": {"admin_key"}})
     return {
@@ -288,7 +291,7 @@ def portable(config: Config) -> dict[str, Any]:
 def load_portable(values: Mapping[str, Any]) -> Config:
     """Restore settings from the result of `portable`. Any other mapping is passed to `load`.
 
-    Flags of the engine are checked and left out. Raises ConfigError like `load`.
+    Engine flags in `values` are checked, and are not part of the result. Raises the same errors as `load`.
     """
     for name in values.keys() & _ENGINE_FLAGS.keys():
         kind = _ENGINE_FLAGS[name]

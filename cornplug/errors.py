@@ -120,7 +120,7 @@ class EncoderRefused(EncoderError):
     def __init__(self, message: str, *, reason: str = "error", retry_after_s: float | None = None) -> None:
         super().__init__(message, reason=reason)
         self.retry_after_s = retry_after_s
-        """Seconds after which a retry can succeed, or None if the service has not sent a time."""
+        """Seconds after which a retry can succeed, or None if the service sent no time."""
 
 
 class ReplicaLost(EncoderError):

@@ -122,12 +122,12 @@ def frames_digest(
     h.update(struct.pack(">16sQQQ", b"RGB", width, height, len(times_s)))
     for time_s in times_s:
         if not math.isfinite(time_s):
-            raise ValueError(f"a frame at {time_s} s")
+            raise ValueError(f"the time of a frame is {time_s} s, must be finite")
         h.update(struct.pack(">q", round(time_s * 1e6)))
     for frame, time_s in zip(frames, times_s, strict=True):
         size = memoryview(frame).nbytes
         if size != width * height * 3:
-            raise ValueError(f"the frame at {time_s} s has {size} bytes at {width} x {height} pixels")
+            raise ValueError(f"the frame at {time_s} s has {size} bytes, want {width} x {height} x 3")
         h.update(frame)
     return h.digest()
 
@@ -208,10 +208,10 @@ def medium_lineage(key: bytes, rows: int) -> bytes:
         key: Embedding key of the medium.
         rows: Number of rows of the medium's embedding in this prompt. It equals the number of the medium's
             placeholder tokens, not counting ordinary tokens between them. The number can differ between
-            prompts, because some processors take the other media of a prompt into account. In this case the
-            first rows differ too.
+            prompts, because some processors take the other media of a prompt into account. If the number
+            differs, the values of the first rows differ too.
 
-    Raises ValueError if the key has another size or the number is negative.
+    Raises ValueError if the key does not have 32 bytes, or if `rows` is negative.
     """
     if len(key) != DIGEST_BYTES:
         raise ValueError(f"key must be {DIGEST_BYTES} bytes, not {len(key)}")
@@ -282,7 +282,7 @@ def page_key(secret: bytes, root: bytes, page_tokens: int, chain_value: bytes) -
 
 def page_keys(secret: bytes, root: bytes, page_tokens: int, chain_values: Iterable[bytes]) -> list[bytes]:
     """Return `page_key` for each chain value."""
-    # This is an inlined `keyed` that encodes the bytes common to all keys of a root only once.
+    # `keyed` is inlined here, so that the bytes that all keys of a root share are encoded only once.
     before = _before_link(root, page_tokens)
     sha256, hmac_sha256 = hashlib.sha256, hmac.digest
     return [hmac_sha256(secret, sha256(before + value).digest(), "sha256") for value in chain_values]
@@ -312,7 +312,8 @@ def of_trainer(identity: bytes, start: bytes, version: str) -> bytes:
     Args:
         identity: Identity of the weights with which the engine started.
         start: Fingerprint of all weights of the checkpoint with which the engine started. It is necessary,
-            because two checkpoints can have the same `identity`, and their trainers the same versions.
+            because two checkpoints can have the same `identity`, and their trainers can assign the same
+            versions.
         version: Version that the trainer has assigned.
 
     The result differs from the identity of every checkpoint.
@@ -323,7 +324,7 @@ def of_trainer(identity: bytes, start: bytes, version: str) -> bytes:
 
 
 def overridden(identity: bytes, overrides: Mapping[str, Any]) -> bytes:
-    """Return the identity of a model with settings that override the checkpoint's.
+    """Return the identity of a model with settings that override the checkpoint's settings.
 
     Returns `identity` if there are no overrides.
     """

@@ -1,4 +1,4 @@
-"""Engine-neutral KV page: its geometry, and the part of it that each rank holds.
+"""Engine-neutral KV page: the geometry of a page, and the part that each rank holds.
 
 A page contains the KV of `page_tokens` tokens in every layer. The head is the outermost dimension:
 
@@ -85,17 +85,17 @@ class PageGeometry:
     `dtype`."""
     state: str = ""
     """Kind, shapes and dtypes of a recurrent state, or "" for KV. A page with a state has one state of `dim`
-    bytes per layer instead of `page_tokens` rows: the state after the page's last token. Each of the `heads`
-    is the part of the state on one rank."""
+    bytes per layer instead of `page_tokens` rows: the state after the page's last token. Each "head" in
+    `heads` is the part of the state on one rank."""
     beside: str = ""
     """`state` of the model's recurrent layers, if this page belongs to the attention layers. The precision of
-    that state affects their KV. "" if the model has no recurrent layers."""
+    the state affects the KV in this page. "" if the model has no recurrent layers."""
 
     def __post_init__(self) -> None:
         of_bytes = self.dtype == "uint8"
         if not (self.state or self.quantised in QUANTISED if of_bytes else self.dtype in ITEM_BYTES):
             raise LayoutError(
-                f"kv cache dtype {self.dtype!r} is not shared; {', '.join(ITEM_BYTES)} are",
+                f"KV caches with dtype {self.dtype!r} are not shared, only {', '.join(ITEM_BYTES)}",
                 reason="kv_dtype",
             )
         if min(self.page_tokens, self.heads, self.layers, self.dim, self.planes) < 1:
@@ -122,7 +122,7 @@ class PageGeometry:
 
     @property
     def layer_bytes(self) -> int:
-        """Number of bytes of one head in one layer."""
+        """Size in bytes of one head in one layer."""
         return self.planes * self.rows * self.dim * ITEM_BYTES.get(self.dtype, 1)
 
     @property
@@ -197,6 +197,6 @@ def tensor_parallel_heads(total_heads: int, tp_size: int, tp_rank: int) -> tuple
 
 
 def pages_between(start_token: int, end_token: int, page_tokens: int) -> range:
-    """Return the numbers of the pages from the page that contains `start_token` to the last page that ends at
-    or before `end_token`."""
+    """Return the numbers of pages: from the page that contains `start_token` to the last page that ends at or
+    before `end_token`."""
     return range(start_token // page_tokens, end_token // page_tokens)

@@ -247,11 +247,11 @@ class SocketClaim:
     def renew(self) -> socket.socket | None:
         """Claim the path again if its files were removed, and return the listening socket.
 
-        The socket may be a new socket. Returns None if another process has claimed the path.
+        The socket is new if the path was claimed again. Returns None if another process has claimed the path.
         """
         try:
             if not self._stands():
-                _log.warning("%s or its lock was removed or replaced, creating it again", self._path)
+                _log.warning("%s or its lock was removed or replaced: trying to create it again", self._path)
                 self._take(wait_s=0.0)
             self._touch()
             self._logged = ""

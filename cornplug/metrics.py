@@ -1,10 +1,9 @@
 """Names and help texts of metrics, and the `Tally` that counts in engine processes.
 
 Prometheus does not scrape the engine processes in which the connectors run. The connectors therefore count
-into a `Tally`, and the engine's own connector hooks carry the counts to its `/metrics`. Metrics of the
-encoder service are in `encoder_service/service_metrics.py`. The store fills its table from
-snapshots of its counters (`store/daemon/metrics_endpoint.py`). `script/docs` generates docs/metrics.md from
-all tables.
+into a `Tally`, and the engine's connector API carries the counts to the engine's `/metrics`. The store fills
+`STORE_METRICS` from snapshots of its counters (`store/daemon/metrics_endpoint.py`). Metrics of the encoder
+service are in `encoder_service/service_metrics.py`. `script/docs` generates docs/metrics.md from all tables.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class Metric(NamedTuple):
     help: str
     labels: Labels
     values: str = ""
-    """Values of label `outcome` or `reason` and their meaning, unless docs/troubleshooting.md has them."""
+    """Values of the label `outcome` or `reason`, unless docs/troubleshooting.md explains the values."""
 
 
 WAIT_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -46,7 +45,7 @@ METRICS: Mapping[str, Metric] = {
     "cornplug_staged_pages_total": Metric(
         "counter",
         "KV pages that vLLM copied through a CPU buffer, because the GPU driver could not access the store. "
-        "Some are normal while the store grows.",
+        "A few such pages are normal while the store grows.",
         ("app",),
     ),
     "cornplug_saved_tokens_total": Metric(
@@ -80,7 +79,7 @@ STORE_METRICS: Mapping[str, Metric] = {
         ("app",),
     ),
     "cornplug_store_entries": Metric(
-        "gauge", "Entries. An entry can be in both tiers.", ("namespace", "tier")
+        "gauge", "Number of entries. An entry can be in both tiers.", ("namespace", "tier")
     ),
     "cornplug_store_leases": Metric("gauge", "Leases held by readers.", ()),
     "cornplug_store_open_reservations": Metric("gauge", "Entries that are being written.", ()),
@@ -90,7 +89,7 @@ STORE_METRICS: Mapping[str, Metric] = {
         "Entries read.",
         ("namespace", "tier"),
     ),
-    "cornplug_store_misses_total": Metric("counter", "Keys that a client tried to read in vain.", ()),
+    "cornplug_store_misses_total": Metric("counter", "Absent keys that a client tried to read.", ()),
     "cornplug_store_lookups_total": Metric(
         "counter",
         "Keys looked up in the shared table. An engine repeats the lookup of a waiting request in each step.",
@@ -194,7 +193,7 @@ LABELS: Mapping[str, str] = {
 
 
 class Tally:
-    """Thread-safe counts since the last drain. Keys are (metric, label values)."""
+    """Thread-safe counters and histogram samples since the last `drain`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -202,7 +201,10 @@ class Tally:
         self._samples: dict[tuple[str, Labels], list[float]] = {}
 
     def count(self, name: str, *labels: str, by: float = 1) -> None:
-        """Add `by` to a counter. Raises KeyError for an unknown name and ValueError for other labels."""
+        """Add `by` to a counter.
+
+        Raises KeyError for an unknown metric, and ValueError for a wrong number of labels or another kind.
+        """
         self._check(name, labels, "counter")
         with self._lock:
             self._counts[name, labels] = self._counts.get((name, labels), 0) + by

@@ -134,7 +134,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def _make_secret(path: Path) -> None:
-    """Create the secret file so that processes that do this at the same time get the same secret."""
+    """Create the secret file. If several processes create it concurrently, all get the same secret."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     draft.touch(mode=0o600)

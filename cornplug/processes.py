@@ -1,4 +1,4 @@
-"""Starts child processes, waits for them, and terminates them together with all their descendants.
+"""Child processes that are started, awaited, and terminated together with all their descendants.
 
 Each child process leads its own session. All its descendants can therefore be found and terminated, even if
 they form process groups. A Ctrl-C in the terminal reaches only the parent, which stops its children in order.

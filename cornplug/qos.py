@@ -1,4 +1,4 @@
-"""Classes of service: determines the class of each caller, and its guarantees. Without I/O or a clock.
+"""Classes of service: the class of each caller, and the guarantees of each class. Without I/O or a clock.
 
     [qos]
     default = "standard"                 # for callers that match no other class
@@ -69,8 +69,8 @@ class QosCaller:
 
     @property
     def account(self) -> str:
-        """Account to which the caller's store entries are charged: its tenant, or its class if it has
-        none."""
+        """Account to which the caller's store entries are charged: the tenant, or the class if the caller has
+        no tenant."""
         return f"class {self.qos.name}" if self.tenant is None else f"tenant {self.tenant}"
 
 

@@ -173,8 +173,8 @@ def _plot(path: Path, scores: Mapping[int, ReplayScore]) -> None:
 
 
 class StoreReplay:
-    """Cache with the store's policy. For each request, it makes the calls that an engine would make: lease
-    the present entries, then reserve and commit the missing entries.
+    """Cache with the store's policy. For each request, it leases the present entries, then reserves and
+    commits the missing entries, as an engine would do.
     """
 
     def __init__(self, capacity_bytes: int, namespaces: Mapping[str, NamespaceConfig] | None = None) -> None:
@@ -372,7 +372,7 @@ def _request(
     time_s: float, app: str, hash_ids: list[int], block_tokens: int, cost: TokenCost
 ) -> TraceRequest:
     size, seconds = block_tokens * cost.kv_bytes, block_tokens * cost.prefill_s
-    # A block may occur twice in a request (the digest of padding), but is one entry in the store.
+    # A block may occur twice in a request (the digest of padding), but the store has only one entry for it.
     keys = dict.fromkeys(each & _KEY_MASK for each in hash_ids)
     return TraceRequest(time_s, app, tuple(TraceAccess(key, size, seconds) for key in keys), is_prefix=True)
 
@@ -385,7 +385,7 @@ def _cornplug(line: bytes, cost: TokenCost) -> TraceRequest:
         )
         for each in call.entries
     )
-    # A line contains only entries that were present or were written, so a missing prefix cannot be detected.
+    # A line lists only entries that were present or were written, so it does not show a missing prefix.
     return TraceRequest(call.t, call.app, accesses, is_prefix=False)
 
 

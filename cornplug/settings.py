@@ -51,7 +51,7 @@ def _read(value: object) -> object:
 
 
 ByteSize = Annotated[int, BeforeValidator(_read)]
-"""Number of bytes, for settings. Text can have a unit."""
+"""Type of settings that are a number of bytes, or text with a unit, such as "64GiB"."""
 
 
 class Section(BaseModel):
@@ -59,7 +59,7 @@ class Section(BaseModel):
 
 
 def comma_separated(value: object) -> object:
-    """Split a string at commas, for values of flags and variables. Any other value is returned unchanged."""
+    """Split a string at commas. Any other value is returned unchanged."""
     if not isinstance(value, str):
         return value
     return tuple(part.strip() for part in value.split(",") if part.strip())
@@ -69,18 +69,18 @@ class NamespaceConfig(Section):
     """One namespace of the store. Apps without a namespace share the namespace "default"."""
 
     apps: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = ()
-    """Apps (`engine.app`) in this namespace. Empty: the app with the name of the namespace."""
+    """Apps (`engine.app`) in this namespace. Empty: the app that has the same name as the namespace."""
     share: float = Field(default=0.0, ge=0, le=1)
     """Guaranteed fraction of the store. Other namespaces can use the unused part."""
     ceiling: float = Field(default=1.0, gt=0, le=1)
     """Maximum fraction of the store. At its ceiling, the namespace evicts its own entries."""
     priority: int = 0
-    """Beyond the shares, entries of the lowest priority are evicted first."""
+    """Namespaces that use more than their share lose entries in order of priority, the lowest first."""
     ttl_s: float | None = Field(default=None, gt=0)
     """Time from writing until an entry expires. None: never."""
     pinned: bool = False
-    """Keep entries until they are deleted or expire. Requires a `ceiling` below 1, at which new entries are
-    rejected."""
+    """Keep entries until they are deleted or expire. Requires a `ceiling` below 1. New entries above the
+    ceiling are rejected."""
 
 
 def metrics_address(text: str) -> tuple[str, int]:
@@ -113,18 +113,19 @@ class StoreConfig(Section):
     """URLs of [far stores](deploy-many-hosts.md#share-kv-between-hosts), through which hosts share
     entries."""
     far_secret_files: tuple[Path, ...] = ()
-    """Absolute paths of secrets for records in far stores. The first encrypts, and all decrypt
-    ([use](deploy-many-hosts.md#replace-the-secret-of-a-far-store)). Empty: `secret_file`."""
+    """Absolute paths of files with secrets for far stores. The first secret encrypts new records, and all
+    secrets decrypt ([how to replace a secret](deploy-many-hosts.md#replace-the-secret-of-a-far-store)).
+    Empty: `secret_file`."""
     autostart: bool = True
     """Let an engine start a store if none is running."""
     deadline_s: float = Field(default=0.1, gt=0)
-    """Maximum wait of an engine's scheduler for a reply. After it, lookups are misses until the store
-    responds. Background threads wait for at least 1 s."""
+    """Maximum time that an engine's scheduler waits for a reply. After a missed deadline, lookups are misses
+    until the store responds. Background threads wait for at least 1 s."""
     load_when: Literal["pays", "always"] = "pays"
-    """When to load an entry. "pays": if loading is faster than computing, as measured by the engine.
-    "always": always, waiting for the encoder service up to `encoder.deadline_s`."""
+    """When to load an entry. "pays": only if loading is faster than computing, as measured by the engine.
+    "always": always, and wait for the encoder service up to `encoder.deadline_s`."""
     quarantine_s: float = Field(default=5.0, ge=0)
-    """Time until the memory of a writer that died is reused."""
+    """Time after which memory that a dead writer had reserved is reused."""
     secret_file: Path = Field(default_factory=lambda: cache_dir() / "secret")
     """32-byte file that keys every digest, created on first use. Hosts that share need the same file."""
     access_log: Path | None = None
@@ -140,8 +141,8 @@ class StoreConfig(Section):
 
     @property
     def background_timeout_s(self) -> float:
-        """Maximum time in seconds that a background thread waits for one reply of the store. This wait delays
-        one request, not the engine."""
+        """Maximum time in seconds that a background thread waits for one reply of the store. The wait delays
+        one request, but not the engine."""
         return max(BACKGROUND_TIMEOUT_S, self.deadline_s)
 
     @field_validator("far", "far_secret_files", mode="before")
@@ -168,14 +169,14 @@ class StoreConfig(Section):
         for name, rules in self.namespaces.items():
             at = f"namespaces.{name}"
             if rules.share > rules.ceiling:
-                raise ValueError(f"{at}: share {rules.share:g} is above ceiling {rules.ceiling:g}: lower it")
+                raise ValueError(f"{at}: share {rules.share:g} exceeds ceiling {rules.ceiling:g}: lower it")
             if rules.pinned and rules.ceiling == 1:
                 raise ValueError(f"{at}: pinned entries could fill the store: set ceiling below 1")
         # Pinned entries are never evicted, so their memory up to the ceiling counts as guaranteed.
         held = [(rules.ceiling if rules.pinned else rules.share) for rules in self.namespaces.values()]
         if sum(held) > 1 + 1e-9:
             raise ValueError(
-                f"namespaces: shares, and ceilings of pinned ones, add up to {sum(held):g}: the maximum is 1"
+                f"namespaces: shares and pinned ceilings add up to {sum(held):g}: the maximum is 1"
             )
         apps = [app for name, rules in self.namespaces.items() for app in set(rules.apps or (name,))]
         twice = sorted({app for app in apps if apps.count(app) > 1})
@@ -190,7 +191,7 @@ class ClassConfig(Section):
     share: float = Field(default=0.0, ge=0, le=1)
     """Guaranteed fraction of the tower's time."""
     priority: int = 0
-    """Beyond the shares, the class with the highest priority gets the tower's time first."""
+    """The waiting class with the highest priority gets the time beyond the shares, and unused shares."""
     deadline_s: float | None = Field(default=None, gt=0, le=MAX_DEADLINE_S)
     """Deadline of requests that do not set a deadline, at most 120. None: `encoder.deadline_s`."""
     api_keys: tuple[str, ...] = ()
@@ -226,7 +227,7 @@ class QosConfig(Section):
     classes: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")], ClassConfig] = Field(
         default_factory=dict
     )
-    """The classes, by name."""
+    """Classes of service, by name."""
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

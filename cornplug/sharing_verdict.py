@@ -47,7 +47,7 @@ def asked(what: Literal["KV", "embeddings"], *questions: Callable[[], object]) -
 
 
 def does_not_run(engine: str, error: Exception) -> list[SharingVerdict]:
-    """Return the verdicts for a checkpoint that the engine rejects with this error."""
+    """Return the verdicts (nothing is shared) for a checkpoint that the engine rejects with `error`."""
     why = f"{engine} does not run it: {first_line(error)}"
     return [
         SharingVerdict(what="KV", shared=False, why=why),

@@ -1,6 +1,6 @@
-"""Reads and writes the apps file: the planner's input with the resources of one host, as TOML.
+"""The apps file, which is read and written as TOML: the planner's input with the resources of one host.
 
-The pool is optional. `toml_text` writes TOML, because the standard library can only read it.
+The pool is optional. `toml_text` writes TOML, because the standard library can only read TOML.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class RoutedApplication(Application):
     ) -> openai.OpenAI:
         """Create an `openai.OpenAI` client whose requests go to the engines of one request class.
 
-        Needs `cornplug[client]`. Raises ConfigError.
+        Raises ConfigError if `cornplug[client]` is not installed, or if the routes or another argument are
+        invalid.
 
         Args:
             routes: Path of a launch's `routes.json` or run folder, or URLs of engines, optionally as a
@@ -138,7 +139,7 @@ class AppsFile(PlanInput):
         return toml_reader.read_as(cls, path, launch_checks.errors)
 
     def check(self) -> Self:
-        """Check an apps file that was created in Python, and return it.
+        """Check this file, which was created in Python, and return it.
 
         Raises ConfigError with the first error.
         """
@@ -147,7 +148,8 @@ class AppsFile(PlanInput):
         return self
 
     def application(self, name: str) -> RoutedApplication:
-        """Return the application with this name, to create a client. Raises ConfigError("application")."""
+        """Return the application with this name, to create a client. Raises ConfigError for an unknown
+        name."""
         for one in self.applications:
             if one.name == name:
                 return RoutedApplication.model_validate(one.model_dump(exclude_unset=True))
@@ -157,7 +159,7 @@ class AppsFile(PlanInput):
     def to_toml(self) -> str:
         """Return the file as TOML that `read` accepts.
 
-        It contains only values that were set, and paths are unchanged.
+        The text contains only values that were set. Paths are unchanged.
         """
         return toml_text(self.model_dump(mode="json", exclude_unset=True, exclude_none=True))
 

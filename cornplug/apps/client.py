@@ -1,4 +1,4 @@
-"""OpenAI client of an application. It sends each request directly to the engine that can begin first.
+"""OpenAI client of an application. The client sends each request directly to the engine that can begin first.
 
     openai.OpenAI ──> RoutedTransport ──> RoutedCall: chooses the engine, repeats requests, continues streams
                                             │         (no I/O, also used by AsyncRoutedTransport)
@@ -36,7 +36,7 @@ _LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=10
 _BASE_URL: Final = "http://routed.invalid/v1"
 """Base URL of the client. The transport replaces it by an engine's address."""
 _NO_KEY: Final = "none"
-"""API key that is sent by default, because an `OPENAI_API_KEY` in the environment is for another service."""
+"""API key that is sent by default. `OPENAI_API_KEY` is not used, because that key is for another service."""
 _TAKEN: Final = ("base_url", "http_client")
 
 
@@ -57,7 +57,8 @@ class RoutedTransport(httpx.BaseTransport):
         return answer if call.is_whole else _streamed(answer, _RoutedStream(self, call, answer))
 
     def answer(self, call: RoutedCall) -> httpx.Response:
-        """Send the call's requests until a response is for the caller, and return that response.
+        """Send the call's requests one after another, and return the first response that the caller should
+        get.
 
         If `RoutedCall.is_whole` is True, the response has been read completely.
         """
@@ -97,7 +98,8 @@ class AsyncRoutedTransport(httpx.AsyncBaseTransport):
         return answer if call.is_whole else _streamed(answer, _AsyncRoutedStream(self, call, answer))
 
     async def answer(self, call: RoutedCall) -> httpx.Response:
-        """Send the call's requests until a response is for the caller, and return that response.
+        """Send the call's requests one after another, and return the first response that the caller should
+        get.
 
         If `RoutedCall.is_whole` is True, the response has been read completely.
         """
@@ -218,7 +220,7 @@ def _streamed(answer: httpx.Response, stream: httpx.SyncByteStream | httpx.Async
 
 
 def router_of(routes: Routes, price: MissPrice | None, retry_s: float) -> CallRouter:
-    """Return the router of one client. Raises ConfigError("retry_s")."""
+    """Return the router of one client. Raises ConfigError if `retry_s` is invalid."""
     if not 0 <= retry_s < float("inf"):
         raise ConfigError("retry_s", f"{retry_s} is not a valid time", "Set seconds, or 0 for no retries.")
     chooser = EngineChooser(price)
@@ -227,7 +229,10 @@ def router_of(routes: Routes, price: MissPrice | None, retry_s: float) -> CallRo
 
 
 def sync_client(router: CallRouter, arguments: dict[str, Any]) -> openai.OpenAI:
-    """Create a client with these arguments of `openai.OpenAI`. Raises ConfigError."""
+    """Create a client. `arguments` are passed to `openai.OpenAI`.
+
+    Raises ConfigError if the package openai is not installed, or if an argument is not supported.
+    """
     package = _package()
     http = httpx.Client(transport=RoutedTransport(router), trust_env=False, **_http(package, arguments))
     made: openai.OpenAI = package.OpenAI(http_client=http, **_defaults(arguments))
@@ -235,7 +240,10 @@ def sync_client(router: CallRouter, arguments: dict[str, Any]) -> openai.OpenAI:
 
 
 def async_client(router: CallRouter, arguments: dict[str, Any]) -> openai.AsyncOpenAI:
-    """Create a client with these arguments of `openai.AsyncOpenAI`. Raises ConfigError."""
+    """Create a client. `arguments` are passed to `openai.AsyncOpenAI`.
+
+    Raises the same errors as `sync_client`.
+    """
     package = _package()
     transport = AsyncRoutedTransport(router)
     http = httpx.AsyncClient(transport=transport, trust_env=False, **_http(package, arguments))

@@ -1,4 +1,4 @@
-"""Chooses the engine for a request: the engine that would have the KV of the request's prompt first.
+"""Choice of the engine for a request: the engine that would have the KV of the request's prompt first.
 
 The price of an engine is the sum of three times: the prefill of tokens that no engine on its host has
 processed, the loading of tokens that another engine on its host has processed (they share a store), and the
@@ -195,7 +195,7 @@ class PrefixMemory:
         return tuple(self._steps)
 
     def keep(self, engines: Container[str]) -> None:
-        """Forget all engines except these. A launch has stopped the other engines."""
+        """Remove all engines except `engines`, because a launch has stopped the other engines."""
         for engine in [one for one in self._steps if one not in engines]:
             del self._steps[engine]
 
@@ -296,7 +296,7 @@ class EngineChooser:
             return min(map(self._circuits.opens_at, engines))
 
     def ended(self, engine: str) -> None:
-        """Record that a request that `take` or `take_first` assigned to this engine has ended."""
+        """Record the end of a request that `take` or `take_first` assigned to this engine."""
         with self._lock:
             self._sent[engine] -= 1
 
@@ -307,8 +307,8 @@ class EngineChooser:
             self._memory.remember(engine, prefix.steps)
 
     def refused(self, engine: str, now: float, pause_s: float | None) -> None:
-        """Record that the engine requested a pause of `pause_s` seconds, or of no particular duration
-        (None)."""
+        """Record that the engine requested a pause of `pause_s` seconds. None: the engine stated no
+        duration."""
         with self._lock:
             self._circuits.refused(engine, now, pause_s)
 
@@ -322,7 +322,8 @@ class EngineChooser:
             self._memory.forget(engine)
 
     def loaded(self, loads: Mapping[str, EngineLoad]) -> None:
-        """Set the engines' loads from a new reading. Engines that are missing in it have no measured load."""
+        """Set the engines' loads from a new reading. Engines that are not in `loads` have no measured
+        load."""
         with self._lock:
             self._loads = loads
             self._sent_then = {engine: self._sent[engine] for engine in loads}

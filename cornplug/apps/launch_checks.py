@@ -1,4 +1,4 @@
-"""Checks an apps file before it is launched: resources, routes, namespaces and classes of service.
+"""Checks of an apps file before it is launched: resources, routes, namespaces and classes of service.
 
 This module also determines which components of an apps file a launch starts, and the path of each request
 class through these components.
@@ -291,7 +291,7 @@ def _classes(file: PlanInput) -> Iterator[InputError]:
 def _of_settings(error: ValidationError, place: Place, names: list[str], key: str) -> InputError:
     """Convert an error of the store's or the classes' settings into an error of the apps file.
 
-    Its position is the table to which it refers, or all tables if it refers to none.
+    The position is the table that the error's text names, or all tables if the text names no table.
     """
     text = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
     problem, _, remedy = text.rpartition(": ")

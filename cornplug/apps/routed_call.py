@@ -1,4 +1,5 @@
-"""Routes one request of a client: chooses its engines, and handles responses and failures. No I/O.
+"""Routing of one request of a client: the choice of engines, and the handling of responses and failures. No
+I/O.
 
     next_step() ──> httpx.Request: send it ──> takes(status, headers) ──> True: return the response
                 │                          │                         └──> False: call next_step again
@@ -10,7 +11,7 @@
 
 A request is sent again only in three cases: its connection was refused, the engine returned status 429 or
 503, or the engine was lost before the first byte of its response and a second execution is harmless. The
-request fails after the loss of more than `MOST_LOSSES` engines, because it may be the cause of the losses.
+request fails after the loss of more than `MOST_LOSSES` engines, because the request may cause the losses.
 
 The engines of a request class are listed in the `routes.json` of `cornplug launch`, or the caller passes
 their addresses.
@@ -105,7 +106,7 @@ def routes_of(
 
 
 class RoutesFile:
-    """Reads the route of one class from a `routes.json`, and again when the file changes."""
+    """Route of one class in a `routes.json`, which is read again when the file changes."""
 
     def __init__(self, path: Path, name: str) -> None:
         self._path = path
@@ -251,7 +252,7 @@ class RoutedCall:
             raise
 
     def takes(self, status: int, headers: httpx.Headers) -> bool:
-        """Return whether to return this response to the caller. If not, close it and call `next_step`."""
+        """Return whether the caller gets this response. If not, close the response and call `next_step`."""
         engine, now = self._current(), self._chooser.clock()
         if status in _BUSY:
             self._chooser.refused(engine, now, retry_after_s(headers.get("retry-after")))

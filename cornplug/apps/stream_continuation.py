@@ -1,4 +1,4 @@
-"""Continues a stream on another engine if the first engine is lost. No I/O.
+"""Continuation of a stream on another engine if the first engine is lost. No I/O.
 
 The caller receives one stream: the events of the first engine, then the events of the next engine with the
 first engine's id. The request for the rest contains the text up to the last event that does not end with
@@ -184,7 +184,7 @@ class StreamContinuation:
         self._tokens_before = 0
         """Number of tokens of generated text in the current engine's request."""
         self._tokens: int | None = 0
-        """Number of tokens of all generated text, or None if the engine does not report it."""
+        """Number of tokens of all generated text, or None if the engine does not report the number."""
         self._resume = (0, 0)
         """(characters, tokens) of the generated text that a request to the next engine would contain."""
         self._first: dict[str, Any] | None = None
@@ -232,7 +232,11 @@ class StreamContinuation:
             self._engines += 1
 
     def forward(self, chunk: bytes) -> Iterator[bytes]:
-        """Yield events for the caller. Raises StreamDiverged and EngineFailedInStream."""
+        """Yield events for the caller.
+
+        Raises StreamDiverged if the next engine does not repeat the text so far, and EngineFailedInStream if
+        the engine sends an error event.
+        """
         return filter(None, map(self._forward_event, self._events.feed(chunk)))
 
     def end(self) -> bytes:
@@ -334,7 +338,9 @@ class StreamContinuation:
         again = min(len(text), len(self._overlap))
         if text[:again] != self._overlap[:again]:
             self._strange = True
-            raise StreamDiverged(f"{text[:again]!r} came for {self._overlap[:again]!r}")
+            raise StreamDiverged(
+                f"the next engine sent {text[:again]!r} instead of {self._overlap[:again]!r}"
+            )
         self._overlap = self._overlap[again:]
         return text[again:]
 

@@ -1,4 +1,7 @@
-"""Locates a checkpoint's files, and computes fingerprints and specs of its parts.
+"""Locates a checkpoint's files, and computes fingerprints and specs of the model's parts.
+
+A "part" is the tower (vision or audio encoder), the projector or the language model. The "cut" is the layer
+of a tower whose output is cached. Tensors behind the cut do not affect the cached embeddings.
 
 This module reads config.json, the preprocessor's JSON and safetensors. It does not need torch, downloads
 nothing, and never runs code from a checkpoint.
@@ -34,8 +37,8 @@ _PROCESSORS: Final[Mapping[Modality, tuple[str, tuple[str, ...]]]] = {
     "video": ("video_processor", ("video_preprocessor_config.json", "preprocessor_config.json")),
     "audio": ("feature_extractor", ("preprocessor_config.json",)),
 }
-"""Locations at which transformers 5 looks for a processor: a field of processor_config.json, then separate
-files."""
+"""Locations at which transformers 5 looks for a processor: first a field of processor_config.json, then
+separate files."""
 __all__ = ["Checkpoint", "ModelIdentity", "Part"]
 _FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
 _OTHER_PARTS: Final = frozenset({"vision_config", "audio_config", "text_config"})
@@ -91,7 +94,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Digests (32 bytes each) of everything that a model's embeddings depend on, apart from the medium."""
+    """Digests (32 bytes each) of everything that affects a model's embeddings, apart from the media item."""
 
     identity: bytes
     tower_fp: bytes
@@ -109,14 +112,14 @@ class Checkpoint:
     preprocessors: Mapping[Modality, dict[str, Any]]
     """JSON of each modality's processor, or {} for a modality without a processor."""
     base: Checkpoint | None = None
-    """Other checkpoint that contains one of this model's parts (`ModelFamily.base`), or None."""
+    """Checkpoint that contains one of this model's parts (`ModelFamily.base`), or None."""
 
     @classmethod
     def open(cls, model: str, revision: str | None = None, *, cache_dir: str | None = None) -> Checkpoint:
-        """Open a checkpoint in a folder, or in the local Hugging Face cache (or in the cache `cache_dir`).
+        """Open a checkpoint in a folder, in the local Hugging Face cache, or in the cache `cache_dir`.
 
         `model` is the path of the folder or the model's id on the hub. Nothing is downloaded. Raises
-        CheckpointError: "not_found", "bad_config".
+        CheckpointError: "not_found" or "bad_config".
         """
         path = Path(model) if Path(model).is_dir() else cached_snapshot(model, revision, cache_dir)
         config = read_json(path / "config.json")
@@ -136,7 +139,7 @@ class Checkpoint:
 
     @property
     def family(self) -> ModelFamily:
-        """Family that describes this checkpoint: the family of its `model_type`, or a generic family.
+        """Family that describes this checkpoint: the family for its `model_type`, or a generic family.
 
         Raises CheckpointError("unknown_family") if the model has neither image nor audio inputs.
         """
@@ -146,8 +149,8 @@ class Checkpoint:
         family = generic_family(self.config, self.preprocessors) or described
         if family is None:
             raise CheckpointError(
-                f"{self.path}: model_type {self.config.get('model_type')!r} has no known tower, and the "
-                f"checkpoint has no image_processor_type, or feature_extractor_type for audio, in its JSON. "
+                f"{self.path}: model_type {self.config.get('model_type')!r} is not a known family, and the "
+                f"checkpoint's JSON has neither image_processor_type nor feature_extractor_type. "
                 f"Supported families: {', '.join(FAMILIES)}, and families with a tower in transformers.",
                 reason="unknown_family",
             )
@@ -165,7 +168,7 @@ class Checkpoint:
         the tensors of a tower up to the cut are included (`ModelFamily.before_cut`). If the model's family is
         generic, the language model consists of all tensors, and the tower of all tensors outside the decoder.
         `modality` None means the family's first modality. A modality with its own tower has its own
-        fingerprint. Raises the same errors as `locate`, and CheckpointError("unreadable", "changed").
+        fingerprint. Raises the same errors as `locate`, and CheckpointError("unreadable") or ("changed").
         """
         return _fingerprint(self._part(part, modality))
 
@@ -181,10 +184,10 @@ class Checkpoint:
         return {normal: (file, name) for normal, (file, name, _) in self._part(part, modality).items()}
 
     def changed_since(self, moment_ns: int) -> Path | None:
-        """Return a file with weights or settings that was changed at or after `moment_ns`, or None.
+        """Return a file with weights or settings that changed at or after `moment_ns`, or None.
 
-        `moment_ns` is on the clock of file timestamps (`engine_state.file_clock_ns`). Files in the hub's
-        cache are not checked, because they are named by their content and never modified. Raises
+        `moment_ns` is a time on the clock of file timestamps (`engine_state.file_clock_ns`). Files in the
+        hub's cache are not checked, because they are named by their content and never modified. Raises
         CheckpointError("unreadable").
         """
         files = {file for rows in self._parts.values() for file, _, _ in rows.values()}
@@ -228,7 +231,7 @@ class Checkpoint:
     def tower_spec(
         self, dtype: str, *, modality: Modality | None = None, numeric_class: str | None = None
     ) -> dict[str, Any]:
-        """Return all settings on which the tower's output depends: family, config up to the cut, dtype.
+        """Return all settings that affect the tower's output: family, config up to the cut, dtype.
 
         Weights are not included.
 
@@ -256,9 +259,9 @@ class Checkpoint:
         processor_kwargs: Mapping[str, Any] | None = None,
         numeric_class: str | None = None,
     ) -> dict[str, Any]:
-        """Return all settings on which an embedding depends: `tower_spec`, projector and preprocessor.
+        """Return all settings that affect an embedding: `tower_spec`, projector and preprocessor.
 
-        Arguments are those of `tower_spec`, and `processor_kwargs`, an engine's overrides of the
+        Takes the arguments of `tower_spec` and `processor_kwargs`, with which an engine overrides the
         preprocessor's settings (vLLM's `mm_processor_kwargs`). Raises CheckpointError("modality") if the
         family does not support the modality.
         """
@@ -282,8 +285,8 @@ class Checkpoint:
             # size: transformers' `from_pretrained` uses the limits, and a call of the processor uses the
             # size.
             pixels["asked_size"] = asked["size"]
-        # The first modality is not part of the spec, because its identities existed before other modalities
-        # were added.
+        # The spec does not contain the first modality, because the identities of the first modality existed
+        # before other modalities were added.
         named = {} if chosen == family.first_modality else {"modality": chosen}
         return named | {
             "tower": self.tower_spec(dtype, modality=chosen, numeric_class=numeric_class),
@@ -300,9 +303,9 @@ class Checkpoint:
         processor_kwargs: Mapping[str, Any] | None = None,
         numeric_class: str | None = None,
     ) -> ModelIdentity:
-        """Return the identity under which this model's embeddings of one modality are shared.
+        """Return the identity under which embeddings of this model and modality are shared.
 
-        This reads the weights. Arguments and errors are those of `embedding_spec`.
+        Reads the weights. Takes the same arguments and raises the same errors as `embedding_spec`.
         """
         spec = self.embedding_spec(
             dtype, modality=modality, processor_kwargs=processor_kwargs, numeric_class=numeric_class
@@ -312,7 +315,7 @@ class Checkpoint:
         return ModelIdentity(model_identity(tower, projector, spec_fp), tower, projector, spec_fp)
 
     def kv_spec(self) -> dict[str, Any]:
-        """Return all settings on which KV depends: the text config without names. Weights are not included.
+        """Return all settings that affect KV: the text config without names. Weights are not included.
 
         Rope settings are normalised, so that files from transformers 4 and 5 have the same spec.
         """

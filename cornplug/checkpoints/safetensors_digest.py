@@ -39,7 +39,7 @@ _PIECE_BYTES: Final = 8 << 20
 _SHOW_PROGRESS_BYTES: Final = 2 << 30
 _HASH_THREADS: Final = min(4, os.cpu_count() or 1)
 _SETTLED_S: Final = 2.0
-"""Age in seconds below which a file can change without a change of its timestamps."""
+"""Age of a file in seconds. A younger file can change without a change of its timestamps."""
 
 _DTYPE_BITS: Final[Mapping[str, int]] = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -59,7 +59,7 @@ class _CachedDigest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """Tensor of a safetensors file: dtype by safetensors' name, shape and position."""
+    """Location of one tensor in a safetensors file, with its dtype (safetensors' name) and shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -123,8 +123,8 @@ class _Index(msgspec.Struct):
 def tensor_files(folder: Path) -> list[Path]:
     """Return the safetensors files that engines load from a checkpoint folder, sorted by name.
 
-    Raises CheckpointError: "missing_shard" (listed in the index, but missing), "not_safetensors" (only other
-    formats), "no_weights", "bad_header" (invalid index).
+    Raises CheckpointError: "missing_shard" if a file in the index is missing, "not_safetensors" if the folder
+    contains only other formats, "no_weights", or "bad_header" if the index is invalid.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -172,7 +172,7 @@ def tensor_digests(wanted: Mapping[Path, Mapping[str, TensorEntry]]) -> dict[Pat
 def folder_fingerprint(folder: Path) -> bytes:
     """Return the fingerprint of all tensors in a folder under their published names, for any model.
 
-    Raises CheckpointError("duplicate_tensor"), and the errors of `tensor_files`, `read_header` and
+    Raises CheckpointError("duplicate_tensor"), and the same errors as `tensor_files`, `read_header` and
     `tensor_digests`.
     """
     wanted = {path: read_header(path) for path in tensor_files(folder)}
@@ -214,11 +214,11 @@ def _progress(name: str, size_bytes: int) -> Iterator[Callable[[float], None]]:
 
 
 def _file_identity(path: Path) -> tuple[str, bool]:
-    """Return a signature of a file's content, and whether digests can be cached under this signature.
+    """Return an identifier of a file's content, and whether digests can be cached under it.
 
-    A blob of the Hugging Face cache is named by its own SHA-256. For other files, the signature consists of
+    A file in the Hugging Face cache is named by its own SHA-256. For other files, the identifier consists of
     path, size, timestamps and inode. Digests of very new files are not cached, because another write could
-    leave the signature unchanged.
+    leave the identifier unchanged.
     """
     try:
         real = path.resolve(strict=True)
@@ -283,19 +283,20 @@ def _save_cache(slot: Path, identity: str, digests: Mapping[str, bytes]) -> None
             f.write(body)
         os.replace(f.name, slot)
     except OSError as e:
-        _log.warning("cannot cache fingerprints, so they will be computed again: %s", e)
+        _log.warning("cannot cache fingerprints, so the next start will compute them again: %s", e)
 
 
 @contextmanager
 def _only_reader(slot: Path) -> Iterator[None]:
-    """Let only one process at a time compute the digests of a file, so that other processes find them
-    cached."""
+    """Allow only one process at a time to compute a file's digests, so that other processes can use the
+    cached digests."""
     with ExitStack() as held:
         try:
             slot.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = held.enter_context(slot.with_suffix(".lock").open("a"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as e:
-            # If the home folder is read-only, digests are computed again, but nothing fails.
+            # If the home folder is read-only, the next process computes the digests again. This is not an
+            # error.
             _log.warning("cannot use the fingerprint cache in %s: %s", slot.parent, e)
         yield

@@ -1,5 +1,6 @@
-"""Releases of the engines with which cornplug was tested: `VersionRange`, and families whose results in an
-engine were compared by a test, by the engine's release and dtype.
+"""Engine releases and model families with which cornplug was tested.
+
+`VALIDATED` lists the families whose embeddings a test compared, by engine, release and dtype.
 
 script/docs writes the rows of `VALIDATED` from docs/support-matrix.json, which contains the results of
 tests/integration/test_families.py, test_family_videos.py and test_own_towers.py.
@@ -90,8 +91,8 @@ VALIDATED: Final[frozenset[tuple[str, str, str, str, str]]] = frozenset(
         ("vllm", "0.33.0", "float32", "video", "qwen3_vl_moe"),
     }
 )
-"""(engine, release, dtype, kind, `model_type`) of each family that passed on at least one test bed and failed
-on none.
+"""(engine, release, dtype, kind, `model_type`) of each family that passed the test on at least one machine
+and failed it on none.
 
 Embeddings of the kinds "image" and "video" are shared by all engines and the encoder service. Embeddings of
 the kinds "own image", "own video" and "own audio" are shared only among servers of the same engine.
@@ -99,7 +100,7 @@ the kinds "own image", "own video" and "own audio" are shared only among servers
 
 
 def validated(engine: str, version: str | None, dtype: str, kind: str = "image") -> frozenset[str]:
-    """Return the families that were compared in this release of an engine with this dtype.
+    """Return the families that a test compared in this release of an engine with this dtype.
 
     Args:
         engine: "vllm" or "sglang".
@@ -121,7 +122,7 @@ class VersionRange:
     """Name of the engine's distribution package."""
     low: tuple[int, ...]
     high: tuple[int, ...]
-    """Upper bound (exclusive), with as many numbers as `low`. Further numbers of a version are ignored."""
+    """Upper bound (exclusive). Has as many numbers as `low`. Further numbers in a version are ignored."""
 
     def __str__(self) -> str:
         """Format the range like pip: ">=0.32,<0.33"."""

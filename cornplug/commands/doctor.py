@@ -173,7 +173,7 @@ def query_store(settings: config.StoreConfig) -> StoreStat | str:
 
 
 def size_source(settings: config.StoreConfig, capacity_bytes: int) -> str:
-    """Return a text that explains the size of a running store."""
+    """Return a text that tells where the size of a running store comes from."""
     if settings.size_bytes is None:
         return "by default a quarter of the memory that was left when it started"
     if settings.size_bytes == capacity_bytes:

@@ -1,4 +1,4 @@
-"""Checks the engines in this environment: their versions, and whether they load the plugin.
+"""Checks of the engines in this environment: their versions, and whether they load the plugin.
 
 vLLM and SGLang pin different versions of the same libraries, so they are usually installed in different
 environments. The doctor checks its own environment, which needs to contain only one engine. This module does
@@ -87,9 +87,9 @@ class ProbeAnswer(msgspec.Struct, frozen=True):
     """Result of a process that imports an engine and its plugins."""
 
     why_not: str
-    """Reason why the plugin is not active, or "" if it is."""
+    """Reason why the plugin is not active, or "" if it is active."""
     cache: str = ""
-    """Reason why KV cannot be shared through the engine's cache, or "" if it can."""
+    """Reason why KV cannot be shared through the engine's cache, or "" if it can be shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ def shared_of(engine: CheckedEngine, model: str, flags: Sequence[str]) -> Iterat
 def run_probe(engine: CheckedEngine) -> ProbeAnswer:
     """Run a process that imports the engine and its plugins, and return its result.
 
-    Raises subprocess.TimeoutExpired.
+    Raises subprocess.TimeoutExpired if the process takes longer than `_PROBE_S`.
     """
     done = _run(engine.probe, timeout_s=_PROBE_S)
     try:

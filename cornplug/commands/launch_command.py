@@ -141,7 +141,7 @@ def _launch(
                     )
                 finally:
                     warming.end()
-            console.print("stopping, after running requests are finished")
+            console.print("waiting until running requests are finished, then stopping")
     return 0 if well else _FAILED
 
 

@@ -36,8 +36,12 @@ def main(argv: list[str]) -> int:
         metavar="S",
         help="seconds between updates (default: %(default)s)",
     )
-    parser.add_argument("--once", action="store_true", help="print the counts since the start and exit")
-    parser.add_argument("--json", action="store_true", help="print these counts as JSON and exit")
+    parser.add_argument(
+        "--once", action="store_true", help="print the counts since the store started, and exit"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the counts since the store started as JSON, and exit"
+    )
     args = parser.parse_args(argv)
     if args.interval < 0.1:
         parser.error("--interval: must be at least 0.1 seconds")

@@ -106,11 +106,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--encoder", metavar="URL", help="encoder service to which all images are sent")
     parser.add_argument(
-        "--model", metavar="NAME", help="model of lines without one (default: the engine's first model)"
+        "--model",
+        metavar="NAME",
+        help="model of lines that name no model (default: the engine's first model)",
     )
     parser.add_argument(
         "--decoding", choices=DECODINGS,
-        help="decode images like this release of an engine (default: the release of --engine, or "
+        help="decode images as this release of an engine does (default: the release of --engine, or "
         f"{DEFAULT_DECODING})",
     )  # fmt: skip
     parser.add_argument("--app", metavar="NAME", help="app under which the encoder service counts the images")

@@ -1,5 +1,4 @@
-"""Reads the file of `cornplug warm`: one JSON object per line, in the form in which an app sends it to an
-engine.
+"""File of `cornplug warm`: one JSON object per line, in the form in which an app sends requests to an engine.
 
     {"prompt": "..."}                                  for /v1/completions
     {"messages": [{"role": "user", "content": ...}]}   for /v1/chat/completions
@@ -27,8 +26,8 @@ _DROPPED: Final = ("max_completion_tokens", "min_tokens", "n", "stream_options")
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """Error in a line. `field` is the name of the invalid field, or "" if the error is not in a single
-    field."""
+    """Error in a line of the file. `field` is the name of the invalid field, or "" if the error concerns the
+    whole line."""
 
     line: int
     field: str
@@ -65,8 +64,8 @@ class _Wrong(Exception):
 
 
 def read(path: Path) -> tuple[list[WarmLine], list[LineError]]:
-    """Return the requests in valid lines, and the errors in other lines. Raises OSError and
-    UnicodeDecodeError."""
+    """Return the requests in valid lines, and the errors in other lines. Raises OSError or UnicodeDecodeError
+    if the file cannot be read."""
     lines, errors = [], []
     # Do not use `splitlines`, which also splits at other line separators that JSON does not escape.
     for number, raw in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):

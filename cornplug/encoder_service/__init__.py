@@ -1,3 +1,2 @@
-"""Encoder service of cornplug: one vision or audio tower that serves every engine, app and model that uses
-it.
-"""
+"""cornplug's encoder service. One vision or audio tower serves all engines, apps and models that use this
+tower."""

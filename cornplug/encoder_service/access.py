@@ -1,7 +1,7 @@
-"""Access to the service: the check against accidental exposure, salts of cache keys, and the audit log.
+"""Access to the service: the check against accidental exposure, the salts of cache keys, and the audit log.
 
-The logger "cornplug.audit" gets one JSON line for each reload and each refused request. At most 10 refusals
-per second are logged, after a burst of 100. The next line contains the number of refusals that were left out.
+The logger "cornplug.audit" gets one JSON line for each reload and each refused request. After a burst of 100
+refusals, at most 10 refusals per second are logged. The next line contains the number of omitted refusals.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ AUDITED: Final = frozenset(
         "forbidden_receiver",
     }
 )  # fmt: skip
-"""Refusal reasons that are logged. They concern what a caller may do, not the format of a request."""
+"""Refusal reasons that are logged. They depend on the caller's permissions, not on the format of a
+request."""
 _BURST: Final = 100
 _PER_S: Final = 10.0
 _SHOWN: Final = 200
@@ -34,7 +35,7 @@ log = logging.getLogger("cornplug.audit")
 
 
 class AuditLog:
-    """Writer of one service's audit log. Not thread-safe: use it from one event loop."""
+    """Writes one service's audit log. Not thread-safe, so use it from one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -58,11 +59,11 @@ class AuditLog:
         log.warning("%s", _line("refused", _who(request), reason=reason, **extra))
 
     def did(self, what: str, request: HTTPConnection, **about: Any) -> None:
-        """Log an operation that an HTTP request of the operator triggered."""
+        """Log an operation that an operator's HTTP request triggered."""
         log.info("%s", _line(what, _who(request), **about))
 
     def did_here(self, what: str, **about: Any) -> None:
-        """Log an operation that a signal to this process triggered."""
+        """Log an operation that a signal to the service's process triggered."""
         log.info("%s", _line(what, {"by": "signal"}, **about))
 
 
@@ -77,12 +78,13 @@ def _who(request: HTTPConnection) -> dict[str, Any]:
 
 
 def _line(event: str, who: dict[str, Any], **about: Any) -> str:
-    # JSON escapes line breaks and terminal codes, so a caller's text stays inside its field.
+    # JSON escapes line breaks and terminal control codes, so a caller's text cannot leave its field.
     return json.dumps({"event": event, **who, **about})
 
 
 def check_exposure(config: EncoderConfig, qos: QosConfig) -> None:
-    """Raise ConfigError if callers on other hosts would be admitted without a key by accident."""
+    """Raise ConfigError if the configuration would accidentally admit callers on other hosts without a
+    key."""
     have_keys = any(one.bound_keys() for one in qos.classes.values())
     if config.require_key and not (have_keys or config.admin_key.get_secret_value()):
         raise ConfigError(
@@ -100,16 +102,17 @@ def check_exposure(config: EncoderConfig, qos: QosConfig) -> None:
 
 
 def salt_of(caller: QosCaller, said: str | None, config: EncoderConfig) -> str | None:
-    """Return the salt for a request's cache keys: the caller's tenant, followed by the body's `cache_salt`.
+    """Return the salt for a request's cache keys: the caller's tenant, followed by the request's
+    `cache_salt`.
 
     Args:
-        said: The body's `cache_salt`, or None if the body has no salt.
+        said: The request's `cache_salt`, or None if it has no salt.
 
     Raises EncoderRefused("forbidden_salt") if a caller without a tenant's key sends a `cache_salt` and
     `encoder.trust_salts` is not set.
     """
     if caller.tenant is not None:
-        # Names of tenants contain no slash, so a salt cannot imitate another tenant.
+        # Tenant names contain no slash, so a salt cannot be confused with another tenant.
         return caller.tenant if said is None else f"{caller.tenant}/{said}"
     if said is not None and not config.trust_salts:
         raise EncoderRefused(

@@ -1,12 +1,12 @@
-"""Loading of a model from its checkpoint. A tower or projector that a loaded model already has is shared.
+"""Loads a model from its checkpoint. If a loaded model already has the same tower or projector, it is shared.
 
 checkpoint ─┬─ LoadedModel: image, video ─ tower, projector
             └─ LoadedModel: audio ─ tower, projector          only models with two towers
 
-On a CPU, `speed_up` replaces layers of the tower. vLLM's own towers pack each weight matrix once for oneDNN,
-and have fused activations. PyTorch's `nn.Linear` packs the matrix at each call in half precision, and calls a
-slower library in float32. With `--compile`, torch.compile compiles the layers. A tower that cannot be
-compiled runs uncompiled, with one warning.
+On a CPU, `speed_up` replaces layers of the tower. Like vLLM's own towers, the new layers pack each weight
+matrix once for oneDNN and have fused activations. PyTorch's `nn.Linear` packs the matrix at each call in half
+precision, and calls a slower library in float32. With `--compile`, torch.compile compiles the layers. A tower
+that cannot be compiled runs uncompiled, after one warning.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedModel:
-    """Loaded model, or the part of it with one tower if its modalities have several towers. `tower` and
-    `projector` may be shared with other models."""
+    """Loaded model. If a model's modalities have several towers, this is the part of the model with one
+    tower. `tower` and `projector` may be shared with other models."""
 
     served: ServedModel
     """Description of the whole model, with all its modalities."""
@@ -45,7 +45,7 @@ class LoadedModel:
     modalities: tuple[Modality, ...]
     """Modalities that this tower computes."""
     identity: bytes
-    """Model identity of the first of `modalities`, which differs between the parts of a model."""
+    """Model identity of the first of `modalities`. The parts of a model have different identities."""
     tower_fp: bytes
     projector_fp: bytes
     spec_fp: bytes
@@ -55,7 +55,7 @@ class LoadedModel:
     """Digest (32 bytes) of everything that affects the tower's features, except weights and inputs."""
     dtype: torch.dtype
     device: torch.device
-    """Device of the weights, or "meta" if only the replicas have weights."""
+    """Device of the weights, or "meta" if only the replicas have the weights."""
     others: tuple[LoadedModel, ...] = ()
     """Other parts of the same model, each with its own tower."""
 
@@ -76,17 +76,17 @@ class LoadedModel:
         yield from self.others
 
     def of(self, modality: str) -> LoadedModel | None:
-        """Return the part of the model that computes a modality, or None if no such tower is served."""
+        """Return the part of the model that computes a modality, or None if no tower for the modality is
+        served."""
         return next((part for part in self.each() if modality in part.modalities), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPlacement:
-    """Dtype and device with which to load weights. On the device "meta", a tower checks inputs but has no
-    weights."""
+    """Dtype and device for the weights. On the device "meta", a tower checks inputs but has no weights."""
 
     dtype: str
-    """Name of the dtype in torch, without "torch."."""
+    """Name of the torch dtype without the "torch." prefix."""
     device: torch.device
     compile: bool = False
     """Whether towers are compiled (`CompiledTower`)."""
@@ -98,9 +98,9 @@ class WeightPlacement:
 
 
 def read(name: str, dtype: str) -> tuple[Checkpoint, ServedModel]:
-    """Open a checkpoint. Return it, and the description with which its model would be served.
+    """Open a checkpoint. Return (checkpoint, description with which its model would be served).
 
-    The description has `hidden_size` 0, because no weights are loaded. Raises CheckpointError.
+    In the description, `hidden_size` is 0, because no weights are loaded. Raises CheckpointError.
     """
     checkpoint = Checkpoint.open(name)
     ids = checkpoint.identity(dtype)
@@ -129,7 +129,7 @@ def load(
     epoch: int = 0,
     report: Callable[[str], None] = lambda line: None,
 ) -> LoadedModel:
-    """Load the model that `read` returned, sharing equal towers and projectors with the models in `beside`.
+    """Load the model that `read` returned. Equal towers and projectors of the models in `beside` are shared.
 
     Raises CheckpointError, with the reason "changed" if the folder has changed since `read`.
     """
@@ -139,12 +139,13 @@ def load(
         try:
             parts.append(_load_part(checkpoint, served, modalities, place, [*known, *parts], report))
         except CheckpointError as e:
-            # In a generic family, some towers may be supported and others not.
+            # In a generic family, some towers may be supported and others may not.
             if not (checkpoint.family.generic and parts):
                 raise
             report(f"{served.name}: {', '.join(modalities)}: not served: {e}")
-    # Otherwise, weights that were overwritten between `read` and here would be served under the identity of
-    # the old weights. Digests are cached, so this second `read` only checks whether the files have changed.
+    # Check again, because weights that were overwritten after the first `read` would be served under the
+    # identity of the old weights. Digests are cached, so the second `read` only checks whether the files have
+    # changed.
     if read(served.name, served.dtype)[1] != served:
         raise CheckpointError(f"{served.name} changed while it was loaded. Try again.", reason="changed")
     whole = msgspec.structs.replace(served, hidden_size=parts[0].projector.hidden_size, epoch=epoch)
@@ -173,8 +174,8 @@ def _load_part(
     known: Iterable[LoadedModel],
     report: Callable[[str], None],
 ) -> LoadedModel:
-    """Load the tower of `modalities` and its projector. A tower or projector that a model in `known` already
-    has is shared."""
+    """Load the tower of `modalities` and its projector. If a model in `known` already has the tower or
+    projector, it is shared."""
     known = tuple(known)
     dtype, first = place.torch_dtype, modalities[0]
     architecture = towers.architecture(checkpoint.family, modalities)
@@ -228,7 +229,7 @@ class PackedLinear(nn.Module):
 
 
 class QuickGelu(nn.Module):
-    """Same function as `QuickGELUActivation` of transformers, with one temporary tensor instead of three."""
+    """Same function as transformers' `QuickGELUActivation`, with one temporary tensor instead of three."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return (1.702 * rows).sigmoid_().mul_(rows)
@@ -238,14 +239,16 @@ class QuickGelu(nn.Module):
 def speed_up(tower: Tower) -> None:
     """Replace the linear layers and activations of a tower on a CPU by faster modules.
 
-    Only the tower's repeated layers are changed. A layer that this PyTorch cannot pack, and all layers after
-    it, stay unchanged.
+    Only the tower's repeated layers are changed. A layer that this PyTorch cannot pack stays unchanged, and
+    so do all layers after it.
     """
     for layer in layers_of(tower):
         try:
             _replace_parts(layer)
         except (AttributeError, NotImplementedError, RuntimeError) as e:
-            log.info("%s keeps PyTorch's own linear layers: %s", type(layer).__name__, e)
+            log.info(
+                "%s uses PyTorch's slower linear layers, because packing failed: %s", type(layer).__name__, e
+            )
             return
 
 
@@ -263,8 +266,8 @@ def _replace_parts(module: nn.Module) -> None:
 class CompiledTower:
     """Tower whose layers are compiled when they first run, for inputs of any length.
 
-    Each layer is compiled separately. The layers are alike, so they all use the code that is compiled for the
-    first of them. Compiling adds about ten seconds to the first batch.
+    Each layer is compiled separately. The layers are alike, so all layers use the code that was compiled for
+    the first layer. Compilation adds about ten seconds to the first batch.
     """
 
     failures = 0
@@ -277,15 +280,15 @@ class CompiledTower:
         """Compiled layers, or an empty list if compiling has failed."""
         for layer in self.layers:
             layer.compile(dynamic=True)
-            # Wrap the compiled call, because a hook would be compiled into the layer.
+            # Wrap the compiled call. A hook on the layer would be compiled into the layer.
             layer._compiled_call_impl = _after_pause(layer._compiled_call_impl)
 
     def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
-        """Validate one medium's inputs, like `Tower.prepare`."""
+        """Validate one media item's inputs (see `Tower.prepare`)."""
         return self.inner.prepare(inputs)
 
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        """Return each item's features, like `Tower.encode`."""
+        """Return each item's features (see `Tower.encode`)."""
         try:
             return self.inner.encode(items)
         except TorchDynamoException as e:
@@ -301,7 +304,7 @@ class CompiledTower:
 
 
 def let_pause(tower: Tower) -> None:
-    """Allow passes of an uncompiled tower to be paused or ended between its layers."""
+    """Allow passes of an uncompiled tower to be paused or ended between two layers."""
     for layer in layers_of(tower):
         layer.register_forward_pre_hook(between_layers)
 

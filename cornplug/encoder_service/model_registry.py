@@ -33,7 +33,7 @@ class _Models:
     def of(cls, models: Iterable[LoadedModel]) -> _Models:
         by_name = {loaded.served.name: loaded for loaded in models}
         by_identity: dict[bytes, LoadedModel] = {}
-        # Models with the same identity produce the same embeddings, so the first serves all of them.
+        # Models with the same identity produce the same embeddings, so the first model serves all of them.
         for loaded in by_name.values():
             for modality in loaded.served.modalities:
                 if (part := loaded.of(modality.name)) is not None:
@@ -46,7 +46,7 @@ class ModelRegistry:
 
     def __init__(self, *, dtype: str, device: str, compile: bool = False) -> None:
         self._place: Final = WeightPlacement(dtype=dtype, device=torch.device(device), compile=compile)
-        # An invalid dtype raises here, before checkpoints are read, which may take minutes.
+        # An invalid dtype raises an error here, before checkpoints are read, which may take minutes.
         self.dtype: Final = self._place.torch_dtype
         self._models = _Models({}, {})
         self._checks: list[Callable[[LoadedModel], None]] = []
@@ -61,10 +61,10 @@ class ModelRegistry:
         compile: bool = False,
         report: Report = lambda line: None,
     ) -> ModelRegistry:
-        """Load every model (directory, or hub id in the local cache). `report` is called with a line for each
-        step.
+        """Load every model, given as a folder or as a hub id in the local cache. `report` is called with a
+        line for each step.
 
-        Raises CheckpointError, or ConfigError for an unknown dtype or a model listed twice.
+        Raises CheckpointError. Raises ConfigError for an unknown dtype, or for a model that is listed twice.
         """
         registry = cls(dtype=dtype, device=device, compile=compile)
         for name in models:
@@ -73,7 +73,7 @@ class ModelRegistry:
 
     @property
     def dtype_name(self) -> str:
-        """Name of the towers' dtype in torch."""
+        """Name of the towers' torch dtype, without the "torch." prefix."""
         return self._place.dtype
 
     @property
@@ -82,7 +82,7 @@ class ModelRegistry:
         return self._place.device
 
     def add(self, name: str, report: Report = lambda line: None) -> LoadedModel:
-        """Load one more model, reusing a tower or projector with equal weights."""
+        """Load one more model. A tower or projector with equal weights is reused."""
         if name in self._models.by_name:
             raise ConfigError("--model", f"{name} is listed twice", "List each model once.")
         report(f"{name}: reading fingerprints")
@@ -102,9 +102,9 @@ class ModelRegistry:
         self._checks.append(check)
 
     def load_changed(self, names: Sequence[str]) -> list[LoadedModel]:
-        """Load the named models that have changed on disk, without serving them yet, and return them.
+        """Load the named models that have changed on disk and return them, without serving them yet.
 
-        Raises CheckpointError like `open`, or with the reason "other_family".
+        Raises the same CheckpointErrors as `open`, and CheckpointError("other_family").
         """
         out: list[LoadedModel] = []
         for name in names:
@@ -112,7 +112,7 @@ class ModelRegistry:
             checkpoint, found = read(name, self.dtype_name)
             if found.family != old.family:
                 raise CheckpointError(
-                    f"{name} is now a {found.family} and was a {old.family}. Restart the service to load it.",
+                    f"{name} is now a {found.family} instead of a {old.family}. Restart the service.",
                     reason="other_family",
                 )
             if (found.tower_fp, found.projector_fp, found.modalities) != (
@@ -125,8 +125,8 @@ class ModelRegistry:
         return out
 
     def replace(self, fresh: Iterable[LoadedModel]) -> list[LoadedModel]:
-        """Replace the models with the same names as those in `fresh`, all at once. Return the replaced
-        models."""
+        """Replace the models that have the same names as the models in `fresh`, all at once. Return the
+        replaced models."""
         new = {loaded.served.name: loaded for loaded in fresh}
         before = self.loaded()
         self._models = _Models.of(new.get(loaded.served.name, loaded) for loaded in before)
@@ -151,8 +151,8 @@ class ModelRegistry:
     def shares_features(self, model: LoadedModel) -> bool:
         """Return whether the output of the model's tower should be cached for other models.
 
-        True if `ModelFamily.shares_features` is set for its family, or if another served model has the same
-        tower and another projector.
+        True if `ModelFamily.shares_features` is set for the model's family, or if another served model has
+        the same tower but another projector.
         """
         return model.checkpoint.family.shares_features or any(
             other.tower is model.tower and other.projector is not model.projector

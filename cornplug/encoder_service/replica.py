@@ -1,9 +1,9 @@
-"""Replicas: executors that run batches in another process, and restart the process when it ends.
+"""Replicas: executors that run batches in another process. If the process ends, it is started again.
 
     starting ─ReplicaReady─> ready ─the process ends, or hangs─> lost ─backoff─> starting
 
-When the process ends, `run` raises `ReplicaLost` immediately for the batches in the process, and the
-dispatcher runs them on another replica.
+When the process ends, `run` immediately raises `ReplicaLost` for the batches in the process. The dispatcher
+then runs them on another replica.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from cornplug.errors import CheckpointError, ConfigError, ReplicaLost
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 30.0
 _STEADY_S: Final = 60.0
-"""Run time in seconds after which the pause before the next restart is reset to the shortest."""
+"""Run time in seconds after which the pause before the next restart is reset to the minimum."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
-    """Settings with which all replicas of a service start. Each replica has its own device."""
+    """Settings that all replicas of a service share. Each replica has its own device."""
 
     dtype: str
     threads: int
@@ -51,16 +51,16 @@ class ReplicaSettings:
 
 
 class ReplicaExecutor:
-    """Executor that runs batches in another process, which is restarted when it ends."""
+    """Runs batches in another process, and starts the process again if it ends."""
 
     def __init__(self, device: str, settings: ReplicaSettings) -> None:
         self.device: Final = device
         self.uncompiled = 0
         """Number of towers that the process could not compile."""
         self.problem = ""
-        """Reason why the replica is not ready or lacks a model, or "" if it has all models and is ready."""
+        """Reason why the replica is not ready or lacks a model, or "" if it is ready and has all models."""
         self.ends: Counter[str] = Counter()
-        """Number of times that the process ended unexpectedly, by reason: "died", "not_loaded",
+        """Number of times that the process ended unexpectedly, by reason: "died", "not_loaded" or
         "not_started"."""
         self._settings = settings
         self._lock = threading.Lock()  # guards the control socket and the fields below
@@ -84,7 +84,7 @@ class ReplicaExecutor:
         return None if process is None else process.popen.pid
 
     def start(self, models: Sequence[LoadedModel]) -> None:
-        """Start the process, which loads the models, without waiting for it."""
+        """Start the process, which then loads the models. Returns immediately."""
         self._models = {model.identity: model for model in map(_model, models)}
         self._supervisor.start()
 
@@ -113,7 +113,8 @@ class ReplicaExecutor:
         try:
             result, self.uncompiled = channel.run(batch)
         except OSError as e:
-            # This thread may notice before the supervisor does. Kill the process, because it may only hang.
+            # This thread may notice the error before the supervisor does. Kill the process, because it may
+            # only hang.
             self._ready.clear()
             process.popen.kill()
             raise ReplicaLost(f"replica on {self.device} was lost: {e}") from e
@@ -137,7 +138,7 @@ class ReplicaExecutor:
                     replica_ipc.DropModel(tuple(m.identity for m in new if m.identity not in self._models))
                 )
                 raise CheckpointError(f"replica on {self.device}: {problem}", reason="replica")
-            # A process that is not ready now loads these models when it starts.
+            # A process that is not ready now will load these models when it starts.
             self._models |= {model.identity: model for model in new}
 
     def drop(self, models: Sequence[LoadedModel]) -> None:
@@ -155,8 +156,8 @@ class ReplicaExecutor:
             self._supervisor.join()
 
     def _ask(self, message: replica_ipc.LoadModel | replica_ipc.DropModel) -> replica_ipc.FromReplica | None:
-        """Send a control message to the process. Return the reply, or None if the process is not ready or
-        does not reply."""
+        """Send a control message to the process and return the reply. Return None if the process is not ready
+        or does not reply."""
         process = self._process
         if process is None or not self._ready.is_set():
             return None
@@ -185,7 +186,8 @@ class ReplicaExecutor:
     def _run_process(self) -> str:
         """Start a process and wait until it ends. Return the reason why it ended, as a key of `ends`."""
         try:
-            # Create one extra lane for urgent batches, which run between the layers of other batches.
+            # Create one additional lane (socket pair and thread) for urgent batches, which run between
+            # layers.
             process = ReplicaProcess(self.lanes + 1)
         except OSError as e:
             self.problem = f"cannot start a process: {e}"
@@ -231,13 +233,13 @@ def _exit_reason(status: int) -> str:
 
 
 START_S: Final = 900.0
-"""Maximum time in seconds for loading a replica's models."""
+"""Maximum seconds for loading a replica's models."""
 RUN_S: Final = 600.0
-"""Maximum seconds for one batch, because no request waits longer."""
+"""Maximum seconds for one batch. No request waits longer."""
 
 
 class WorkerChannel:
-    """Service's end of one lane, which consists of a socket pair and two memfds."""
+    """Service's end of one lane. A lane consists of a socket pair and two memfds."""
 
     def __init__(self) -> None:
         self._sock, self._child_end = socket.socketpair()
@@ -247,16 +249,15 @@ class WorkerChannel:
 
     def started(self) -> None:
         """Close this process's copy of the child's end, after the child has inherited it. Otherwise the
-        socket would stay open after the child ends.
+        socket would stay open after the child has ended.
         """
         self._child_end.close()
 
     def run(self, batch: EncodeBatch) -> tuple[BatchResult, int]:
-        """Run a batch in the process. Return the result, and the number of towers that the process could not
-        compile.
+        """Run a batch in the process. Return (result, number of towers that the process could not compile).
 
-        Raises OSError if the process has ended, ReplicaLost if it does not have a model of the batch, and
-        RuntimeError for an error of the tower.
+        Raises OSError if the process has ended, ReplicaLost if it does not have one of the batch's models,
+        and RuntimeError for an error of the tower.
         """
         tensors = [t for item in batch.items for t in item.tensors]
         kept = [f for f in batch.features if f is not None]
@@ -275,7 +276,7 @@ class WorkerChannel:
         answer: replica_ipc.Computed = replica_ipc.receive(self._sock, replica_ipc.Computed)
         if isinstance(answer, replica_ipc.ReplicaFailed):
             raise ReplicaLost(answer.message) if answer.kind == "absent" else RuntimeError(answer.message)
-        # Copy the tensors, because the next batch overwrites the memory.
+        # Copy the tensors, because the next batch overwrites their memory.
         result = BatchResult(
             embeddings=tuple(self._outputs.view(row).clone() for row in answer.embeddings),
             features={i: self._outputs.view(row).clone() for i, row in answer.features},
@@ -290,7 +291,7 @@ class WorkerChannel:
 
 
 class ReplicaProcess:
-    """Process of a replica. It is started when the object is created."""
+    """Process of a replica. Creating the object starts the process."""
 
     def __init__(self, lanes: int) -> None:
         self._control, child_end = socket.socketpair()
@@ -299,7 +300,7 @@ class ReplicaProcess:
         self.idle: queue.SimpleQueue[WorkerChannel | None] = queue.SimpleQueue()
         fds = [child_end.fileno(), *(fd for channel in self._channels for fd in channel.fds)]
         self.popen = subprocess.Popen(
-            # -P: use the packages of this process, not modules in the working directory.
+            # -P: import the same packages as this process, not modules in the working directory.
             [sys.executable, "-P", "-m", "cornplug.encoder_service.replica_main", *map(str, fds)],
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
@@ -334,26 +335,26 @@ class ReplicaProcess:
 
 
 class ReplicaMetrics(Collector):
-    """Collector of the replicas' metrics for `/metrics`."""
+    """Collects the replicas' metrics for `/metrics`."""
 
     def __init__(self, replicas: Sequence[ReplicaExecutor]) -> None:
         self._replicas = replicas
 
     def collect(self) -> Iterator[Metric]:
-        """Return the current values. prometheus_client calls it at each scrape."""
+        """Return the current values. prometheus_client calls this at each scrape."""
         ready = GaugeMetricFamily(
             "cornplug_encoder_replica_ready",
-            "1 while the replica computes, else 0.",
+            "1 if the replica is ready, else 0.",
             labels=("replica", "device"),
         )
         plain = GaugeMetricFamily(
             "cornplug_encoder_replica_uncompiled_towers",
-            "Towers that --compile could not compile.",
+            "Number of towers that --compile could not compile.",
             labels=("replica",),
         )
         ends = CounterMetricFamily(
             "cornplug_encoder_replica_ends",
-            "Processes of replicas that ended by themselves.",
+            "Number of replica processes that ended unexpectedly.",
             labels=("replica", "reason"),
         )
         for number, replica in enumerate(map(str, range(len(self._replicas)))):
@@ -390,7 +391,7 @@ def cores() -> int:
 def open_replicas(
     devices: Sequence[str], settings: ReplicaSettings, models: Sequence[LoadedModel]
 ) -> list[ReplicaExecutor]:
-    """Start one replica on each device and wait until all are ready. Raises CheckpointError."""
+    """Start one replica on each device and wait until all replicas are ready. Raises CheckpointError."""
     replicas = [ReplicaExecutor(device, settings) for device in devices]
     try:
         for replica in replicas:

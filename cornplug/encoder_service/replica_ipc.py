@@ -1,10 +1,10 @@
-"""Messages between the service and its replicas: msgpack on socket pairs, tensors in memfds.
+"""Messages between the service and its replicas: msgpack on socket pairs, and tensors in memfds.
 
     control   OpenModels, LoadModel, DropModel ──>  <── ReplicaReady | ReplicaFailed
     a lane    RunBatch ──>  <── BatchDone | ReplicaFailed          and two memfds: inputs, outputs
 
 A replica ends when its control socket closes. A memfd has no name, so only the service and the replica can
-open it, and it is freed when both have ended.
+open it. Its memory is freed when both have ended.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class OpenModels(msgspec.Struct, frozen=True, tag="open"):
 
 
 class LoadModel(msgspec.Struct, frozen=True, tag="load"):
-    """Request to load more models."""
+    """Request to load additional models."""
 
     models: tuple[ModelSpec, ...]
 
@@ -72,7 +72,7 @@ class ReplicaReady(msgspec.Struct, frozen=True, tag="ready"):
     identities: tuple[bytes, ...]
     """Identities of the loaded models."""
     problem: str = ""
-    """Reason why a requested model is not loaded, or "" if all are."""
+    """Reason why a requested model is not loaded, or "" if all models are loaded."""
 
 
 class ReplicaFailed(msgspec.Struct, frozen=True, tag="failed"):
@@ -83,7 +83,7 @@ class ReplicaFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class MediumTensors(msgspec.Struct, frozen=True):
-    """`TowerItem` whose tensors are in the lane's memfd, with its cached features or None."""
+    """`TowerItem` whose tensors are in the lane's memfd, and its cached features or None."""
 
     tensors: tuple[SharedTensor, ...]
     tokens: int
@@ -125,8 +125,8 @@ def receive(sock: socket.socket, kind: Any) -> Any:
 
 
 class SharedBuffer:
-    """Growing memfd, as mapped by one of the two processes. One process writes and the other reads, in
-    turns."""
+    """Memfd that grows as needed, as mapped by one of the two processes. The two processes write and read
+    alternately."""
 
     def __init__(self, fd: int) -> None:
         self.fd: Final = fd
@@ -137,8 +137,8 @@ class SharedBuffer:
         return cls(os.memfd_create("cornplug-replica", os.MFD_CLOEXEC))
 
     def write(self, tensors: Sequence[torch.Tensor]) -> list[SharedTensor]:
-        """Write tensors from any device one after another, and return their locations. Overwrites the
-        previous tensors."""
+        """Write tensors from any device one after another, and return their locations. The previous tensors
+        are overwritten."""
         rows: list[SharedTensor] = []
         end = 0
         for tensor in tensors:
@@ -152,13 +152,13 @@ class SharedBuffer:
         return rows
 
     def view(self, row: SharedTensor) -> torch.Tensor:
-        """Return the tensor at a location without a copy. It is valid until the next `write` by either
-        side."""
+        """Return the tensor at a location, without a copy. The tensor is valid until the next `write` by
+        either side."""
         count = math.prod(row.shape)
         if count == 0:
             return torch.empty(row.shape, dtype=row.torch_dtype)
         if self._map is None or len(self._map) < row.end:
-            # Tensors that use the previous mapping keep it alive.
+            # Tensors in the previous mapping keep that mapping alive.
             self._map = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
         flat = torch.frombuffer(self._map, dtype=row.torch_dtype, count=count, offset=row.offset)
         return flat.reshape(row.shape)

@@ -1,7 +1,7 @@
-"""Main module of a replica's process, which loads towers and computes the batches of its lanes.
+"""Main module of a replica's process, which loads towers and computes batches.
 
-`ReplicaProcess` starts the process with the descriptors of its sockets and memfds (`replica_ipc`). It ends
-when its control socket closes.
+`ReplicaProcess` starts the process with the descriptors of its sockets and memfds (`replica_ipc`). Each lane
+(socket pair and thread) runs one batch at a time. The process ends when its control socket closes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ReplicaModels:
         self._loaded: dict[bytes, LoadedModel] = {}
 
     def load(self, models: Sequence[replica_ipc.ModelSpec]) -> None:
-        """Load more models. Raises CheckpointError for the first model that cannot be loaded, or whose
+        """Load additional models. Raises CheckpointError for the first model that cannot be loaded, or whose
         weights on disk have changed."""
         for model in models:
             if model.identity in self._loaded:
@@ -62,7 +62,7 @@ class ReplicaModels:
     def get(self, identity: bytes) -> LoadedModel:
         """Return the part of a model with this identity.
 
-        Raises ReplicaLost if this replica has not loaded the model, because another replica may have it.
+        Raises ReplicaLost if this replica has not loaded the model. Another replica may have it.
         """
         parts = (part for loaded in self._loaded.values() for part in loaded.each())
         found = next((part for part in parts if part.identity == identity), None)
@@ -72,7 +72,7 @@ class ReplicaModels:
 
 
 class WorkerLoop:
-    """Loop that runs the batches of one lane, one after another."""
+    """Runs the batches of one lane, one after another."""
 
     def __init__(self, models: ReplicaModels, executor: BatchExecutor, fds: Sequence[int]) -> None:
         self._models = models
@@ -82,8 +82,8 @@ class WorkerLoop:
 
     def serve(self) -> None:
         """Run batches until the service disconnects."""
-        # Towers run in this pool, so that the future catches their exceptions. An exception is sent to the
-        # service, and the lane continues.
+        # Towers run in this pool, so that the future catches their exceptions. The lane sends an exception to
+        # the service and continues.
         with ThreadPoolExecutor(1, "cornplug-compute") as threads:
             while True:
                 run = replica_ipc.receive(self._sock, replica_ipc.RunBatch)
@@ -119,7 +119,8 @@ class WorkerLoop:
 
 def main(argv: Sequence[str]) -> None:
     """Run the process. `argv` has the control socket's descriptor, then three descriptors per lane."""
-    # A terminal or supervisor sends signals to all processes, but the service ends this one after draining.
+    # A terminal or supervisor sends signals to all processes, but the service ends this process after
+    # draining.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -146,7 +147,7 @@ def _control(sock: socket.socket, fds: Sequence[int]) -> None:
             else:
                 replica_ipc.send(sock, _loaded(models, message.models))
     finally:
-        # End the process after any error, so that the service restarts it instead of waiting for a reply.
+        # End the process after any error. The service then restarts it instead of waiting for a reply.
         os._exit(0)
 
 

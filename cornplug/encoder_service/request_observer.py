@@ -1,11 +1,11 @@
-"""Observer of a request's events, which updates `ServiceMetrics` and spans of the client's trace.
+"""Observes a request's events, to update `ServiceMetrics` and the spans of the client's trace.
 
 preprocessing ─> received ─> stage("prepare") ─> queued ─> computing(batch) ─> stage("publish") ─> answered
                           └───────────────────────── refused, or gone ──────────────────────────┘
 
 Callers pass their trace context (OpenTelemetry) in W3C headers or in `EncodeRequest.trace`. Without an SDK,
-the no-op tracer of the OpenTelemetry API is used. It records nothing, so no code has to check whether tracing
-is enabled.
+the OpenTelemetry API's no-op tracer is used, which records nothing. Therefore no code has to check whether
+tracing is enabled.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ log = logging.getLogger(__name__)
 
 
 class RequestTracing:
-    """Factory of spans, which uses one tracer. Thread-safe.
+    """Creates spans with one tracer. Thread-safe.
 
     POST /v1/encode (server span, if HTTP)
     ├ cornplug.preprocess        decode, resize
-    └ cornplug.encode            one medium, from receipt to reply
+    └ cornplug.encode            one media item, from receipt to reply
         ├ cornplug.prepare       check the tower's inputs
         ├ cornplug.queue         wait for a batch
         ├ cornplug.tower         the batch: child of the first request, linked to all its requests
@@ -60,14 +60,14 @@ class RequestTracing:
         self._tracer = tracer
 
     def request(self, carrier: Mapping[str, str] | None, kind: SpanKind, name: str) -> Span:
-        """Start a span in the trace of `carrier`, or else in the current trace."""
+        """Start a span in the trace of `carrier`. If `carrier` has no trace, use the current trace."""
         context = _PROPAGATOR.extract(carrier) if carrier else None
         return self._tracer.start_span(name, context=context, kind=kind)
 
     @contextmanager
     def child(self, parent: Span, name: str, also: Sequence[Span] = ()) -> Iterator[Span]:
-        """Yield a child span of `parent` for the duration of the context. It is linked to the spans in `also`
-        in both directions."""
+        """Yield a child span of `parent` for the duration of the context. It is linked with the spans in
+        `also`, in both directions."""
         links = [Link(span.get_span_context()) for span in (parent, *also)] if also else None
         context = trace.set_span_in_context(parent)
         with self._tracer.start_as_current_span(name, context=context, links=links) as span:
@@ -81,7 +81,7 @@ class RequestTracing:
         self._tracer.start_span(name, context=context, start_time=began_ns).end(ended_ns)
 
     def close(self) -> None:
-        """Send pending spans, for at most five seconds."""
+        """Send pending spans, which takes at most five seconds."""
 
 
 OFF: Final = RequestTracing(NoOpTracer())
@@ -112,8 +112,8 @@ class _Exported(RequestTracing):
 def open_tracing(environ: Mapping[str, str] = os.environ) -> RequestTracing:
     """Return the tracing that the OTEL_* variables configure.
 
-    Returns OFF if they are not set. Logs a warning and returns OFF if the SDK is not installed. Under
-    `opentelemetry-instrument`, the tracer provider of that command is used.
+    Returns OFF if they are not set. If the SDK is not installed, logs a warning and returns OFF. Under
+    `opentelemetry-instrument`, the tracer provider of this command is used.
     """
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return OFF
@@ -150,7 +150,7 @@ class TraceRequests:
             await self._app(scope, receive, send)
             return
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        # Do not use the path, because it may contain a model's name, and span names need low cardinality.
+        # Do not use the path, because it may contain a model's name and span names need low cardinality.
         route = "/v1/encode" if scope["path"] == "/v1/encode" else "/encode"
         span = self._tracing.request(trace_of(carrier), SpanKind.SERVER, f"{scope['method']} {route}")
 
@@ -172,7 +172,7 @@ def _exporter(name: str) -> type:
 
 
 class RequestObserver:
-    """Observer of request events. Thread-safe. Methods never block and never raise."""
+    """Observes request events. Thread-safe. Methods never block and never raise exceptions."""
 
     def __init__(self, meters: ServiceMetrics, tracing: RequestTracing = OFF) -> None:
         self.meters = meters
@@ -193,7 +193,8 @@ class RequestObserver:
             )
 
     def preprocessing(self) -> AbstractContextManager[None]:
-        """Return a context manager that records a medium's preprocessing, as a child of the current span."""
+        """Return a context manager that records the preprocessing of an item, as a child of the current
+        span."""
         return self._stage("preprocess", get_current_span())
 
     def stage(self, stage: Stage, pending: PendingRequest) -> AbstractContextManager[None]:
@@ -210,7 +211,8 @@ class RequestObserver:
                 self.meters.stages.labels(stage).observe(time.monotonic() - began)
 
     def queued(self, pending: PendingRequest, tokens: int) -> None:
-        """Record that the request now waits for a batch. `tokens` is the number of tokens of its medium."""
+        """Record that the request now waits for a batch. `tokens` is the number of tokens of its media
+        item."""
         pending.queued_s = time.monotonic()
         pending.span.set_attribute("cornplug.tokens", tokens)
 
@@ -218,14 +220,14 @@ class RequestObserver:
     def computing(self, jobs: Sequence[EncodeJob[Any]], tokens: Sequence[int]) -> Iterator[None]:
         """Record a batch for the duration of the context, and end the queue stage of its requests.
 
-        `tokens` has the number of tokens of each medium for which the tower runs.
+        `tokens` has the number of tokens of each item for which the tower runs.
         """
         requests = [pending for job in jobs for pending in tuple(job.requests)]
         for pending in requests:
             self._waited(pending)
         began = time.monotonic()
         first, *others = (pending.span for pending in requests)
-        # If the features of every medium are cached, only projectors run.
+        # If the features of all items are cached, only projectors run.
         name = "cornplug.tower" if tokens else "cornplug.project"
         with self.tracing.child(first, name, also=others) as span:
             span.set_attributes(
@@ -255,7 +257,7 @@ class RequestObserver:
         pending.span.end()
 
     def gone(self, pending: PendingRequest) -> None:
-        """Record that the client disconnected before a reply. Has no effect after a reply."""
+        """Record that the client disconnected before the reply. Has no effect after a reply."""
         if pending.span.is_recording():
             pending.span.set_attribute("cornplug.cancelled", True)
             pending.span.end()

@@ -1,7 +1,7 @@
 """Run the encoder service: load vision and audio towers once, for engines and HTTP clients.
 
-SIGTERM and SIGINT drain the service: it refuses new requests, answers requests in flight, and exits with
-status 0. SIGHUP loads the weights that are on disk now, without interrupting service (`WeightReloader`).
+SIGTERM and SIGINT drain the service: it refuses new requests, completes requests in flight, and exits with
+status 0. SIGHUP loads the weights that are now on disk, without interrupting the service (`WeightReloader`).
 """
 
 from __future__ import annotations
@@ -53,34 +53,36 @@ from cornplug.store.arena import host_memory
 from cornplug.store.backends import open_store
 
 HEAD_S: Final = 10.0
-"""Minimum seconds after which a connection without complete request headers is closed. It is closed at the
-latest after twice this time."""
+"""Minimum seconds after which a connection without complete request headers is closed. It is closed after at
+most twice this time."""
 BACKLOG: Final = 128
 """Maximum number of connections that wait to be accepted."""
 _MOST: Final = 4096
-"""Maximum number of HTTP connections. Above it, each new connection closes the oldest idle connection."""
+"""Maximum number of HTTP connections. At this number, each new connection closes the oldest idle
+connection."""
 _FOR_OTHERS: Final = 512
 """File descriptors reserved for engines, replicas, files, fetches, and connections that are being closed."""
 _LEAST: Final = 64
 log = logging.getLogger(__name__)
 _LAST_S: Final = 1.0
-"""Minimum seconds to send refusals to requests that are still running at the end of `encoder.drain_s`."""
+"""Minimum seconds for sending refusals to requests that are still running at the end of `encoder.drain_s`."""
 CPU_BATCH_TOKENS: Final = 2048
-"""Default maximum number of tokens of a batch on a CPU. A few images already use a core fully, so larger
+"""Default maximum number of tokens in a batch on a CPU. A few images already use a core fully, so larger
 batches would only increase latency."""
 TENANT_FRACTION: Final = 0.5
-"""Maximum fraction of the store for entries from one tenant's HTTP requests. The same limit applies to each
-class for requests without a tenant."""
+"""Maximum fraction of the store that entries from one tenant's HTTP requests may fill. For requests without a
+tenant, the same limit applies to each service class."""
 PREPARED_FRACTION: Final = 0.25
 """Maximum fraction of the memory of the host or control group for decoded and preprocessed media."""
 UNREAD_S: Final = 30.0
-"""Maximum time in seconds that a client may leave its reply unread."""
+"""Maximum seconds for which a client may leave its reply unread."""
 RENEW_S: Final = 5.0
-"""Seconds between checks that the socket's file exists. A cleaner of temporary folders may remove it."""
+"""Seconds between checks whether the socket's file exists. A cleaner of temporary folders may remove the
+file."""
 
 
 def raise_descriptors() -> None:
-    """Raise the soft limit of file descriptors to the hard limit, at most 65,536."""
+    """Raise the soft limit for file descriptors to the hard limit, but not above 65,536."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -88,7 +90,7 @@ def raise_descriptors() -> None:
 
 
 def connections_allowed() -> int:
-    """Return the number of HTTP connections that this process has file descriptors for."""
+    """Return the maximum number of HTTP connections, from this process's limit for file descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST if soft == resource.RLIM_INFINITY else max(_LEAST, min(_MOST, soft - _FOR_OTHERS))
 
@@ -96,9 +98,10 @@ def connections_allowed() -> int:
 class HeadTimeoutProtocol(AutoHTTPProtocol):
     """One HTTP connection, with a deadline for request headers and a limit on the number of connections.
 
-    By itself, uvicorn waits for headers indefinitely, and accepts connections until the process has no file
-    descriptors left. `BodyGuard` sets a deadline for bodies, and uvicorn's keep-alive timeout applies
-    between requests. The connection checks every `HEAD_S` whether a request has started since the last check.
+    Without this class, uvicorn waits for headers indefinitely, and accepts connections until the process has
+    no file descriptors left. `BodyGuard` sets a deadline for bodies, and uvicorn's keep-alive timeout applies
+    between requests. Every `HEAD_S` seconds, the connection checks whether a request has started since the
+    last check.
     """
 
     most: ClassVar[int] = _MOST
@@ -128,10 +131,10 @@ class HeadTimeoutProtocol(AutoHTTPProtocol):
         self._look = self.loop.call_later(HEAD_S, self._tick)
 
     def _evicted(self) -> HeadTimeoutProtocol:
-        """Return the connection to close so that this connection can be accepted.
+        """Return the connection to close, so that the number of connections stays within the limit.
 
-        This is the oldest idle connection, or else the oldest connection with an incomplete request. If all
-        other connections wait for replies, it is this connection.
+        Return the oldest idle connection, or the oldest connection with an incomplete request if no
+        connection is idle. If all other connections wait for replies, return this connection.
         """
         begun = None
         for one in self.others:
@@ -146,7 +149,7 @@ class HeadTimeoutProtocol(AutoHTTPProtocol):
 
 
 def limited(most: int) -> type[HeadTimeoutProtocol]:
-    """Return a protocol class for one server, which has at most `most` connections."""
+    """Return a protocol class for one server with at most `most` connections."""
     return type("Limited", (HeadTimeoutProtocol,), {"most": most, "others": {}})
 
 
@@ -160,20 +163,20 @@ class _Uvicorn(uvicorn.Server):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundListeners:
-    """Listening sockets of the service, bound before weights are read so that a wrong port or path fails
-    immediately."""
+    """Listening sockets of the service. They are bound before weights are read, so that a wrong port or path
+    fails immediately."""
 
     unix: SocketClaim
     http: socket.socket
 
     @classmethod
     def open(cls, config: Config) -> BoundListeners:
-        """Bind both sockets. Raises ConfigError with the address that is in use."""
+        """Bind both sockets. Raises ConfigError with the address if it is in use."""
         encoder = config.encoder
         family = socket.AF_INET6 if ":" in encoder.host else socket.AF_INET
         http = socket.socket(family, socket.SOCK_STREAM)
         http.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Accepted connections inherit this option. It disconnects a client that does not read its reply.
+        # Accepted connections inherit this option, which disconnects a client that does not read its reply.
         http.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000))
         try:
             http.bind((encoder.host, encoder.port))
@@ -193,7 +196,8 @@ class BoundListeners:
         return cls(unix=unix, http=http)
 
     def close(self) -> None:
-        """Close both sockets, remove the unix socket's file, and release its lock for the next service."""
+        """Close both sockets, remove the unix socket's file, and release the file's lock for the next
+        service."""
         self.unix.close()
         self.http.close()
 
@@ -207,7 +211,8 @@ def web_settings(app: ASGIApp, config: EncoderConfig) -> uvicorn.Config:
         # The client's address is the connection's peer. Forwarding headers are ignored, even from this host.
         proxy_headers=False,
         server_header=False,
-        # uvicorn may accept this many connections in one iteration of the loop, before any is closed.
+        # uvicorn may accept this many connections in one iteration of the loop, before any connection is
+        # closed.
         backlog=BACKLOG,
         log_level="warning",
         access_log=False,
@@ -216,7 +221,7 @@ def web_settings(app: ASGIApp, config: EncoderConfig) -> uvicorn.Config:
 
 
 async def serve(encoder: EncoderCore, config: Config, listeners: BoundListeners, *, secret: bytes) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. While requests in flight finish, `/ready` returns 503."""
+    """Serve until SIGTERM or SIGINT, then drain. During the drain, `/ready` returns status 503."""
     gate, drain_s = DrainState(), config.encoder.drain_s
     app = create_app(encoder, config.encoder, secret=secret, gate=gate)
     web = _Uvicorn(web_settings(app, config.encoder))
@@ -244,10 +249,10 @@ async def serve(encoder: EncoderCore, config: Config, listeners: BoundListeners,
     end = loop.time() + drain_s
     endpoint.stop_accepting()
     gate.close()
-    # HTTP requests in flight may still submit media, so wait for them before closing the encoder.
+    # HTTP requests in flight may still submit media, so wait for these requests before closing the encoder.
     await gate.idle(drain_s)
     await asyncio.to_thread(encoder.drain, max(end - loop.time(), 0.0))
-    # This refuses the requests that are still being decoded or computed, so that their clients get a reply.
+    # `close` refuses requests that are still being decoded or computed, so that their clients get a reply.
     await asyncio.to_thread(encoder.close)
     web.config.timeout_graceful_shutdown = math.ceil(max(end - loop.time(), _LAST_S))
     web.should_exit = True
@@ -256,13 +261,15 @@ async def serve(encoder: EncoderCore, config: Config, listeners: BoundListeners,
 
 
 async def _renew(claim: SocketClaim, endpoint: UnixServer) -> None:
-    """Recreate the socket's file whenever it disappears, until another service listens at the path."""
+    """Recreate the socket's file whenever the file disappears, until another service listens at its path."""
     while True:
         await asyncio.sleep(RENEW_S)
         # Called on the loop's thread, so that the socket is never recreated in the middle of an iteration.
         listener = claim.renew()
         if listener is None:
-            log.error("another encoder service now uses this socket; this service continues with HTTP only")
+            log.error(
+                "another encoder service now uses the unix socket, so this service continues with HTTP only"
+            )
             endpoint.stop_accepting()
             return
         await endpoint.listen_at(listener)
@@ -273,7 +280,7 @@ def _reload(encoder: EncoderCore) -> None:
         changed = encoder.reload()
     except (CheckpointError, EncoderRefused) as e:
         AuditLog().did_here("reload", failed=str(e))
-        log.error("reload failed: %s. The previous weights stay in use.", e)
+        log.error("the weights were not reloaded: %s. The previous weights stay in use.", e)
     else:
         AuditLog().did_here("reload", changed=[model.name for model in changed])
         names = ", ".join(f"{model.name} (epoch {model.epoch})" for model in changed)
@@ -303,8 +310,8 @@ def main(argv: Sequence[str]) -> int:
             registry, replicas = _open_models(args, report)
         secret = read_secret(config.store.secret_file)
         store = None if args.no_store else open_store(config.store, autostart=False)
-        # Background timeout, because no engine waits for these calls. If the store fails, results are merely
-        # not shared.
+        # Use the background timeout, because no engine waits for these calls. If the store fails, results are
+        # not shared, but requests succeed.
         cache = ResultCache(
             store, deadline_s=config.store.background_timeout_s, account_fraction=TENANT_FRACTION
         )
@@ -349,20 +356,20 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _open_models(args: argparse.Namespace, report: Report) -> tuple[ModelRegistry, list[ReplicaExecutor]]:
-    """Load the models, and start the worker processes. With --replicas 0 there are none, and this process
-    computes."""
+    """Load the models and start the worker processes. With --replicas 0, there are no worker processes, and
+    this process computes the embeddings."""
     devices = devices_of(args.device, args.replicas) if args.replicas else []
     threads = args.threads or max(1, cores() // max(1, len(devices)))
     if not devices:
-        # On a CPU, one core is left to the engines and to this process's other threads. Computing threads
-        # wait for each other at each operation, so if one of them is interrupted, all of them wait. With a
-        # GPU, the cores only prepare media, and each preparing thread would start one torch thread per core.
+        # On a CPU, leave one core to the engines and to this process's other threads. Computing threads wait
+        # for each other at each operation, so if one thread is interrupted, all of them wait. With a GPU, the
+        # cores only prepare media. Each preparing thread would start one torch thread per core.
         threads = args.threads or (max(1, cores() - 1) if args.device == "cpu" else 1)
         torch.set_num_threads(threads)
         return ModelRegistry.open(
             args.model, dtype=args.dtype, device=args.device, compile=args.compile, report=report
         ), []
-    torch.set_num_threads(1)  # as for a GPU in this process
+    torch.set_num_threads(1)  # same as for a GPU in this process
     registry = ModelRegistry.open(args.model, dtype=args.dtype, device="meta", report=report)
     report(f"starting {len(devices)} replicas of {threads} threads on {', '.join(devices)}")
     settings = ReplicaSettings(dtype=args.dtype, threads=threads, compile=args.compile)

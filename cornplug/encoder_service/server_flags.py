@@ -1,4 +1,4 @@
-"""Flags of `cornplug encoder`."""
+"""Command-line flags of `cornplug encoder`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def check(args: argparse.Namespace) -> None:
     have = torch.cuda.device_count() if kind == "cuda" else 1
     if int(number or 0) >= have:
         raise ConfigError(
-            "--device", f"{args.device} does not exist, this host has {have} GPUs", "Set --device cpu."
+            "--device",
+            f"{args.device} does not exist, because this host has {have} GPUs",
+            "Set --device cpu.",
         )
     if args.replicas:
         devices_of(args.device, args.replicas)
@@ -45,7 +47,7 @@ def overrides(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """Return the parser of all flags. Each help text states the unit and the default."""
+    """Return the parser with all flags. Each help text states the unit and the default."""
     out = argparse.ArgumentParser(
         prog="cornplug encoder",
         description=description,
@@ -87,7 +89,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         help="unix socket for engines on this host (default: in /tmp/cornplug-UID)",
     )
     out.add_argument("--host", help="HTTP address to listen on (default: 127.0.0.1)")
-    out.add_argument("--port", type=int, help="HTTP port (default: 8750); 0 picks a free one")
+    out.add_argument("--port", type=int, help="HTTP port (default: 8750); 0 selects a free port")
     out.add_argument(
         "--sglang",
         action="store_true",

@@ -1,7 +1,8 @@
-"""Metrics of the service at `/metrics`.
+"""Metrics of the service, which `/metrics` returns.
 
 The number of label values is bounded. Classes come from the configuration, and reasons from the code. Clients
-choose app names, so only the first `APPS_MAX` names get their own series. All other names count as "other".
+choose app names, so only the first `APPS_MAX` names get their own series. All other names are counted as
+"other".
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _ITEMS: Final = (1, 2, 4, 8, 16, 32, 64)
 _TOKENS: Final = (64, 256, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 
 Queue = Mapping[str, tuple[int, int]]
-"""Number of requests that wait, and their number of tokens, by class."""
+"""(number of requests that wait, their number of tokens), by class."""
 
 
 class BoundedLabels:
-    """Limit on the number of label values that clients choose. Values in `known` and further values, up to
+    """Limits the number of label values that clients choose. Values in `known` and further values, up to
     `limit` in total, keep their name. All other values become "other"."""
 
     def __init__(self, limit: int, known: Iterable[str] = ()) -> None:
@@ -50,7 +51,7 @@ class BoundedLabels:
 
 @dataclass(frozen=True, slots=True)
 class ServiceGauges:
-    """Functions that return the current values of one service. They are called at each scrape and must not
+    """Functions that return current values of one service. They are called at each scrape and must not
     block."""
 
     waiting: Callable[[], float]
@@ -60,7 +61,7 @@ class ServiceGauges:
     prepared_bytes: Callable[[], int] = lambda: 0
     models: Callable[[], Sequence[ServedModel]] = tuple
     executors: Callable[[], tuple[int, int]] = lambda: (1, 1)
-    """Number of executors that are ready, and total number of executors."""
+    """(number of ready executors, total number of executors)."""
 
 
 class ServiceMetrics:
@@ -86,10 +87,12 @@ class ServiceMetrics:
             "cornplug_encoder_batch_tokens", "Tokens per batch.", buckets=_TOKENS, registry=registry
         )
         self.tower_passes = Counter(
-            "cornplug_encoder_tower_passes_total", "Media computed by a tower.", registry=registry
+            "cornplug_encoder_tower_passes_total",
+            "Number of media items that towers computed.",
+            registry=registry,
         )
         self.tower_tokens = Counter(
-            "cornplug_encoder_tower_tokens_total", "Tokens computed by a tower.", registry=registry
+            "cornplug_encoder_tower_tokens_total", "Number of tokens that towers computed.", registry=registry
         )
         self.tower_seconds = Histogram(
             "cornplug_encoder_tower_seconds",
@@ -111,7 +114,7 @@ class ServiceMetrics:
         )
         self.seconds = Histogram(
             "cornplug_encoder_seconds",
-            "Seconds from receipt to reply.",
+            "Seconds from the receipt of a request to its reply.",
             ("qos",),
             buckets=WAIT_BUCKETS_S,
             registry=registry,
@@ -126,25 +129,25 @@ class ServiceMetrics:
         )
         self.store_failures = Counter(
             "cornplug_encoder_store_failures_total",
-            "Failed calls of the store. The embedding was returned anyway.",
+            "Number of failed calls to the store. The embedding was returned anyway.",
             ("reason",),
             registry=registry,
         )
         self.decoders_killed = Counter(
             "cornplug_encoder_decoders_killed_total",
-            "Decoding processes that ended during a medium: too_slow (30 s), too_late (deadline), gone "
-            "(client disconnected), crashed, stopping.",
+            "Number of decoding processes that ended during an item: too_slow (30 s), too_late (deadline), "
+            "gone (client disconnected), crashed, stopping.",
             ("reason",),
             registry=registry,
         )
-        # Create these series with the value 0, because Prometheus' rate() needs a first value.
+        # Create these series with value 0, because Prometheus' rate() needs a first value.
         for stage in STAGES:
             self.stages.labels(stage)
         for qos in self.classes:
             self.seconds.labels(qos)
 
     def answered(self, app: str, qos: str, origin: str, seconds: float) -> None:
-        """Count one embedding, returned `seconds` after its request was received."""
+        """Count one embedding that was returned `seconds` after the receipt of its request."""
         self.answers.labels(self._apps.label(app), origin, qos).inc()
         self.seconds.labels(qos).observe(seconds)
 
@@ -166,7 +169,7 @@ class ServiceMetrics:
 
 
 class _Live:
-    """Gauges that are read at each scrape, so that series of an unloaded model disappear."""
+    """Gauges that are read at each scrape, so that the series of an unloaded model disappear."""
 
     def __init__(self, meters: ServiceMetrics) -> None:
         self._meters = meters
@@ -175,14 +178,14 @@ class _Live:
         meters = self._meters
         yield GaugeMetricFamily(
             "cornplug_encoder_waiting",
-            "Requests admitted and not yet answered.",
+            "Number of admitted requests without a reply.",
             value=meters.gauges.waiting(),
         )
         requests = GaugeMetricFamily(
-            "cornplug_encoder_queue_requests", "Requests waiting for a batch.", labels=("qos",)
+            "cornplug_encoder_queue_requests", "Number of requests that wait for a batch.", labels=("qos",)
         )
         tokens = GaugeMetricFamily(
-            "cornplug_encoder_queue_tokens", "Tokens waiting for a batch.", labels=("qos",)
+            "cornplug_encoder_queue_tokens", "Number of tokens that wait for a batch.", labels=("qos",)
         )
         waiting = {**dict.fromkeys(meters.classes, (0, 0)), **meters.gauges.queue()}
         for qos, (count, size) in waiting.items():
@@ -191,7 +194,9 @@ class _Live:
         yield requests
         yield tokens
         preparing = GaugeMetricFamily(
-            "cornplug_encoder_preparing_requests", "Media waiting to be decoded.", labels=("qos",)
+            "cornplug_encoder_preparing_requests",
+            "Number of media items that wait to be decoded.",
+            labels=("qos",),
         )
         for qos, (count, _) in {**dict.fromkeys(meters.classes, (0, 0)), **meters.gauges.preparing()}.items():
             preparing.add_metric((qos,), count)
@@ -203,15 +208,15 @@ class _Live:
         )
         predicted = GaugeMetricFamily(
             "cornplug_encoder_predicted_seconds",
-            "Predicted seconds until a medium like the last one of the class is answered. 0 if the class had "
-            "none in the last 10 s.",
+            "Predicted seconds until the reply for an item like the last item of its class. 0 if the class "
+            "had no item in the last 10 s.",
             labels=("qos",),
         )
         for qos, seconds in meters.gauges.predicted().items():
             predicted.add_metric((qos,), seconds)
         yield predicted
         executors = GaugeMetricFamily(
-            "cornplug_encoder_executors", "Executors of batches.", labels=("state",)
+            "cornplug_encoder_executors", "Number of executors, which run batches.", labels=("state",)
         )
         alive, total = meters.gauges.executors()
         executors.add_metric(("alive",), alive)
@@ -235,7 +240,7 @@ def _model_info(models: Sequence[ServedModel]) -> Metric:
 
 
 def totals(counter: Counter) -> dict[tuple[str, ...], float]:
-    """Return a counter's values by its label values."""
+    """Return the values of a counter, by label values."""
     return {
         tuple(sample.labels.values()): sample.value
         for family in counter.collect()

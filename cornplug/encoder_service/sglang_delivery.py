@@ -1,18 +1,18 @@
-"""Messages of SGLang's encoder protocol, and delivery of embeddings to its language-only servers.
+"""Messages of SGLang's encoder protocol, and delivery of embeddings to SGLang's language-only servers.
 
-Requests are JSON, and are validated strictly. An embedding is sent to the server's ZMQ socket as two frames:
+Requests are JSON and are validated strictly. An embedding is sent to the server's ZMQ socket as two frames:
 
     header    a pickle, because SGLang 0.5.23 reads no other format
     payload   the embedding, C-contiguous, little-endian
 
 This module never reads a pickle, and writes the header without Python's pickle module. The header is a fixed
-sequence of opcodes of protocol 2 that creates one `EmbeddingData` with a dictionary of strings, integers and
+sequence of opcodes of protocol 2. It creates one `EmbeddingData` with a dictionary of strings, integers and
 lists. It refers to three globals: the class, the modality and the dtype. All three are on the allow list of
-SGLang's unpickler (`sglang.srt.utils.common.SafeUnpickler`). SGLang ignores additional entries of the
+SGLang's unpickler (`sglang.srt.utils.common.SafeUnpickler`). SGLang ignores additional entries in the
 dictionary.
 
-Any client of the HTTP port can name a host and a port to which embeddings are sent. A receiver must therefore
-be the requesting host, or be in a network of `encoder.receivers`.
+Any client of the HTTP port can choose a host and a port to which embeddings are sent. Therefore a receiver
+must be the requesting host, or be in a network of `encoder.receivers`.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _MAX_WAITING: Final = 4096
-"""Maximum number of requests in one group that wait for a part or for receivers."""
+"""Maximum number of requests per group that wait for a part or for receivers."""
 _MAX_GROUPS: Final = 256
 _OURS: Final = ("here", "deployment")
 _RESOLVE_S: Final = 2.0
 _LINGER_MS: Final = 5000
-"""Milliseconds for which libzmq keeps sending queued messages after the socket is closed."""
+"""Milliseconds for which libzmq continues to send queued messages after the socket is closed."""
 
 
 class ReceiverGuard:
-    """Guard that checks the addresses that embeddings are sent to. Use it from one event loop."""
+    """Checks the addresses to which embeddings are sent. Use it from one event loop."""
 
     def __init__(self, networks: Sequence[IPNetwork] = ()) -> None:
         self._networks = networks
-        # A separate pool, so that a slow name server delays only other lookups of receivers.
+        # Use a separate pool, so that a slow name server delays only other lookups of receivers.
         self._names = ThreadPoolExecutor(2, "cornplug-names")
 
     async def endpoint(self, host: str, port: int, *, asked_by: str | None) -> str:
         """Return the ZMQ endpoint of a receiver, with the checked address in place of the host's name.
 
-        `asked_by` is the address of the requesting host. Raises EncoderRefused("forbidden_receiver") if no
-        address of the host is allowed.
+        `asked_by` is the address of the requesting host. Raises EncoderRefused("forbidden_receiver") if none
+        of the host's addresses is allowed.
         """
         for address in await self._addresses(host):
             ip = _normal(address)
@@ -121,8 +121,8 @@ class _Waiting:
 class ReceiverRendezvous:
     """Matches parts with their receivers, which arrive in either order. Use it from one event loop.
 
-    Parts and receivers match only within a group (`ReceiverGuard.group`), so a client of another group cannot
-    receive a part by its request id. Unmatched entries are dropped after `forget_s` seconds.
+    Parts and receivers match only within a group (`ReceiverGuard.group`). A client of another group therefore
+    cannot receive a part by its request id. Unmatched entries are dropped after `forget_s` seconds.
     """
 
     def __init__(self, *, forget_s: float) -> None:
@@ -160,8 +160,8 @@ class ReceiverRendezvous:
         return waiting.endpoints
 
     def _entry(self, req_id: str, group: str) -> _Waiting:
-        """Return the entry of a request, or create it. Each group has its own limit, so a flood from one host
-        evicts only the entries of that host.
+        """Return the entry of a request, and create it if necessary. Each group has its own limit, so that a
+        flood from one host evicts only that host's entries.
         """
         now = time.monotonic()
         if group not in self._groups and len(self._groups) >= _MAX_GROUPS:
@@ -184,19 +184,19 @@ class ReceiverRendezvous:
 
 
 class ZmqSender:
-    """Sender of multipart messages. Each message gets its own connection, because a receiver's port is often
-    used only once.
+    """Sends multipart messages. Each message gets its own connection, because a receiver's port is often used
+    only once.
     """
 
     def __init__(self) -> None:
         self._context = zmq.asyncio.Context()
 
     async def send(self, endpoint: str, frames: Sequence[bytes], *, deadline_s: float) -> None:
-        """Send a message to a receiver. Raises EncoderRefused("undeliverable") if it does not accept a
-        connection.
+        """Send a message to a receiver. Raises EncoderRefused("undeliverable") if the receiver does not
+        accept a connection.
         """
         sock = self._context.socket(zmq.PUSH)
-        # Queue the message only after a connection is established, so that a dead receiver is detected.
+        # Queue the message only after the connection is established, so that a dead receiver is detected.
         sock.setsockopt(zmq.IMMEDIATE, 1)
         sock.setsockopt(zmq.IPV6, 1)
         try:
@@ -226,7 +226,7 @@ def _normal(host: str | None) -> IPAddress | None:
 
 
 def _is_here(ip: IPAddress) -> bool:
-    """Return whether the address belongs to this host, which is so if a socket can be bound to it."""
+    """Return whether the address belongs to this host. If so, a socket can be bound to it."""
     if ip.is_loopback:
         return True
     family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
@@ -249,23 +249,23 @@ _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Image of a request, with its options."""
+    """Item of a request's `mm_items`: one image and the options for encoding it."""
 
     url: str
     detail: str | None = None
-    """Level of detail from OpenAI's API. It has no effect, because the served families have one
+    """Level of detail, as in OpenAI's API. It has no effect, because the served families have a single
     resolution."""
     content_hash: str | None = None
     """Hash of the content, as sent by the client. It is not used, because cache keys contain a digest of the
     pixels."""
     cornplug_salt: str | None = None
-    """The request's `cache_salt`, from a server with cornplug's plugin (`sglang_hooks/media/epd.py`)."""
+    """`cache_salt` of the request, if the server has cornplug's plugin (`sglang_hooks/media/epd.py`)."""
     cornplug_salt_proof: str | None = None
-    """Proof that the server has the secret (`engine_seal.salt_proof`), so that it may set a salt."""
+    """Proof that the server has the secret (`engine_seal.salt_proof`) and may therefore set a salt."""
 
 
 class EncodePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of POST /encode, which requests to encode these images and send the embeddings as one part."""
+    """Body of POST /encode: a request to encode these images and send their embeddings as one part."""
 
     req_id: _RequestId
     modality: Literal["IMAGE", "VIDEO", "AUDIO"]
@@ -281,7 +281,7 @@ class EncodePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ReceiveAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of POST /scheduler_receive_url, which registers one of `receive_count` receivers of a part."""
+    """Body of POST /scheduler_receive_url: the registration of one of `receive_count` receivers of a part."""
 
     req_id: _RequestId
     receive_url: Annotated[str, msgspec.Meta(min_length=3, max_length=260)]
@@ -330,10 +330,10 @@ def header(
     grid: Sequence[Sequence[int]],
     statement: SignedClaim,
 ) -> bytes:
-    """Return the first frame of the message that contains the embeddings of a part.
+    """Return the first frame of the message with a part's embeddings.
 
     Args:
-        part: Request that the message answers.
+        part: Request to which the message is the reply.
         dtype: Dtype of the second frame.
         shape: (rows, hidden_size) of the second frame.
         grid: (frames, height, width) in patches for each image.

@@ -1,11 +1,11 @@
-"""Encoder for SGLang's `--language-only` servers, on the service's HTTP port. Enabled by `--sglang`.
+"""Encoder for SGLang's `--language-only` servers, on the service's HTTP port. `--sglang` enables it.
 
     cornplug encoder --model MODEL --port 8750 --sglang
     python -m sglang.launch_server --model-path MODEL --language-only \
         --encoder-urls http://HOST:8750 --encoder-transfer-backend zmq_to_scheduler
 
-If the service has several models, the URL selects one: http://HOST:8750/sglang/NAME. NAME is the hub id, or
-the last component of a folder. Both ZMQ backends of SGLang are supported. mooncake is not.
+If the service has several models, the URL selects a model: http://HOST:8750/sglang/NAME. NAME is the hub id,
+or the last component of a folder. Both of SGLang's ZMQ backends are supported. mooncake is not supported.
 
     server ── POST encode {mm_items, req_id, part ...} ──> decode, tower or store, one part
            ── POST scheduler_receive_url {host:port} ──>   (zmq_to_scheduler: where to send)
@@ -18,7 +18,7 @@ prompt. cornplug's plugin prevents the crash, and encodes refused images in the 
 use `zmq_to_tokenizer`.
 
 SGLang's protocol has no tenants. A server with cornplug's plugin adds the request's salt, and a proof that
-the server has the secret. The embeddings of a server without the plugin have no salt.
+the server has the secret. Embeddings for a server without the plugin have no salt.
 """
 
 from __future__ import annotations
@@ -70,16 +70,16 @@ _DECODING: Final = "sglang-0.5.23"
 _RELEASE: Final = _DECODING.removeprefix("sglang-")
 """Release of SGLang whose protocol this server implements."""
 _FAMILIES: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
-"""Families that this release of SGLang supports with `--language-only` and whose embeddings fit its
+"""Families that this release of SGLang supports with `--language-only`, and whose embeddings fit SGLang's
 protocol."""
 _GRID: Final = "image_grid_thw"
 _AT_ONCE: Final = 2
-"""Maximum number of images of one part that are prepared concurrently."""
+"""Maximum number of images in one part that are prepared concurrently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EncodedImage:
-    """Embedding of one image of a part. `media` is the media digest."""
+    """Embedding of one image in a part. `media` is the media digest."""
 
     grid: Sequence[int]
     media: bytes
@@ -87,9 +87,9 @@ class _EncodedImage:
 
 
 class SglangParts:
-    """Encodes parts and sends them to their receivers. Use it from one event loop.
+    """Encodes parts and sends their embeddings to receivers. Use it from one event loop.
 
-    A part contains the images of a request that a server sends to one encoder.
+    A part consists of the images of a request that a server sends to one encoder.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class SglangParts:
         """Check the salts of the part's images, and return the part with the salts to use.
 
         A salt without a valid proof is handled like the `cache_salt` of an HTTP request (`access.salt_of`).
-        Raises EncoderRefused("forbidden_salt") if the caller may not set it.
+        Raises EncoderRefused("forbidden_salt") if the caller may not set the salt.
         """
 
         def of(item: sglang_delivery.MediaItem) -> sglang_delivery.MediaItem:
@@ -166,7 +166,7 @@ class SglangParts:
     async def receive_at(
         self, receiver: sglang_delivery.ReceiveAt, address: tuple[str, int], *, asked_by: str | None
     ) -> None:
-        """Add a receiver of a part. The part is sent to the receiver once it is encoded. Raises
+        """Add a receiver for a part. The part is sent to the receiver when it has been encoded. Raises
         EncoderRefused."""
         endpoint = await self._guard.endpoint(*address, asked_by=asked_by)
         group = self._guard.group(asked_by)
@@ -196,7 +196,7 @@ class SglangParts:
         caller: QosCaller,
         end: float,
     ) -> _EncodedImage:
-        """Encode one image. It is admitted like a medium of `/v1/encode`."""
+        """Encode one image. It is admitted in the same way as an image for `/v1/encode`."""
 
         def read() -> MediumSource:
             return MediumSource(
@@ -260,13 +260,13 @@ class SglangParts:
 def router(parts: SglangParts, encoder: EncoderCore, parser: BodyParser, audit: AuditLog) -> APIRouter:
     """Return the routes of the protocol, at the root and below /sglang/NAME.
 
-    They are not in `/openapi.json`, because SGLang defines them.
+    The routes are not in `/openapi.json`, because SGLang defines them.
     """
     routes = APIRouter(include_in_schema=False)
 
     async def encode(request: Request, model: str | None = None) -> Response:
         try:
-            # SGLang's servers send no app header, so use this app for their requests.
+            # SGLang's servers send no app header. Their requests are counted under this app.
             caller = encoder.classes.of_headers({APP_HEADER: SGLANG, **request.headers})
             part = parts.verify_claims(
                 await parser.parse(request, sglang_delivery.read_part, caller.qos), caller
@@ -301,7 +301,7 @@ def router(parts: SglangParts, encoder: EncoderCore, parser: BodyParser, audit: 
 
 def language_only_urls(served: Sequence[ServedModel], port: int) -> list[str]:
     """Return URLs for SGLang's `--encoder-urls`, one for each model that this release of SGLang supports in
-    the model's dtype.
+    its dtype.
     """
     models = [
         model for model in served if model.family in _FAMILIES & validated("sglang", _RELEASE, model.dtype)
@@ -312,7 +312,7 @@ def language_only_urls(served: Sequence[ServedModel], port: int) -> list[str]:
 
 
 def model_named(registry: ModelRegistry, name: str | None) -> LoadedModel:
-    """Return the model that the NAME in a URL selects. Without a name, return the only served model.
+    """Return the model that NAME in a URL selects. Without a name, return the only served model.
 
     Raises EncoderRefused("unknown_model") with the available names.
     """

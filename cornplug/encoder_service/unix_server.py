@@ -40,8 +40,8 @@ _LARGE_BYTES: Final = 256 << 10
 _LARGE_AT_ONCE: Final = 4
 """Maximum number of large frames (at most MAX_FRAME_BYTES each) in memory at a time, over all connections."""
 FRAME_S: Final = 30.0
-"""Maximum seconds to receive a large frame, so that an engine that stops in the middle of a frame does not
-occupy one of the `_LARGE_AT_ONCE` slots any longer."""
+"""Maximum seconds to receive a large frame. An engine that stops in the middle of a frame occupies one of the
+`_LARGE_AT_ONCE` slots no longer than this."""
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +104,8 @@ class UnixServer:
 
 
 class _FrameReader:
-    """Reader of requests from all connections, which limits the memory for large frames. Use it from one
-    event loop."""
+    """Reads requests from all connections, and limits the memory for large frames. Use it from one event
+    loop."""
 
     def __init__(self) -> None:
         self._decode = msgspec.msgpack.Decoder(Request).decode
@@ -158,7 +158,7 @@ class _Connection:
                     log.warning("closed a connection: invalid message: %s", e)
                     return
                 self._handle(request)
-                # Read no further requests while the client does not read its replies.
+                # Read no further requests until the client has read its replies.
                 await self._writer.drain()
         finally:
             for future in tuple(self._pending):
@@ -182,7 +182,7 @@ class _Connection:
             answer = future.result()
             try:
                 self._send(answer)
-            except ValueError as e:  # The embedding is not in a store, and is larger than a frame.
+            except ValueError as e:  # The embedding is not in a store and is larger than a frame.
                 self._send(EncodeRefusal(id=answer.id, reason="internal", message=str(e)))
 
     def _send(self, reply: Reply) -> None:
@@ -201,7 +201,7 @@ async def _greeted(
     except TimeoutError:
         log.warning("closed a connection: no handshake within %g s", HANDSHAKE_TIMEOUT_S)
     except (UntrustedPeer, ProtocolError, msgspec.MsgspecError, RecursionError) as e:
-        log.warning("closed a connection: the engine has another secret or protocol version: %s", e)
+        log.warning("closed a connection: the engine has another secret or another protocol version: %s", e)
     else:
         return True
     return False

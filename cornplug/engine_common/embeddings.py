@@ -1,5 +1,5 @@
-"""Embeddings of one engine: policy for fetching them from the encoder service, background saving of those
-that the engine had to compute, and measurement of the tower's run time.
+"""Embeddings of one engine: the policy for requests to the encoder service, a background thread that saves
+embeddings that the engine computed, and measurement of the tower's run time.
 
     not in the store ──allowed──> requested ──valid reply────────> "service_*"
                           │         └─ error, late, invalid ─> a miss; a failed service starts a back-off
@@ -33,13 +33,13 @@ from cornplug.store.payload import NewPayload, put_payload
 
 _STEPS_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
 _NOT_ITS_FAULT: Final = frozenset({"encoder_down", "bad_input", "no_inputs", "shm_cache"})
-"""Error reasons that do not start a backoff, because no service is running, or only one image is affected."""
+"""Error reasons that do not start a backoff: no service is running, or the error affects only one image."""
 
 
 class BackOff:
-    """Increasing backoff after failures of the encoder service.
+    """Increasing backoff after failures of the encoder service. Used by one thread.
 
-    All times are seconds on the same monotonic clock. Used by one thread.
+    All times are seconds on the same monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -47,11 +47,11 @@ class BackOff:
         self._failures = 0
 
     def spares(self, now: float) -> bool:
-        """Return whether requests should not be sent to the service now, because it failed recently."""
+        """Return whether to send no requests to the service now, because it failed recently."""
         return now < self._ask_after
 
     def failed(self, error: EncoderError, now: float) -> None:
-        """Record a failed request. Requests that were in flight together count as one failure."""
+        """Record a failed request. Concurrent requests that fail count as one failure."""
         if error.reason not in _NOT_ITS_FAULT and now >= self._ask_after:
             self._ask_after = now + _STEPS_S[min(self._failures, len(_STEPS_S) - 1)]
             self._failures += 1
@@ -63,7 +63,7 @@ class BackOff:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedEmbedding:
-    """Key, shape and dtype that an engine expects of an embedding."""
+    """Key, shape and dtype that an embedding must have."""
 
     key: bytes
     rows: int
@@ -73,8 +73,8 @@ class ExpectedEmbedding:
     """Name of the torch dtype without the "torch." prefix, or None if unknown."""
 
     def check(self, dtype: str, shape: Sequence[int], size_bytes: int) -> None:
-        """Raise CodecError("wrong_shape") unless an embedding with this dtype, shape and size matches what is
-        expected."""
+        """Raise CodecError("wrong_shape") unless an embedding's dtype, shape and size have the expected
+        values."""
         wanted = (self.rows, shape[-1] if self.width is None and shape else self.width)
         if tuple(shape) != wanted or dtype not in ITEM_BYTES or self.dtype not in (None, dtype):
             raise CodecError(f"{dtype} {tuple(shape)}", reason="wrong_shape")
@@ -98,8 +98,9 @@ class EncoderRequestPolicy:
 
         Args:
             tower: identity of the engine's tower, or None.
-            identified: whether the identification has ended, so that None means that there is no identity.
-            refusal: the error with which the connection would reject a request immediately, if any.
+            identified: whether the tower's identification has finished. If it has, a `tower` of None means
+                that there is no identity.
+            refusal: the error with which the connection would immediately reject a request, or None.
 
         Raises EncoderError if no request should be sent now. Call this before packing the pixels, which takes
         tens of milliseconds.
@@ -114,8 +115,8 @@ class EncoderRequestPolicy:
         return tower.served_identity
 
     def replied(self, reply: EncodeReply, expected: ExpectedEmbedding) -> str:
-        """Check the reply to a request, and return the source of the embedding as a metrics label. If the
-        reply has no tensor, the embedding is in the store.
+        """Check a reply, and return the embedding's source as a metrics label. A reply without a tensor means
+        that the embedding is in the store.
 
         Raises EncoderUnavailable("encoder_bad_response"), CodecError("wrong_shape").
         """
@@ -129,15 +130,14 @@ class EncoderRequestPolicy:
         return f"service_{reply.origin}"
 
     def failed(self, error: CornplugError, now: float) -> str:
-        """Return the miss reason for a request that failed with this error. Failures of the service start a
-        backoff."""
+        """Return the miss reason for a request that failed with this error. If the error is a failure of the
+        service, start a backoff."""
         if isinstance(error, EncoderError):
             self._backoff.failed(error, now)
         return error.reason
 
     def late(self, now: float) -> str:
-        """Return the miss reason for a request that exceeded its deadline, which counts as a failure of the
-        service."""
+        """Return the miss reason for a request that exceeded its deadline. Start a backoff."""
         return self.failed(
             EncoderUnavailable("the encoder service did not reply in time", reason="encoder_timeout"), now
         )
@@ -145,14 +145,14 @@ class EncoderRequestPolicy:
 
 _MAX_WAITING: Final = 64
 _MAX_WAITING_BYTES: Final = 256 << 20
-"""Maximum total size in bytes of embeddings that wait to be saved, so that a slow store cannot exhaust the
-engine's memory. A larger embedding is accepted if no other embedding waits."""
+"""Maximum total size in bytes of the queue of unsaved embeddings, so that a slow store cannot exhaust the
+engine's memory. If the queue is empty, a larger embedding is accepted too."""
 log = logging.getLogger(__name__)
 
 
 class TowerClock:
-    """Measures the tower's run time in each step. On a GPU, which runs asynchronously, it uses device events.
-    Used by the engine's thread."""
+    """Measures the tower's run time in each step. Used by the engine's thread. GPUs run asynchronously, so
+    their run time is measured with device events."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -162,17 +162,18 @@ class TowerClock:
         self._open: list[tuple[int, Any, Any]] = []
 
     def begin(self) -> None:
-        """Start to time a step. If the tower runs in this step, its run must be this thread's next work."""
+        """Start to measure a step. If the tower runs in this step, it must be this thread's next
+        operation."""
         self._began, self._ended, self._rows = self._now(), None, 0
 
     def ran(self, rows: int) -> None:
-        """Record that the tower has computed `rows` more rows in this step."""
+        """Record that the tower has encoded `rows` more rows in this step."""
         self._ended = self._now()
         self._rows += rows
 
     def measured(self) -> list[tuple[int, float]]:
-        """Return (number of rows, seconds) for each step in which the tower ran and that the device has
-        finished since the last call."""
+        """Return (number of rows, seconds) for each step in which the tower ran. Each step is returned once,
+        after the device has finished it."""
         if self._rows and self._began is not None:
             self._open.append((self._rows, self._began, self._ended))
             self._began, self._rows = None, 0
@@ -192,8 +193,8 @@ class TowerClock:
 
 
 class EmbeddingPublisher:
-    """Saves embeddings to the store on a background thread. Calls `report(outcome, bytes)` once per offered
-    embedding, from any thread."""
+    """Saves embeddings to the store on a background thread. For each embedding, calls `report(outcome,
+    bytes)` once, from any thread."""
 
     def __init__(self, runtime: EngineRuntime, report: Callable[[str, int], None]) -> None:
         self._run = runtime
@@ -201,17 +202,16 @@ class EmbeddingPublisher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cornplug-publish")
         self._lock = threading.Lock()
         self._waiting: list[int] = []
-        """Size in bytes of each embedding that waits to be saved."""
+        """Size in bytes of each embedding in the queue."""
 
     def offer(
         self, key: bytes, embedding: torch.Tensor, *, cost_s: float = 0.0, patience_s: float = 0.0
     ) -> None:
-        """Save an embedding of shape (rows, hidden), which may be on any device. Returns without waiting for
-        the save, after at most `patience_s`.
+        """Queue an embedding of shape (rows, hidden), on any device, to be saved. Waits at most `patience_s`.
 
         Args:
-            cost_s: Seconds that this engine's tower takes to compute the embedding, or 0 if not measured.
-            patience_s: Maximum seconds to wait if too many embeddings are already waiting to be saved.
+            cost_s: Seconds that this engine's tower needs to compute the embedding, or 0 if not measured.
+            patience_s: Maximum seconds to wait if the queue is full.
         """
         if not self._has_room(embedding.nbytes):
             if patience_s:
@@ -234,11 +234,11 @@ class EmbeddingPublisher:
             return True
 
     def flush(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` until all embeddings offered before have been saved or rejected."""
+        """Wait at most `timeout_s` until all previously offered embeddings are saved or rejected."""
         wait([self._thread.submit(lambda: None)], timeout_s)
 
     def close(self) -> None:
-        """Finish the current save and drop all embeddings that are still waiting."""
+        """Finish the current save and drop all queued embeddings."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _publish(self, key: bytes, embedding: torch.Tensor, mark: Any, cost_s: float) -> None:
@@ -264,7 +264,7 @@ class EmbeddingPublisher:
                 cost_s=cost_s,
             )
         except CornplugError as e:
-            log.debug("embedding not saved: %s", e)
+            log.debug("cornplug: an embedding was not saved: %s", e)
             outcome = e.reason
         finally:
             with self._lock:

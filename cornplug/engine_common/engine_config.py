@@ -1,9 +1,9 @@
-"""Classification of the settings and the model config that an engine runs: a value is part of the key, is
-harmless, or prevents sharing.
+"""Classification of an engine's settings and model config. Each value becomes part of the key, is harmless,
+or prevents sharing.
 
-Each release of an engine adds settings, and a new setting may change results. A field that is in none of the
-tables therefore prevents sharing if it is set. The tables are in the packages for the engines, where a test
-calls `misplaced` for every class.
+Each release of an engine adds settings, and a new setting may change results. Therefore a field that is in
+none of the tables prevents sharing if it is set. The tables are in the packages for vLLM and SGLang. A test
+calls `misplaced` for the tables of every config class.
 
 Engines with equal checkpoint files must compute equal keys. Therefore the model config that an engine runs
 (which may be patched or overridden) is compared with the config that transformers reads from the same files,
@@ -28,7 +28,7 @@ from cornplug.errors import CheckpointError
 from cornplug.identity import digest
 
 AS_OVERRIDE: Final = "override"
-"""Value in `FieldTables.in_key` for a field whose value becomes part of the key if it is not the default."""
+"""Entry of `FieldTables.in_key` for a field whose value becomes part of the key unless it is the default."""
 _UNKNOWN: Final = "the setting is unknown to this release of cornplug; leave it at its default to share"
 
 
@@ -40,8 +40,8 @@ class FieldTables:
     of: str
     """Name of the config class, for messages."""
     in_key: Mapping[str, str]
-    """Fields that affect the key, by name: `AS_OVERRIDE`, or a description of how the field's effect enters
-    the key."""
+    """Fields that affect the key, by name. The value is `AS_OVERRIDE`, or a text that describes how the field
+    affects the key."""
     harmless: Mapping[str, str]
     """Fields that do not change shared entries, each with the reason."""
     refused: Mapping[str, str]
@@ -54,7 +54,7 @@ class FieldTables:
 
 @dataclass(frozen=True, slots=True)
 class SettingsVerdict:
-    """Result of checking the settings of one engine: settings that are part of every key, and settings that
+    """Result of the check of one engine's settings: settings that become part of every key, and settings that
     prevent sharing."""
 
     overrides: Mapping[str, Any]
@@ -79,11 +79,11 @@ class SettingsVerdict:
 
 
 def judge(tables: FieldTables, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> SettingsVerdict:
-    """Return the verdict on a config class's fields, from their resolved `values`, their `defaults` and the
-    class's tables.
+    """Return the verdict on the fields of one config class. `values` are the resolved values, and `defaults`
+    the default values.
 
-    A field without a default counts as set. A field whose value has no JSON form is refused if its value
-    would be part of the key.
+    A field without a default counts as set. If a value would become part of the key but has no JSON form, the
+    field prevents sharing.
     """
     overrides: dict[str, Any] = {}
     refusals: dict[str, str] = {}
@@ -110,8 +110,8 @@ def judge(tables: FieldTables, values: Mapping[str, Any], defaults: Mapping[str,
 
 
 def misplaced(tables: FieldTables, fields: Iterable[str]) -> dict[str, str]:
-    """Return the defects of the tables, by field name: fields that are in no table or in several, and names
-    that the class no longer has. Used by tests."""
+    """Return defects in the tables, by field name: fields that are in no table or in several tables, and
+    fields that the class does not have. Used by tests."""
     existing = set(fields)
     places = (tables.in_key, tables.harmless, tables.refused)
     found = {name: sum(name in place for place in places) for name in existing}
@@ -139,8 +139,8 @@ def defaults_of(config_class: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return the JSON form of a value, with enums, sets and dataclasses converted. Raises TypeError if it has
-    none."""
+    """Return the JSON form of a value, with enums, sets and dataclasses converted. Raises TypeError if the
+    value has no JSON form."""
     if isinstance(value, enum.Enum):
         value = value.value
     if value is None or isinstance(value, bool | int | str):
@@ -179,8 +179,8 @@ def _default(default: Any, factory: Callable[[], Any] | Any) -> Any:
 
 
 _ROPES_OF_ANY_LENGTH: Final = frozenset({"default", "linear", "llama3", "mrope", "yarn", "axial"})
-"""Types of rotary embeddings whose tables depend only on the config, in both engines, and not on the maximum
-sequence length."""
+"""Types of rotary embeddings whose tables depend only on the config in both engines, and not on the
+maximum sequence length."""
 
 _ANY_LENGTH: Final = """
 chatglm cohere cohere2 deepseek_v2 deepseek_v3 exaone falcon gemma gemma2 gemma3 glm glm4 gpt_neox gpt_oss
@@ -189,8 +189,8 @@ qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe smollm
 """
 _MODELS_OF_ANY_LENGTH: Final = frozenset(_ANY_LENGTH.split())
 """`model_type`s of text models whose code in vLLM 0.32 and SGLang 0.5.23 does not read the maximum sequence
-length. Not included are, for example, Llama 4, which scales its attention by this length, and Plamo 3 and
-MiniMax-M2, which size their tables by it."""
+length. Llama 4, for example, is not included, because it scales its attention by this length. Plamo 3 and
+MiniMax-M2 are not included, because their table sizes depend on this length."""
 
 _JSON_WITH_CODE: Final = (
     "config.json",
@@ -207,15 +207,15 @@ def changes(patched: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, An
     """Return the changes that an engine made to a config, as "path.of.field" -> the engine's value, or None
     for a removed field.
 
-    `patched` is the config that the engine runs, and `read` the config that transformers reads. Both are
-    results of transformers' `to_dict`. Fields without effect are left out. Raises
+    `patched` is the config that the engine runs. `read` is the config that transformers reads from the files.
+    Both are results of transformers' `to_dict`. Fields without effect are left out. Raises
     CheckpointError("overrides") for a value without a canonical form.
     """
     ours, theirs = dict(_leaves(patched)), dict(_leaves(read))
     found: dict[str, Any] = {}
     named, published = patched.get("architectures"), read.get("architectures")
     if named != published and (published or unusual_classes(patched)):
-        # If config.json does not name a class, the model's usual class is not a change.
+        # The model's usual class is not a change, even if config.json does not name a class.
         found["architectures"] = [str(name) for name in named or ()]
     for path in sorted(ours.keys() | theirs.keys()):
         if path in ours and path in theirs and _equal(ours[path], theirs[path]):
@@ -245,8 +245,8 @@ def of_language_model(found: Mapping[str, Any]) -> dict[str, Any]:
 def length_matters(*configs: Mapping[str, Any]) -> bool:
     """Return whether a model's KV may depend on the engine's maximum sequence length.
 
-    `configs` are the text config from `Checkpoint.kv_spec`, and further configs, such as the complete config
-    that the engine runs. A rotary embedding that depends on the length counts at any depth.
+    `configs` are the text config from `Checkpoint.kv_spec`, and further configs, such as the engine's
+    complete config. Rotary embeddings at any depth of these configs are checked.
     """
     if str(configs[0].get("model_type")) not in _MODELS_OF_ANY_LENGTH:
         return True
@@ -262,7 +262,7 @@ def length_matters(*configs: Mapping[str, Any]) -> bool:
 
 def remote_code(folder: Path) -> str | None:
     """Return the digest of the Python code in a checkpoint's folder, or None if the checkpoint's JSON files
-    do not refer to code.
+    reference no code.
 
     Call it for engines that run this code (`trust_remote_code`). Raises CheckpointError("remote_code") if the
     code is in another repository, because any version of that code may run.

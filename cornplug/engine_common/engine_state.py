@@ -1,9 +1,9 @@
-"""State that all processes of one engine share: its start time, the origin of its weights, and the measured
-cost of an embedding.
+"""State that all processes of one engine share: its start time, the source of its weights, and the measured
+cost of embeddings.
 
-The epoch counts how often the weights were replaced by identified weights, either from a checkpoint or from a
-trainer that names them. It is odd during an update and even otherwise. Only the engine's first rank makes it
-even, after every rank has loaded the new weights.
+The epoch is a counter that increases when the weights are replaced by identified weights, either from a
+checkpoint or from a trainer that names them. It is odd during an update and even otherwise. Only the engine's
+first rank makes it even, after every rank has loaded the new weights.
 
 The state is in one page of anonymous memory. The process that resolves the engine's configuration creates it,
 and child processes open it through /proc. When one process detects that weights were replaced, all API
@@ -34,7 +34,7 @@ _CORES: Final = 44
 _EPOCH: Final = 48
 _SOURCE: Final = struct.Struct("<QHB")
 """Layout of the weights' source in the state page: time before the source was read, length of the source's
-name in bytes, and whether the name is a trainer's version."""
+name in bytes, and whether that name is a trainer's version."""
 _SOURCE_AT: Final = 56
 _NAME_AT: Final = _SOURCE_AT + _SOURCE.size
 _PAGE: Final = mmap.PAGESIZE
@@ -48,7 +48,7 @@ LONGEST_VERSION_BYTES: Final = 1024
 
 
 class WeightSource(NamedTuple):
-    """Origin of an engine's weights in one epoch."""
+    """Source of an engine's weights in one epoch."""
 
     epoch: int
     path: str | None
@@ -70,7 +70,7 @@ class EngineState:
         # The epoch is one machine word, so a reader in another process never sees a partial value.
         self._epoch = memoryview(page)[_EPOCH : _EPOCH + 8].cast("Q") if page is not None else None
         self.epoch_word: Sequence[int] = (0,) if self._epoch is None else self._epoch
-        """Sequence whose only item is the current value of `epoch()`, for fast reads in each step."""
+        """Sequence with the current value of `epoch()` as its only item, for fast reads in each step."""
 
     def began_ns(self) -> int:
         """Return a time in nanoseconds, taken before the engine was configured and before any weight was
@@ -96,8 +96,8 @@ class EngineState:
                 self._epoch[0] = self._page[_CORES] = 0
 
     def core_began(self) -> None:
-        """Record that another request scheduler has started, either for a replica or for the next engine in
-        this process.
+        """Record that another request scheduler has started: for a replica, or for the next engine in this
+        process.
 
         All schedulers share one record of the weights' source. If there are several schedulers, the engine
         shares nothing after a weight update.
@@ -137,8 +137,9 @@ class EngineState:
         self._end(epoch, name, began_ns, is_version=False)
 
     def end_named_update(self, epoch: int, version: str) -> None:
-        """End a weight update with weights that a trainer sent and named `version`. Otherwise like
-        `end_update`."""
+        """End a weight update with weights that a trainer sent and named `version`. Raises ValueError if the
+        version is too long. Only the engine's first rank calls this, after every rank has loaded the
+        weights."""
         name = version.encode("utf-8", errors="surrogatepass")
         if len(name) > LONGEST_VERSION_BYTES:
             raise ValueError(f"the weight version is too long: {len(name)} bytes")
@@ -151,7 +152,7 @@ class EngineState:
             self._epoch[0] = epoch + 1
 
     def source(self) -> WeightSource | None:
-        """Return the origin of the current weights, or None during an update and if the origin is unknown."""
+        """Return the source of the current weights, or None during an update or if the source is unknown."""
         epoch = self.epoch()
         if self._page is None or self.replaced():
             return None
@@ -168,9 +169,9 @@ class EngineState:
         return WeightSource(epoch, os.fsdecode(name), began_ns)
 
     def note_costs(self, *, encode_row_s: float, fetch_pays: bool) -> None:
-        """Publish the measured cost of embeddings to all processes of the engine: seconds per row for the
-        tower, and whether fetching from the store is faster than encoding. Called by the process that runs
-        the tower, for the processes that send requests to a service."""
+        """Publish the measured cost of embeddings to all processes of the engine: the tower's seconds per
+        row, and whether fetching from the store is faster than encoding. The process that runs the tower
+        calls this. The processes that send requests to a service use the values."""
         if self._page is not None:
             _COSTS.pack_into(self._page, _COSTS_AT, encode_row_s, not fetch_pays)
 
@@ -181,7 +182,8 @@ class EngineState:
         return seconds or None
 
     def fetch_pays(self) -> bool:
-        """Return whether fetching embeddings from the store is faster than encoding. True until measured."""
+        """Return whether fetching an embedding from the store is faster than encoding. True until
+        measured."""
         return self._page is None or not _COSTS.unpack_from(self._page, _COSTS_AT)[1]
 
     def _begin(self, began_ns: int) -> None:
@@ -195,24 +197,24 @@ _state: EngineState | None = None
 
 
 def file_clock_ns() -> int:
-    """Return a moment in nanoseconds on the clock of file timestamps.
+    """Return a time in nanoseconds on the clock of file timestamps.
 
-    Files that were changed before the call have earlier timestamps, and files that are changed after it have
-    the same or later ones. For this, the call waits until that clock has passed the current time, which takes
-    at most two ticks.
+    Files that changed before the call have earlier timestamps. Files that change after it have the same or
+    later timestamps. For this guarantee, the call waits until that clock has passed the current time, which
+    takes at most two ticks.
     """
     asked_ns = time.time_ns()
     while (now_ns := time.clock_gettime_ns(FILE_CLOCK)) <= asked_ns:
         time.sleep(0.001)
-        asked_ns = min(asked_ns, time.time_ns())  # Somebody may set the clock back.
+        asked_ns = min(asked_ns, time.time_ns())  # The system clock may be set back.
     return now_ns
 
 
 def begin(*, anew: bool = False) -> None:
-    """Record that an engine is about to be configured in this process. Does nothing in this process's child
-    processes.
+    """Record that an engine is about to be configured in this process. Calls in child processes
+    have no effect.
 
-    With `anew`, the engine gets a new state. Engines that were begun in this process before keep their state.
+    With `anew`, the engine gets a new state. Engines that this process configured before keep their state.
     """
     global _state
     now = file_clock_ns()
@@ -225,7 +227,7 @@ def begin(*, anew: bool = False) -> None:
 
 
 def current() -> EngineState:
-    """Return the state of the engine to which this process belongs. Creates the state if there is none."""
+    """Return the state of the engine to which this process belongs. Create it if it does not exist."""
     global _state
     if _state is None:
         with _lock:
@@ -251,11 +253,10 @@ def _attach() -> mmap.mmap | None:
         with open(f"/proc/{int(pid)}/fd/{int(fd)}", "r+b") as file:
             page = mmap.mmap(file.fileno(), _PAGE)
     except (OSError, ValueError) as e:
-        _log.warning("cornplug: this process cannot read its engine's state and shares nothing: %s", e)
+        _log.warning("cornplug: this process cannot read its engine's state, so it shares nothing: %s", e)
         return None
     if bytes(page[:_TOKEN_BYTES]) != bytes.fromhex(token):
-        # The engine that set the environment variable has ended, and a different process now has its process
-        # id.
-        _log.warning("cornplug: the engine's state file was removed; this process shares nothing")
+        # The engine that set the environment variable has exited, and another process has its process id now.
+        _log.warning("cornplug: the engine's state file was removed, so this process shares nothing")
         return None
     return page

@@ -18,17 +18,17 @@ When = Literal["pays", "always"]
 DEADLINE_FLOOR_S: Final = 0.5
 """Minimum seconds that an engine waits for an embedding from a service, even if its own tower is faster."""
 _FADE: Final = 0.9
-"""Factor by which the weight of each sample decays per new sample, so that about ten samples count."""
+"""Factor by which the weight of each sample decreases per new sample, so that about ten samples count."""
 _FRESH_S: Final = 60.0
-"""Seconds after which a measurement of loads expires, so that loads that were too slow are tried again."""
+"""Seconds after which measurements of loads expire, so that slow loads are tried again."""
 _TALK_S: Final = 60.0
 _FAR_SHARE: Final = 0.05
 _FAR_MOST_S: Final = 0.05
 
 
 class FadedRate:
-    """Average seconds per unit of work over recent samples, as a ratio of decayed sums. Large samples weigh
-    more."""
+    """Average seconds per unit of work over recent samples, as a ratio of decayed sums. Large samples have
+    more weight."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -85,8 +85,7 @@ class StepSlope:
 
 
 class LoadRule:
-    """Decides whether to load a prefix from the store or to compute it, whichever is faster. Used by one
-    thread."""
+    """Decides whether loading a prefix from the store is faster than computing it. Used by one thread."""
 
     def __init__(self, when: When, clock: Callable[[], float] = time.monotonic) -> None:
         self._when = when
@@ -106,14 +105,14 @@ class LoadRule:
         self._moving.note(size_bytes, seconds)
 
     def noticed(self, seconds: float) -> None:
-        """Record by how many seconds a load took longer than its transfer, because it waited for the engine's
+        """Record how many seconds a load took in addition to its transfer, because it waited for the engine's
         steps."""
         self._noticing.note(1, max(0.0, seconds))
 
     def pays(self, *, tokens: int, size_bytes: int, queued_bytes: int, first_s: float = 0.0) -> bool:
         """Return whether loading `tokens` tokens is faster than computing them. The tokens' pages have
-        `size_bytes` bytes, and the load begins after `queued_bytes` bytes of other loads and `first_s`
-        seconds of disk reads."""
+        `size_bytes` bytes. The load starts after `queued_bytes` bytes of other loads and `first_s` seconds of
+        disk reads."""
         load_s, compute_s = self.load_s(size_bytes + queued_bytes), self.compute_s(tokens)
         if self._when == "always" or compute_s is None or (load_s is None and not first_s):
             return True
@@ -126,21 +125,21 @@ class LoadRule:
         return None if moving is None else moving + (self._noticing.seconds(1) or 0.0)
 
     def compute_s(self, tokens: int) -> float | None:
-        """Return the estimated seconds to compute `tokens` tokens, or None before the first measured step."""
+        """Return the estimated seconds to compute `tokens` tokens, or None if no step was measured."""
         return self._prefill.seconds(tokens)
 
     def far_wait_s(self, tokens: int) -> float:
-        """Return the maximum seconds that a request waits for far stores to reply about `tokens` absent
-        tokens: a twentieth of the time to compute the tokens, within bounds. An engine without a measurement
-        uses the upper bound."""
+        """Return the maximum seconds that a request waits for far stores (remote storage) to report whether
+        they hold `tokens` missing tokens. This is a twentieth of the time to compute the tokens, within
+        bounds. Without a measurement, it is the upper bound."""
         compute_s = self.compute_s(tokens)
         if compute_s is None:
             return _FAR_MOST_S
         return min(_FAR_MOST_S, max(FAR_WAIT_S, _FAR_SHARE * compute_s))
 
     def news(self, bytes_a_token: float) -> str:
-        """Return a log line about the measured speeds, at most once a minute, or "" if there is nothing to
-        report. `bytes_a_token` is the number of KV bytes per token."""
+        """Return a log message about the measured speeds, at most once a minute, or "" if there is nothing to
+        report. `bytes_a_token` is the KV size per token in bytes."""
         token_s = self.compute_s(1)
         if token_s is None or not self._moving.per_second() or self._clock() < self._said_at + _TALK_S:
             return ""
@@ -160,8 +159,8 @@ class LoadRule:
 
 
 class FetchRule:
-    """Decides whether to fetch an embedding or to encode it, whichever is faster, and how long to wait for an
-    encoder service. Used by one thread."""
+    """Decides whether fetching an embedding is faster than encoding it, and how long to wait for an encoder
+    service. Used by one thread."""
 
     def __init__(self, when: When, clock: Callable[[], float] = time.monotonic) -> None:
         self._when = when
@@ -182,16 +181,16 @@ class FetchRule:
         self._encoding.note(rows, seconds)
 
     def pays(self, *, rows: int, size_bytes: int) -> bool:
-        """Return whether reading a stored embedding is faster than encoding it. True if either was not
-        measured."""
+        """Return whether reading a stored embedding is faster than encoding it. True if the speed of either
+        is unknown."""
         fetch_s, encode_s = self._reading.seconds(size_bytes, fresh_s=_FRESH_S), self.encode_s(rows)
         if self._when == "always" or fetch_s is None or encode_s is None:
             return True
         return fetch_s + (self._copying.seconds(size_bytes) or 0.0) < encode_s
 
     def encode_s(self, rows: int) -> float | None:
-        """Return the estimated seconds for this engine's tower to encode `rows` rows, or None before it has
-        run."""
+        """Return the estimated seconds for this engine's tower to encode `rows` rows, or None if it has not
+        run yet."""
         return self._encoding.seconds(rows)
 
     def encode_deadline_s(self, rows: int, *, ceiling_s: float) -> float:
@@ -200,10 +199,10 @@ class FetchRule:
 
 
 def encode_deadline_s(when: When, encode_s: float | None, *, ceiling_s: float) -> float:
-    """Return the maximum seconds to wait for a service's reply: three times the engine's own encode time
-    `encode_s`, at least `DEADLINE_FLOOR_S` and at most `ceiling_s`.
+    """Return the maximum seconds to wait for a service's reply. This is three times the engine's own encode
+    time `encode_s`, at least `DEADLINE_FLOOR_S` and at most `ceiling_s`.
 
-    Returns `ceiling_s` if the engine's encode time was not measured (None), or if the engine always loads.
+    Returns `ceiling_s` if the engine's encode time is unknown (None), or if the engine always loads.
     """
     if when == "always" or encode_s is None:
         return ceiling_s

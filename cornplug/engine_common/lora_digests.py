@@ -21,33 +21,33 @@ _Load = tuple[str, int | str]
 """One load of an adapter: (folder with the adapter's files, the engine's id for the adapter)."""
 _WEIGHTS: Final = "adapter_model.safetensors"
 _NOTE_S: Final = 0.1
-"""Maximum seconds to wait for the state (time, size) of an adapter's files to be read before the engine loads
-them, once per adapter."""
+"""Maximum seconds to wait, once per adapter, until the times and sizes of its files have been read. The
+engine loads the files afterwards."""
 _CHECK_S: Final = 0.005
 """Maximum seconds that a request waits for the check of its adapter's files, which usually takes about 0.05
 ms."""
 _noted: Final[dict[_Load, _Signature]] = {}
-"""State (times, sizes, inodes) of each adapter's files when this process first saw that load of the
-adapter."""
+"""State (times, sizes, inodes) of an adapter's files when this process first saw the adapter's load, by
+load."""
 _first: Final[dict[str, _Signature]] = {}
-"""State of the adapter files in each folder at the first load from it, by folder."""
+"""State of the adapter files in each folder when an adapter was first loaded from the folder, by folder."""
 _rewritten: Final[set[str]] = set()
-"""Folders whose files have been rewritten between two loads, so that they contained another adapter before.
-The engine's own cache may contain KV of either adapter."""
+"""Folders whose files changed between two loads, so they contained another adapter before. The engine's own
+cache may contain KV of either adapter."""
 _unseen: Final[set[_Load]] = set()
-"""Loads of adapters whose files could not be checked before the engine loaded them. These adapters are not
-shared."""
+"""Loads of adapters whose files could not be checked before the engine loaded them. KV of these adapters is
+not shared."""
 _reread: Final[set[int | str]] = set()
-"""Ids of adapters whose files the engine reads again while it handles requests."""
+"""Ids of adapters whose files the engine reads again while it serves requests."""
 _threads: Final = ThreadPoolExecutor(4, "cornplug-adapters")
-"""Threads that read the files of adapters. A file system that hangs blocks only one of these threads."""
+"""Threads that read adapter files. If a file system hangs, it blocks only one of these threads."""
 
 
 def note(path: str, load: int | str = 0) -> None:
     """Record the state of an adapter's files before an engine loads them under the id `load`.
 
-    If the files change later, the adapter is not shared, because the engine may run either version. Raises
-    CheckpointError like `LoraDigests.digest`.
+    If the files change later, KV of the adapter is not shared, because the engine may run either version.
+    Raises the same CheckpointErrors as `LoraDigests.digest`.
     """
     if (path, load) not in _noted:
         signature = _settled_signature(path)
@@ -58,39 +58,38 @@ def note(path: str, load: int | str = 0) -> None:
 
 def note_in_time(path: str, load: int | str) -> None:
     """Call `note` on another thread and wait with a timeout, because the calling thread must not read files.
-    An adapter whose files cannot be read in time is not shared."""
+    If the files cannot be read in time, KV of the adapter is not shared."""
     if (path, load) in _noted or (path, load) in _unseen:
         return
     noting = _threads.submit(note, path, load)
     try:
-        noting.exception(_NOTE_S)  # `digest` raises the error again.
+        noting.exception(_NOTE_S)  # A later call of `digest` raises the error.
     except TimeoutError:
         _unseen.add((path, load))
 
 
 def was_rewritten(path: str) -> bool:
-    """Return whether this folder contained another adapter when this process loaded an adapter from it
-    before."""
+    """Return whether this process loaded another adapter from this folder before."""
     return path in _rewritten
 
 
 def note_reread(load: int | str) -> None:
-    """Record that the engine reads the files of the adapter with this id again while it handles requests.
+    """Record that the engine reads the files of the adapter with this id again while it serves requests.
 
-    vLLM does so in every step after a load with `load_inplace`. The version that it runs is unknown until the
-    adapter is loaded under another id.
+    vLLM does so in every step after a load with `load_inplace`. It is then unknown which version of the files
+    vLLM runs, until the adapter is loaded under another id.
     """
     _reread.add(load)
 
 
 def is_reread(load: int | str) -> bool:
-    """Return whether the engine reads the files of the adapter with this id again while it handles
+    """Return whether the engine reads the files of the adapter with this id again while it serves
     requests."""
     return load in _reread
 
 
 def rereads() -> int:
-    """Return the number of adapters whose files the engine reads again while it handles requests."""
+    """Return the number of adapters whose files the engine reads again while it serves requests."""
     return len(_reread)
 
 
@@ -103,14 +102,14 @@ class LaterAdapters:
         """Checks of adapter files that took longer than `_CHECK_S` and may still be running."""
 
     def read(self, path: str, load: int | str) -> bytes:
-        """Return the digest of an adapter's files like `LoraDigests.digest`. Call it only from a thread that
-        may read files."""
+        """Return the same digest as `LoraDigests.digest`. Call this only on a thread that may read files."""
         return self._adapters.digest(path, load)
 
     def digest(self, path: str, load: int | str = 0) -> bytes:
         """Return the digest of an adapter's files, without waiting for a slow file system.
 
-        Raises like `LoraDigests.digest`, and CheckpointError("identifying") while the files are being read.
+        Raises the same errors as `LoraDigests.digest`, and CheckpointError("identifying") while files are
+        read.
         """
         note_in_time(path, load)
         late = self._late.get((path, load))
@@ -135,8 +134,8 @@ class LoraDigests:
     def digest(self, path: str, load: int | str = 0) -> bytes:
         """Return the digest of an adapter's files, which the engine loaded under the id `load`.
 
-        Raises CheckpointError: "lora" if they cannot be read, "lora_files" if engines would load different
-        files, "lora_changed" if they changed since the first call.
+        Raises CheckpointError: "lora" if the files cannot be read, "lora_files" if vLLM and SGLang would load
+        different files, "lora_changed" if the files changed since the first call.
         """
         if (path, load) in _unseen:
             raise CheckpointError(
@@ -182,8 +181,8 @@ def _signature(path: str) -> _Signature:
 
 
 def _settled_signature(path: str) -> _Signature:
-    """Return `_signature`, but wait up to 30 ms while the files are so new that another change in the same
-    tick of the clock would leave their timestamps as they are."""
+    """Return `_signature`. If the files are very new, first wait up to 30 ms, because a change within the
+    same clock tick would not change their timestamps."""
     for _ in range(30):
         now_ns = time.clock_gettime_ns(engine_state.FILE_CLOCK)
         signature = _signature(path)

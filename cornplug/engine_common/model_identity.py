@@ -1,19 +1,19 @@
-"""Computation of the identities of an engine's model, from its checkpoint's files and the engine's settings,
-and of the root of its page keys: a digest of everything that determines KV except the tokens.
+"""Identities of an engine's model, computed from the checkpoint's files and the engine's settings, and the
+root of its page keys. The root is a digest of everything that determines KV except the tokens.
 
-The vLLM and SGLang plugins fill an `EngineModel` from the engine's config, so a checkpoint has the same
+The vLLM and SGLang plugins fill an `EngineModel` from the engine's config. Thus a checkpoint has the same
 identity in both engines.
 
-When an engine's weights are replaced from another folder at run time, the engine keeps the settings with
-which it started, regardless of the folder's config. The engine's identity then combines these settings and
-the new weights. An engine that is started from that folder shares with this engine if both have the same
+When weights from another folder replace an engine's weights at run time, the engine keeps its initial
+settings, regardless of that folder's config. The engine's identity then combines the initial settings and the
+new weights. An engine that starts from that folder shares with this engine if both have the same
 settings.
 
-Weights that a trainer sent are not in any file. Their identity combines the checkpoint at start and the
+Weights that a trainer sent are not in any file. Their identity combines the initial checkpoint and the
 trainer's version.
 
-MLA latents have the same bytes in both engines only for models on an allow list, for which a test compares
-them.
+MLA latents have the same bytes in both engines only for models on an allow list. A test compares the latents
+of these models.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class TowerIdentity:
     """Identity of the tower and projector that compute an engine's embeddings."""
 
     identity: bytes
-    """Identity of the tower with the engine's settings: 32 bytes that are part of every embedding key."""
+    """Identity of the tower under the engine's settings: 32 bytes that are part of every embedding key."""
     served_identity: bytes | None
-    """Identity under which an encoder service lists this tower, or None if only engines with the same
-    settings can share, because the service does not have these settings."""
+    """Identity under which an encoder service lists this tower. None if the engine has settings that the
+    service does not have, so that only engines with the same settings can share."""
     image_inputs: tuple[str, ...] = ()
     """Names of the image processor's outputs that the encoder service accepts as inputs."""
     videos: TowerIdentity | None = None
     """Identity for embeddings of videos, which have a separate processor. None if videos are not shared."""
     why_no_videos: str = "unproven_family"
-    """Reason why `videos` is None and videos are not shared."""
+    """Reason why videos are not shared, if `videos` is None."""
 
     def of(self, modality: str) -> TowerIdentity | None:
         """Return the identity of one modality's embeddings, or None if the modality is not shared."""
@@ -75,8 +75,8 @@ def declares_quantization(hf_config: Any) -> bool:
 
 
 def declares_quantised_kv(hf_config: Any) -> str:
-    """Return the name of the field in which a checkpoint's config (a transformers object) declares scales for
-    a quantised KV cache, or "" if there is none."""
+    """Return the config field that declares scales for a quantised KV cache, or "" if there is none.
+    `hf_config` is a transformers object."""
     said = getattr(hf_config, "quantization_config", None) or {}
     said = said if isinstance(said, dict) else said.to_dict()
     nested = said.get("quantization")
@@ -100,35 +100,33 @@ class EngineModel:
     engine: str
     """Name of the engine: "vllm" or "sglang"."""
     validated_families: frozenset[str]
-    """Model families for which tests have shown that this release of the engine, with `dtype`, computes the
-    same embeddings as the encoder service."""
+    """Model families with proven embeddings: tests have shown that this engine release with `dtype` computes
+    the same embeddings as the encoder service."""
     generic_inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names of the tower's inputs for an image, by `model_type`, for families without a file in
-    `cornplug/checkpoints/families/`. For these families, the names cannot be determined before the model is
-    loaded."""
+    """Names of the tower's inputs for an image, by `model_type`, for families without a module in
+    `cornplug/checkpoints/families/`. These names cannot be determined before the model is loaded."""
     video_settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that change the language model's positions for a video but not its embedding. They are part of
-    the video's key, because KV keys contain that key."""
+    """Settings that change the language model's positions for a video, but not its embedding. They are part
+    of the video's key, because KV keys contain the video's key."""
     why_no_videos: str = "unproven_family"
     """Reason why this engine does not share videos with this model, or "" if it does."""
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """The deployment's arguments for the image processor."""
+    """Arguments for the image processor that this deployment sets."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings of the engine that change results and are not in the checkpoint, as JSON values by
-    name."""
+    """Further engine settings that change results and are not in the checkpoint, as JSON values by name."""
     config_changes: Mapping[str, Any] = field(default_factory=dict)
     """Result of `engine_config.changes`: config fields in which this engine differs from the checkpoint's
     files."""
     length_settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that are part of the key only for models whose KV depends on `max_model_len`."""
+    """Settings that become part of the key only for models whose KV depends on `max_model_len`."""
     began_ns: int | None = None
     """Start time of the engine in nanoseconds on the clock of file timestamps, or None if unknown. If a file
     changed after this time, the engine may have loaded the older version."""
     epochs: Mapping[str, int] = field(default_factory=dict)
-    """Number of times that releases of this engine have changed a model's results, by `model_type`. 0 if
-    absent."""
+    """Number of changes of a model's results between releases of this engine, by `model_type`. A missing
+    model has 0 changes."""
     weight_version: str | None = None
-    """Version that a trainer gave the weights, or None for the weights of the checkpoint."""
+    """Version that a trainer gave the weights, or None if the weights are from the checkpoint."""
 
     def __post_init__(self) -> None:
         try:
@@ -137,9 +135,10 @@ class EngineModel:
             raise CheckpointError(f"cannot identify overrides: {e}", reason="overrides") from e
 
     def tower_identity(self) -> TowerIdentity:
-        """Return the identity of the model's tower and projector. Reads weights (cached on disk). Raises
-        CheckpointError: "unproven_family" if the family is not tested with this release and dtype of the
-        engine, and the errors of `Checkpoint.identity`."""
+        """Return the identity of the model's tower and projector. Reads weights (cached on disk).
+
+        Raises CheckpointError("unproven_family") if no test covers the family with this engine release and
+        dtype, and the same errors as `Checkpoint.identity`."""
         name = str(self.checkpoint.config.get("model_type"))
         described = name in FAMILIES and not self.checkpoint.family.generic
         if name not in self.validated_families or not (described or name in self.generic_inputs):
@@ -163,14 +162,13 @@ class EngineModel:
         return self._named(whole)
 
     def own_identity(self, engine: Mapping[str, Any]) -> TowerIdentity:
-        """Return an identity for this checkpoint's towers that only this engine uses, for model families that
-        are not tested.
+        """Return a tower identity that only this engine uses, for a model family that no test covers.
 
         Other engines and the encoder service never compute this identity. Preprocessing is not part of it.
 
         `engine` contains everything else that changes an embedding, such as releases and settings. Reads all
-        weights (cached on disk). Raises CheckpointError: "unknown_family" for a model with parts in another
-        checkpoint, and the errors of `folder_fingerprint`.
+        weights (cached on disk). Raises CheckpointError("unknown_family") if a part of the model is in
+        another checkpoint, and the same errors as `folder_fingerprint`.
         """
         if self.checkpoint.base:
             raise CheckpointError(
@@ -190,8 +188,8 @@ class EngineModel:
         return self._named(TowerIdentity(digest("cornplug-own-tower-v1", weights, canonical(spec)), None))
 
     def _named(self, tower: TowerIdentity) -> TowerIdentity:
-        """Return `tower`. If the engine runs a trainer's version of the weights, replace the identity by an
-        identity for that version, and `served_identity` by None."""
+        """Return `tower`. If the weights are a trainer's version, replace the identity by an identity for
+        that version, and `served_identity` by None."""
         if self.weight_version is None:
             return tower
         return replace(tower, identity=self._of_trainer(tower.identity), served_identity=None)
@@ -202,8 +200,8 @@ class EngineModel:
         return of_trainer(identity, folder_fingerprint(self.checkpoint.path), self.weight_version)
 
     def _video_identity(self, name: str, overrides: Mapping[str, Any]) -> TowerIdentity:
-        """Return the identity for embeddings of videos. Raises CheckpointError if this engine shares only
-        images."""
+        """Return the identity for embeddings of videos. Raises CheckpointError if this engine does not share
+        videos."""
         if self.why_no_videos:
             raise CheckpointError(
                 f"{self.engine} does not share videos of {name!r}", reason=self.why_no_videos
@@ -218,9 +216,9 @@ class EngineModel:
         return TowerIdentity(overridden(served, ours), None if overrides else served)
 
     def kv_identity(self) -> tuple[bytes, dict[str, Any]]:
-        """Return (language model fingerprint, KV spec without the page geometry). Reads weights once.
+        """Return (language model fingerprint, KV spec without the page geometry). Reads the weights.
 
-        Raises CheckpointError.
+        Raises CheckpointError if the model's KV cannot be identified.
         """
         text_config = self.checkpoint.kv_spec()
         changed = engine_config.of_language_model(self.config_changes)
@@ -261,9 +259,9 @@ class EngineModel:
 
 
 class StartedModel:
-    """Description of the model that this process's engine started with, as it was before any weight update.
+    """Description of the model as it was when this process's engine started, before any weight update.
 
-    It is kept because after an update, the engine's settings may name the folder of the new weights.
+    The description is kept because the engine's settings may name another folder after an update.
     """
 
     def __init__(self) -> None:
@@ -271,14 +269,14 @@ class StartedModel:
 
     @property
     def known(self) -> bool:
-        """Whether this process has already described the model at start."""
+        """Whether this process has already described the initial model."""
         return self._model is not None
 
     def now(self, describe: Callable[[], EngineModel]) -> EngineModel:
-        """Return the description of the model with its current weights. `describe` describes the model at
-        start.
+        """Return the description of the model with its current weights. `describe` returns the description of
+        the initial model.
 
-        Raises CheckpointError("weights_updated") if the weights are unknown, and the errors of
+        Raises CheckpointError("weights_updated") if the weights are unknown, and the same errors as
         `with_weights_of` and `describe`.
         """
         state = engine_state.current()
@@ -305,7 +303,7 @@ class StartedModel:
 
     def with_version(self, version: str) -> EngineModel:
         """Return the description of the model with weights that a trainer sent and named `version`. Raises
-        CheckpointError("weights_updated")."""
+        CheckpointError("weights_updated") if the model cannot have a version."""
         if self._model is None:
             raise _unknown("this process has not described the model that it started with")
         if self._model.checkpoint.base:
@@ -318,7 +316,7 @@ def with_weights_of(model: EngineModel, path: str, began_ns: int) -> EngineModel
 
     `began_ns` is a time before the folder was read (`EngineModel.began_ns`). Raises
     CheckpointError("weights_updated") if the folder does not contain exactly the model's tensors, and the
-    errors of `Checkpoint.open`.
+    same errors as `Checkpoint.open`.
     """
     old = model.checkpoint
     if len(os.fsencode(path)) > engine_state.LONGEST_PATH_BYTES:
@@ -352,8 +350,8 @@ def _unknown(why: str) -> CheckpointError:
 
 
 _COMPARED: Final = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"})
-"""Model architectures whose latents in both engines are compared by
-tests/integration/test_latents_of_two_engines.py."""
+"""Model architectures for which tests/integration/test_latents_of_two_engines.py compares the latents of
+both engines."""
 
 _YARN: Final = frozenset({"yarn", "deepseek_yarn"})
 """Names of YaRN rotary embeddings: the published name, and the name that both engines write into the config
@@ -381,7 +379,7 @@ def page_root(
 
     Args:
         identity: (language model fingerprint, KV spec), from `EngineModel.kv_identity`.
-        page: geometry of the complete model's pages, not of one rank's part.
+        page: geometry of the complete model's pages, not of one rank's shard.
         adapter: `LoraDigests.digest` of the request's LoRA adapter, or None.
         salt: the tenant's salt, or None for the domain that the whole deployment shares. "" is a valid salt.
     """
@@ -393,8 +391,8 @@ def page_root(
 
 
 def engine_of_latents(engine: str, config: Mapping[str, Any]) -> str:
-    """Return the name of the only engine that can share this model's MLA latents, for `PageGeometry.engine`,
-    or "" if both engines can.
+    """Return the only engine that can share this model's MLA latents, for `PageGeometry.engine`, or "" if
+    both engines can share them.
 
     Args:
         engine: "vllm" or "sglang".

@@ -1,4 +1,4 @@
-"""Saving of KV pages to the store: reserve, commit, give up. The outcome of each page is counted once."""
+"""Reserves, commits and releases KV pages in the store. The outcome of each page is counted once."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 RoomAnswer = Reservation | ReserveRefusal | None
-"""The store's reply to a page's reservation, or None if the store did not reply."""
+"""The store's reply to the reservation of one page, or None if the store did not reply."""
 
 
 @dataclass(slots=True)
 class PageCost:
-    """Measured cost in seconds for this engine to compute the tokens of one page. 0 before the first
-    measurement.
+    """Measured seconds that this engine needs to compute the tokens of one page, or 0 if not measured.
 
-    The engine's thread updates the cost once per measured step. Every `reserve` call sends it to the store,
-    which uses it to weigh namespaces.
+    The engine's thread updates the cost once per measured step. Every `reserve` call sends it to the store.
+    A full store uses it to choose among namespaces of equal priority.
     """
 
     seconds: float = 0.0
@@ -60,13 +59,13 @@ def free_pages(runtime: EngineRuntime, page: PageSize) -> int | None:
 
 
 class PagePublisher:
-    """Saves one engine's KV pages to the store. If the store fails, methods do not raise. The failure is
-    counted as the outcome of the pages.
+    """Saves one engine's KV pages to the store. If the store fails, methods do not raise, but count the
+    failure as the pages' outcome.
 
     Args:
         deadline_s: deadline in seconds for each call to the store.
-        part: this process's part of pages that several connections write together. The first part counts
-            their outcomes. If None, pages are committed whole.
+        part: this process's part of pages that several connections write together. The process with the first
+            part counts the outcomes. None if this process writes complete pages.
         only_seen: reserve only pages that an earlier request used, on any engine of the store. `reserve` also
             records a use of each page, so the caller must pass each page of a request only once.
         cost: cost of computing an entry, or None if it is unknown.
@@ -121,8 +120,7 @@ class PagePublisher:
         return _Counted(posted, self._refusals_counted, lambda e: self._no_room(e, len(keys)))
 
     def commit(self, written: Sequence[tuple[Reservation, Mapping[int, int]]]) -> None:
-        """Commit written pages, each given as (reservation, checksums of the segments that this process has
-        collected)."""
+        """Commit written pages, each given as (reservation, checksums by segment index)."""
         if not written:
             return
         try:
@@ -180,15 +178,15 @@ class PagePublisher:
         return [None] * pages
 
     def give_up(self, reserved: Sequence[Reservation], outcome: str) -> None:
-        """Release the reservations of pages that could not be written, and count their outcome. A store that
-        has exited has already released them."""
+        """Release the reservations of pages that could not be written, and count their outcome. If the store
+        has exited, the reservations are already released."""
         self.count_outcome(outcome, len(reserved))
         with suppress(CornplugError):
             if reserved:
                 self._run.store.release([r.token for r in reserved], deadline_s=self._deadline_s)
 
     def count_outcome(self, outcome: str, pages: int = 1) -> None:
-        """Count `pages` saves with this outcome, and the bytes of stored pages."""
+        """Count `pages` saves with this outcome, and also the stored bytes if the pages were stored."""
         if not pages or (self._part is not None and self._part.index != 0):
             return
         self._tally.count("cornplug_saves_total", self._run.app, KV_PAGE, outcome, by=pages)
@@ -198,8 +196,8 @@ class PagePublisher:
 
 
 class _Counted(Generic[T, R]):
-    """Request to the store, sent without waiting, whose reply or failure is counted when the reply is
-    read."""
+    """Request to the store that was sent without waiting. Its reply or failure is counted when the caller
+    reads the reply."""
 
     def __init__(
         self, posted: Posted[T], answered: Callable[[T], R], failed: Callable[[CornplugError], R]

@@ -1,5 +1,5 @@
-"""Headers of KV pages in the store, and checksummed copies of one rank's part of a page to and from host
-memory."""
+"""Headers of KV pages in the store, and checksummed copies of one rank's shard of a page between host memory
+and the store."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def page_header(key: bytes, page: PageGeometry, checksums: Mapping[int, int]) ->
 
 def page_headers(pages: Iterable[tuple[bytes, Mapping[int, int]]], page: PageGeometry) -> list[bytes]:
     """Return the header (`meta`) of each page, given as (key, checksums)."""
-    # A step may complete several pages, whose headers differ only in key and checksums. Encode the rest once.
+    # The headers of several pages differ only in key and checksums. Encode the other fields once.
     before, after, sums = _around_key(page)
     segments, digest, headers = range(page.segments), xxhash.xxh3_64_intdigest, []
     for key, checksums in pages:
@@ -54,8 +54,8 @@ def page_part(key: bytes, page: PageGeometry, checksums: Mapping[int, int]) -> b
 
 
 def whole_pages(leases: Leases, page: PageGeometry) -> tuple[int, CodecError | None]:
-    """Return (number of leading leases whose page headers are valid, error of the next lease or None if all
-    are valid).
+    """Return (number of leading leases with valid page headers, error of the next lease). The error is None
+    if all headers are valid.
 
     The leases must not contain absent pages. If all headers differ only in key and checksums,
     `read_page_header` is called only for the first header, because a prompt can have thousands of pages.
@@ -105,8 +105,8 @@ def _around_key(page: PageGeometry) -> tuple[bytes, bytes, struct.Struct]:
 
 
 def read_page_header(lease: Lease, page: PageGeometry) -> PayloadHeader:
-    """Decode and check the header of a leased page. Raises CodecError, with reason "wrong_shape" if the page
-    has another geometry."""
+    """Decode and check the header of a leased page. Raises CodecError. Its reason is "wrong_shape" if the
+    page has another geometry."""
     header = decode_header(lease.meta, key=lease.key)
     if header.shape != page.shape or header.dtype != page.dtype:
         raise CodecError(f"unexpected page: shape {header.shape} {header.dtype}", reason="wrong_shape")
@@ -139,14 +139,14 @@ class RankPages:
         return len(self.held.heads), len(self.held.layers), *self.page.shape[2:]
 
     def has_whole(self, runs: int) -> bool:
-        """Return whether, in a page with `runs` segments per head, the segments with this rank's layers
-        contain no other layers."""
+        """Return whether the segments with this rank's layers contain no other layers, in a page with `runs`
+        segments per head."""
         mine, size = self.held.runs(self.page, runs), self.page.layers // runs
         return range(mine.start * size, mine.stop * size) == self.held.layers
 
     def numbers(self, runs: int) -> list[int]:
-        """Return the indices of the segments that contain this rank's heads and layers, in a page with `runs`
-        segments per head, in the order of the rank's part."""
+        """Return the indices of the segments with this rank's heads and layers, in the order of the rank's
+        shard. The page has `runs` segments per head."""
         return [number for of_head in self._segments(runs) for number in of_head]
 
     def spans(self) -> list[tuple[int, int, int]]:
@@ -171,15 +171,15 @@ class RankPages:
         self.copy(lease.location, read_page_header(lease, self.page).checksums, into)
 
     def copy(self, location: PayloadLocation, checksums: Sequence[int], into: torch.Tensor) -> None:
-        """Copy this rank's part of a page like `read`, with the checksums from the page's header. Raises
+        """Copy this rank's shard of a page and verify it with `checksums` from the page's header. Raises
         CodecError("corrupt"), StoreUnavailable."""
         page, held, digest = self.page, self.held, xxhash.xxh3_64_intdigest
         runs = len(checksums) // page.heads
         arena = self._arena(self.store.view(location), runs)
         here = _rows(into)
         whole = self.has_whole(runs)
-        # If the writer had other pipeline stages, segments also contain other layers, which are needed to
-        # verify the checksums.
+        # If the writer had other pipeline stages, segments also contain other layers. These layers are needed
+        # to verify the checksums.
         copied = here.reshape(arena.shape) if whole else np.empty(arena.shape, np.uint8)
         for numbers, heads_copied, head in zip(self._segments(runs), copied, arena, strict=True):
             for number, one, source in zip(numbers, heads_copied, head, strict=True):
@@ -193,8 +193,8 @@ class RankPages:
     def write(self, source: torch.Tensor, location: PayloadLocation) -> dict[int, int]:
         """Copy this rank's part of a page from `source`, of shape `shape`, into a reservation.
 
-        Returns the checksum of each segment of `source` by segment index, so that readers can detect a faulty
-        copy. Raises StoreUnavailable.
+        Returns the checksum of each segment of `source`, by segment index, so that readers can detect a
+        corrupt copy. Raises StoreUnavailable.
         """
         sums: dict[int, int] = {}
         digest, runs = xxhash.xxh3_64_intdigest, self.page.layer_runs
@@ -208,17 +208,16 @@ class RankPages:
         return sums
 
     def discard(self, keys: Sequence[bytes], *, deadline_s: float) -> None:
-        """Delete a damaged page and the pages that follow it in the request from the store.
+        """Delete a corrupt page and the request's following pages from the store.
 
-        The following pages are likely damaged too. The engine computes all of them again in any case, so
-        deleting them repairs the complete prefix at once.
+        The following pages are likely corrupt too. The engine computes all of them again in any case.
         """
         with suppress(CornplugError):
             self.store.delete(list(dict.fromkeys(keys)), deadline_s=deadline_s)
 
     def _segments(self, runs: int) -> list[range]:
-        """Return the indices of the segments that contain this rank's layers, for each of its heads, in a
-        page with `runs` segments per head."""
+        """Return the indices of the segments with this rank's layers, for each of its heads, in a page with
+        `runs` segments per head."""
         mine = self.held.runs(self.page, runs)
         return [range(head * runs + mine.start, head * runs + mine.stop) for head in self.held.heads]
 

@@ -1,5 +1,5 @@
-"""Settings and store connection for one process of an engine. A process that cannot share gets a store that
-is always unavailable."""
+"""Settings and store connection for one process of an engine. If a process cannot share, its store is
+always unavailable."""
 
 from __future__ import annotations
 
@@ -112,11 +112,10 @@ def miss(tally: Tally, app: str, kind: str) -> Iterator[None]:
 
 
 def log_store_size(runtime: EngineRuntime, page: PageSize, own_tokens: int, logger: logging.Logger) -> None:
-    """Log how many tokens of the engine's model fit into the store. Call it when the engine starts.
+    """Log how many tokens of the engine's model fit into the store. Call this when the engine starts.
 
-    Logs a warning if this number is less than `own_tokens`, the capacity of the engine's own KV cache,
-    because the store then evicts pages earlier than this cache does. Waits for the store for at most
-    `background_timeout_s`.
+    Logs a warning if fewer than `own_tokens` tokens fit, the capacity of the engine's own KV cache. The store
+    then evicts pages earlier than the engine does. Waits at most `background_timeout_s` for the store.
     """
     try:
         stat = runtime.store.stat(deadline_s=runtime.background_timeout_s)
@@ -126,11 +125,12 @@ def log_store_size(runtime: EngineRuntime, page: PageSize, own_tokens: int, logg
     tokens = stat.capacity_bytes // page.page_bytes * page.page_tokens
     size = f"{stat.capacity_bytes / (1 << 30):.1f} GiB = {tokens:,} tokens of this model"
     if tokens >= own_tokens:
-        logger.info("cornplug: store: %s", size)
+        logger.info("cornplug: the store's size is %s", size)
         return
     logger.warning(
-        "cornplug: store: %s, less than the %s tokens of this engine's own KV cache. To share more than "
-        "the most recent prompts, increase store.size_bytes (cornplug serve-store --size).",
+        "cornplug: the store's size is %s, which is less than the %s tokens of this engine's own KV cache. "
+        "To share more than the most recent prompts, increase store.size_bytes "
+        "(`cornplug serve-store --size`).",
         size,
         f"{own_tokens:,}",
     )

@@ -17,7 +17,7 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "--cornplug-store": (
         "store.socket",
-        "Unix socket of the store, which all servers of a host share.",
+        "Unix socket of the store. All servers on a host share one store.",
     ),
     "--cornplug-store-size": (
         "store.size_bytes",
@@ -61,8 +61,8 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "--cornplug-page-tokens": (
         "engine.page_tokens",
-        "Tokens per shared KV page, a multiple of 16. All servers that share need the same value (default: "
-        "64).",
+        "Tokens per shared KV page, a multiple of 16. All servers that share KV need the same value "
+        "(default: 64).",
     ),
     "--cornplug-trust-weight-version": (
         "engine.trust_weight_version",

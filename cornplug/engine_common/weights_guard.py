@@ -1,14 +1,15 @@
-"""Identification of the weights that an engine runs. While they cannot be identified, it shares nothing.
+"""Identifies the weights that an engine runs. While they cannot be identified, the engine shares nothing.
 
-A checkpoint on disk identifies an engine's weights until a caller replaces them in place (sleep, reload, an
-RL update). Weights that were sent over the network cannot be fingerprinted, so sharing ends in all processes
-of the engine until it restarts (reason "weights_updated"). Weights from another checkpoint begin a new epoch,
-in which the engine shares under that checkpoint's identity. Weights with a trainer's version also begin a new
-epoch, if `engine.trust_weight_version` promises that a version is never used for different weights.
+A checkpoint on disk identifies an engine's weights until they are replaced in place (sleep, reload, an RL
+update). Weights that were sent over the network cannot be fingerprinted. In this case, sharing ends in all
+processes of the engine until it restarts (reason "weights_updated"). Weights from another checkpoint begin a
+new epoch, in which the engine shares under that checkpoint's identity. Weights with a trainer's version also
+begin a new epoch, if `engine.trust_weight_version` is set. The setting promises that a trainer never uses one
+version for different weights.
 
 The model is identified on a background thread, because the first fingerprint of a checkpoint takes minutes.
-Another process may fingerprint the files after the engine has read them. Therefore small tensors that are not
-split across ranks and not changed by quantisation (norms) are compared with the files when a model is loaded.
+Files may change after the engine has read them and before they are fingerprinted. Therefore, when a model is
+loaded, small tensors that are neither split across ranks nor quantised (norms) are compared with the files.
 This detects a folder that was rewritten in between, and a loader that reads other files.
 """
 
@@ -34,14 +35,13 @@ _UNNAMED = "default"
 
 
 def replaced() -> bool:
-    """Return whether the engine's weights may differ from those of the identified checkpoint, as recorded by
-    any process of the engine."""
+    """Return whether the engine's weights may differ from the identified checkpoint. Any process of the
+    engine can record this."""
     return engine_state.current().replaced()
 
 
 def epoch() -> int:
-    """Return the epoch of this engine's weights, which increases with each weight update
-    (`EngineState.epoch`)."""
+    """Return the epoch of this engine's weights: a counter of weight updates (`EngineState.epoch`)."""
     return engine_state.current().epoch()
 
 
@@ -49,7 +49,7 @@ def begin_update(by: str, log: logging.Logger) -> int:
     """Begin an epoch in which the call named `by` replaces the engine's weights, and return the epoch. No
     process of the engine shares until the update ends."""
     if not replaced():
-        log.info("cornplug: %s is replacing the weights; nothing is shared until it finishes", by)
+        log.info("cornplug: %s is replacing the weights; this engine shares nothing until it finishes", by)
     return engine_state.current().begin_update()
 
 
@@ -137,8 +137,8 @@ class BackgroundIdentity(Generic[T]):
         return self.wait(self.first_wait_s())
 
     def first_wait_s(self) -> float:
-        """Return how many seconds of `FIRST_WAIT_S` are left since the first call, or 0 after `identify` has
-        finished."""
+        """Return the rest of `FIRST_WAIT_S` in seconds, counted from the first call. Return 0 if `identify`
+        has finished."""
         now = time.monotonic()
         if self._waits_until_s is None:
             self._waits_until_s = now + FIRST_WAIT_S
@@ -158,10 +158,10 @@ class BackgroundIdentity(Generic[T]):
 
 
 class CurrentIdentity(Generic[T]):
-    """Identity of the weights that an engine currently runs. The identity is computed again after each weight
-    update. Thread-safe.
+    """Identity of the weights that an engine currently runs. It is computed again after each weight update.
+    Thread-safe.
 
-    The arguments are the same as for `BackgroundIdentity`.
+    Takes the same arguments as `BackgroundIdentity`.
     """
 
     def __init__(
@@ -175,8 +175,8 @@ class CurrentIdentity(Generic[T]):
         self._at = self._begin(epoch())
 
     def now(self) -> tuple[int, BackgroundIdentity[T]]:
-        """Return (epoch of the weights, identity of the model with these weights). During an update, returns
-        the values for the previous epoch."""
+        """Return (epoch of the weights, identity of the model with these weights). During an update, return
+        the values of the previous epoch."""
         current = epoch()
         if current != self._at[0] and not current & 1:
             with self._lock:
@@ -185,9 +185,10 @@ class CurrentIdentity(Generic[T]):
         return self._at
 
     def get(self) -> tuple[int, T]:
-        """Return (epoch of the weights, identity of the model with these weights). Raises CheckpointError
-        like `BackgroundIdentity.get`, and "weights_updated" during an update or if it is unknown which
-        checkpoint contains the weights."""
+        """Return (epoch of the weights, identity of the model with these weights).
+
+        Raises the same errors as `BackgroundIdentity.get`, and CheckpointError("weights_updated") during an
+        update or if the source of the weights is unknown."""
         current, identity = self.now()
         found = identity.get()
         if replaced() or epoch() != current:
@@ -198,8 +199,8 @@ class CurrentIdentity(Generic[T]):
         def identify() -> T:
             found = self._identify()
             source = engine_state.current().source()
-            # `identify` may have read the weights of a later epoch. In epoch 0, a process without shared
-            # state has no source.
+            # `identify` may have read the weights of a later epoch. In epoch 0, a process that cannot read
+            # the shared state has no weight source.
             if current and (source is None or source.epoch != current):
                 raise _updated()
             return found
@@ -218,8 +219,8 @@ _DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 def check_loaded(model: torch.nn.Module, identified: Callable[[], Checkpoint], log: logging.Logger) -> None:
     """End sharing in all processes of this engine if the loaded weights differ from the checkpoint's files.
 
-    `identified` returns the model's checkpoint. If it raises CheckpointError, the engine does not share
-    anyway.
+    `identified` returns the model's checkpoint. If it raises CheckpointError, nothing is compared, because
+    the engine shares nothing anyway.
     """
     try:
         checkpoint = identified()
@@ -234,8 +235,8 @@ def check_loaded(model: torch.nn.Module, identified: Callable[[], Checkpoint], l
 
 
 def differing(model: torch.nn.Module, checkpoint: Checkpoint) -> tuple[str | None, int]:
-    """Return (name of the first norm in memory that differs from its file or None, number of compared
-    tensors).
+    """Return (name of the first norm in memory that differs from its file, number of compared tensors). The
+    name is None if all norms match.
 
     A tensor from the files is compared if its name is the suffix of exactly one parameter's name and both
     shapes are equal. Raises CheckpointError.

@@ -40,8 +40,8 @@ _PROMPT_TOKENS: Final = 1000
 _TTFT_S: Final = (1.0, 2.0, 5.0, 10.0)
 _TPOT_S: Final = (0.05, 0.1, 0.2, 0.5)
 _SLACK: Final = 3.0
-"""Minimum ratio of a placeholder SLO to the time that the computation alone takes, to allow for queueing and
-batching."""
+"""Minimum ratio of a placeholder SLO to the estimated time of the computation alone. The difference is for
+queueing and batching."""
 _HEAD: Final = """\
 # Input of `cornplug plan`, written by `{command}`.
 #
@@ -146,8 +146,7 @@ _ROOFLINE: Final = RooflineProfile()
 
 
 def main(argv: list[str]) -> int:
-    """Run the command: write a first plan input, and return the exit status. Raises ConfigError with the
-    wrong argument and the remedy."""
+    """Run `cornplug plan init`, and return the exit status. Raises ConfigError for a wrong argument."""
     args = _parser().parse_args(argv)
     out: Path = args.output
     if out.exists() and not args.force:
@@ -171,15 +170,15 @@ def main(argv: list[str]) -> int:
 
 
 def _from(start: Path, folder: Path) -> str:
-    """Return the path by which a file in `start` refers to the folder. An absolute path stays absolute."""
+    """Return the path of `folder` relative to the folder `start`. An absolute path stays absolute."""
     return str(folder) if folder.is_absolute() else os.path.relpath(folder, start)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cornplug plan init",
-        description="Write a first plan input with comments: the model, its tower, a placeholder workload "
-        "with latency targets, and machines with their prices.",
+        description="Write a first input file for `cornplug plan`, with comments: the model, its "
+        "vision or audio tower, a placeholder workload with latency targets, and machines with prices.",
         epilog="docs/plan-input.md lists hub ids and keys. Exit status: 0 written, 2 wrong argument.",
     )
     parser.add_argument(
@@ -207,8 +206,8 @@ def _first_input(
 ) -> str:
     """Return the text of a TOML file that `cornplug plan` accepts unchanged.
 
-    `folder` is the checkpoint's path as the file refers to it, or None for a hub id. Raises ConfigError for
-    an unknown GPU, or if the model does not fit on any of the GPUs.
+    `folder` is the checkpoint's path relative to the file, or None for a hub id. Raises ConfigError for an
+    unknown GPU, or if the model does not fit on any of the GPUs.
     """
     machines = _priced_machines(gpus)
     options = _hosting_options(model.llm, model.quantisation, machines)
@@ -254,8 +253,8 @@ def _tower(
 
 
 def _source(model: StartingModel, folder: str | None, shape: InputTable) -> str:
-    """Return the lines of a component that set its model or checkpoint, and its shape if there is no
-    config.json to read it from."""
+    """Return the lines of a component that set the model or checkpoint, and the shape if there is no
+    config.json from which it can be read."""
     if folder is not None:
         return f"checkpoint = {json.dumps(folder)} # its config.json gives the size"
     lines = f"model = {json.dumps(model.name)} # name on the engines' command lines"

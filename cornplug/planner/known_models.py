@@ -17,8 +17,8 @@ from cornplug.planner.inputs import component_shapes
 from cornplug.planner.inputs.schema import Component, InputTable, LLMShape, Quantisation, TowerShape
 
 IMAGE_TOKENS: Final = 1024
-"""Placeholder for the tokens of an image, for models in which they depend on the image's size. It is the
-number for 1024 x 1024 pixels with Qwen3-VL's 32 x 32 pixels per token."""
+"""Placeholder for the number of tokens of an image, for models in which this number depends on the image's
+size. An image of 1024 x 1024 pixels has this number of tokens with Qwen3-VL's 32 x 32 pixels per token."""
 _PACKED: Final = ("fp8", "awq", "gptq")
 
 
@@ -30,11 +30,11 @@ class KnownModelRow(InputTable):
     llm: LLMShape
     tower: TowerShape | None = None
     image_tokens: int | None = None
-    """Tokens per image, or None if they depend on the image's size."""
+    """Number of tokens per image, or None if the number depends on the image's size."""
     quantisation: Quantisation = "none"
     """Quantisation of the published weights."""
     source: str
-    """Source of the config.json from which the shapes are. A test compares the parameters with the published
+    """Source of the config.json with the shapes. A test compares the number of parameters with the published
     number."""
 
 
@@ -50,7 +50,7 @@ class StartingModel:
     quantisation: Quantisation
     """Quantisation of the published weights."""
     media_tokens: int
-    """Tokens of one image or audio clip. A placeholder unless `fixed_tokens` is true."""
+    """Number of tokens of one image or audio clip. This is a placeholder unless `fixed_tokens` is true."""
     fixed_tokens: bool
     """Whether all images or audio clips have the same number of tokens."""
     from_checkpoint: bool
@@ -121,8 +121,7 @@ def _media_tokens(config: Mapping[str, Any], tower: TowerShape) -> int | None:
 
 
 def _known(name: str) -> str:
-    """Return a remedy for an unknown name. It lists the hub ids whose text, or whose part after the owner, is
-    the most similar."""
+    """Return a remedy for an unknown name, with the most similar hub ids."""
     ids = list(known_models())
     by_text = {one.lower(): one for one in ids} | {one.rpartition("/")[2].lower(): one for one in ids}
     wanted = (name.lower(), name.rpartition("/")[2].lower())

@@ -73,8 +73,8 @@ class JobForecast(PlanRecord):
     done_hours: float | None = None
     """Simulated time from the first request to the last response (P99), or None without a simulation."""
     dollars: float
-    """Job's share of the plan's cost until the deadline, in proportion to its share of each group's load. The
-    cost includes idle GPUs of the groups' nodes."""
+    """Cost of the job in dollars: its share of the plan's cost until the deadline, in proportion to its share
+    of each group's load. The cost includes idle GPUs of the groups' nodes."""
 
 
 class LatencyTargets(PlanRecord):
@@ -85,8 +85,8 @@ class LatencyTargets(PlanRecord):
     priority: int = 0
     """Scheduling priority relative to other classes. Larger is more urgent."""
     prefix_hit_rate: float = 0.0
-    """Share of requests whose shared prefix is cached. A router must send each of these requests to a replica
-    that has the prefix."""
+    """Share of requests whose shared prefix is cached. A router must send each such request to a replica that
+    has the prefix."""
     slo_percentile: str
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
@@ -94,7 +94,7 @@ class LatencyTargets(PlanRecord):
     slo_also: list[PercentileSlo] = Field(default_factory=list)
     """Bounds on other percentiles, and on slowdowns."""
     e2e: RequestTimes = RequestTimes()
-    """Simulated E2E latency. Empty if nothing was simulated."""
+    """Simulated E2E latency. Empty if the plan was not simulated."""
 
     @property
     def slo(self) -> list[PercentileSlo]:
@@ -114,7 +114,8 @@ class LatencyTargets(PlanRecord):
 
 
 class LatencyForecast(LatencyTargets):
-    """Latency bounds of one request class, and its latencies in the simulation of the complete plan."""
+    """Latency bounds of one request class, and the class's latencies in the simulation of the complete
+    plan."""
 
     rate: float
     served: float
@@ -124,7 +125,7 @@ class LatencyForecast(LatencyTargets):
     """Simulated slowdown, if a slowdown is bounded."""
     job: JobForecast | None = None
     ttft: RequestTimes = RequestTimes()
-    """Simulated TTFT. Empty if the plan was not simulated, like `tpot` and `e2e`."""
+    """Simulated TTFT. `ttft`, `tpot` and `e2e` are empty if the plan was not simulated."""
     tpot: RequestTimes = RequestTimes()
 
     @property

@@ -1,6 +1,6 @@
-"""A deployment, and a plan as stored in `plan.json`. Reading them requires no solver, GPU table or engine.
+"""A deployment, and a plan as stored in `plan.json`. Reading either requires no solver, GPU table or engine.
 
-A deployment is the input of the launcher. A plan is a deployment with the findings of the planner.
+A deployment is the input of the launcher. A plan is a deployment with the results of the planner.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PlannedHour(PlanRecord):
 
 
 class EngineSettings(PlanRecord):
-    """Settings that become engine flags. None keeps the engine's default."""
+    """Settings that become engine flags. For a setting that is None, the engine uses its default."""
 
     max_model_len: int
     max_batch: int
@@ -64,15 +64,16 @@ class EngineSettings(PlanRecord):
     speculative_tokens: int = 0
     speculative_model: str | None = None
     priority: int = 0
-    """Priority. Larger is more urgent. `vllm_flags.py` and `sglang_flags.py` convert it to each engine's
-    order."""
+    """Priority of the replicas' requests. Larger is more urgent. `vllm_flags.py` and `sglang_flags.py`
+    convert the priority to the order of each engine."""
     prefill_tokens_s: float | None = None
     """Number of prompt tokens per second that a replica processes with its chunk size, for admission
     control."""
 
 
 class KVGeometry(PlanRecord):
-    """Dimensions that determine the size of the prefill-decode buffer (2·L·N·H·D·bytes)."""
+    """Dimensions that determine the size of the buffer for KV transfers between prefill and decode
+    engines."""
 
     layers: int
     kv_heads: int
@@ -90,11 +91,12 @@ class QueueForecast(PlanRecord):
 
     requests: int
     prompt_tokens: int
-    """Number of prompt tokens of requests that had not finished prefill, including cached tokens."""
+    """Number of prompt tokens in requests that had not finished prefill, including cached tokens."""
 
 
 class PlannedNamespace(PlanRecord):
-    """Application's share of the store. The fields are those of the settings `store.namespaces.APP`."""
+    """Share of the store for one application. The fields are the same as in the settings
+    `store.namespaces.APP`."""
 
     share: float = 0.0
     ceiling: float = 1.0
@@ -148,8 +150,8 @@ class ReplicaGroup(PlanRecord):
     placement: list[list[int]] = Field(default_factory=list)
     """[index of the node in its class, first GPU] for each replica."""
     capacity: dict[str, float] = Field(default_factory=dict)
-    """Maximum rate of one replica by request class, if the replica serves only that class. Empty if it is
-    not known."""
+    """Maximum requests per second of one replica by request class, if the replica serves only that class.
+    Empty if the capacity is not known."""
     queue: QueueForecast | None = None
     """Longest queue of a replica, or None if the plan was not simulated."""
     settings: EngineSettings | None = None
@@ -163,7 +165,7 @@ class ReplicaGroup(PlanRecord):
     fixed_ports: bool = False
     """Whether an apps file sets the ports, so that `--apply` keeps them."""
     tower: Literal["engine", "service"] = "engine"
-    """Location of the vision tower if encoder services encode all media of an LLM group."""
+    """Process that runs the vision tower if encoder services encode all media of an LLM group."""
     flags: list[str] | None = None
     """Flags from an apps file, or None. They replace `settings`, and all other flags keep the engine's
     defaults."""
@@ -189,7 +191,8 @@ class PlannedGroup(ReplicaGroup):
     utilisation: float
     """Share of the capacity that is used at the planned rates."""
     extra_replicas: int = 0
-    """Number of `replicas` on otherwise idle GPUs. They cost nothing, and are not needed to meet the SLOs."""
+    """Number of `replicas` on GPUs that would otherwise be idle. These replicas cost nothing, and are not
+    needed to meet the SLOs."""
     tier_s: float | None = None
     since: float | None = None
     """Unix time at which the replicas were started, for the minimum dwell time."""
@@ -202,7 +205,7 @@ class RouteStage(PlanRecord):
 
 
 class PlanRoute(PlanRecord):
-    """Route of the requests of a class, or of a part of them."""
+    """Route of a class's requests, or of a part of these requests."""
 
     app: str
     request: str
@@ -218,7 +221,7 @@ class CacheSize(PlanRecord):
     gib: float | None
     """Size in GiB. None if an apps file does not set the store's size."""
     hit_rate: dict[str, float] = Field(default_factory=dict)
-    """Expected hit rate by request class. Empty if it is not known."""
+    """Expected hit rate by request class. Empty if hit rates are not known."""
 
 
 class QosReservation(PlanRecord):
@@ -243,7 +246,7 @@ class OptimalityProof(PlanRecord):
     unit: str = ""
     """Unit of `incumbent` and `bound`."""
     timed_out: bool = False
-    """Whether a search reached its limit in seconds. If so, another run may find another plan."""
+    """Whether a search reached its time limit. If so, another run may find another plan."""
 
 
 class BindingConstraint(PlanRecord):
@@ -274,7 +277,7 @@ class PlanExplanation(PlanRecord):
     binding: list[BindingConstraint] = Field(default_factory=list)
     alternatives: list[PlanAlternative] = Field(default_factory=list)
     monolith: str = ""
-    """Text about the conditions under which the monolith is cheaper, and its advantage in this plan."""
+    """Text about whether the monolith (every request in one engine) is cheaper, and at which loads."""
     curve: list[CurvePoint] = Field(default_factory=list)
     notes: list[str] = Field(default_factory=list)
 
@@ -324,12 +327,13 @@ class Deployment(PlanRecord):
     allow_anonymous: bool = False
     """Whether encoder services that other hosts can reach accept requests without a key."""
     router_ports: int = 0
-    """Offset of the routers' ports, with which `--apply` starts new routers while the old routers run."""
+    """Offset of the routers' ports. `--apply` changes it, so that new routers start while the old routers
+    run."""
 
     @model_validator(mode="wrap")
     @classmethod
     def _plan_or_deployment(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Deployment:
-        """Read a plan as a plan, with the findings, where a deployment is expected."""
+        """Return a `Plan` if the data is a plan, although a deployment was expected."""
         planned = cls is Deployment and isinstance(data, dict) and "proof" in data
         return Plan.model_validate(data) if planned else handler(data)
 
@@ -353,7 +357,7 @@ class Deployment(PlanRecord):
 
 
 class Plan(Deployment):
-    """Deployment that the planner chose, and the findings of the planner."""
+    """Deployment that the planner chose, with the planner's forecasts, proof and explanation."""
 
     objective: str
     cost_per_hour: float
@@ -366,7 +370,8 @@ class Plan(Deployment):
     proof: OptimalityProof
     explanation: PlanExplanation = PlanExplanation()
     corrections: list[TimesCorrection] = Field(default_factory=list)
-    """Corrections of profiles that `cornplug replan` found. A re-plan from this plan applies them."""
+    """Corrections of profiles that `cornplug replan` found. A new plan that is based on this plan applies
+    them."""
     input_digest: str
     """SHA-256 of the input file."""
     cornplug: str

@@ -80,7 +80,9 @@ def _check(plan_input: PlanInput, digest: str, folder: Path, transfer: Transfer)
     plan = Plan.load(folder / "plan.json")
     if plan.input_digest != digest:
         raise ConfigError(
-            f"-o {folder}", "the plan in it was made from another input", "Run without --check first."
+            f"-o {folder}",
+            "the plan in this folder was made from another input",
+            "Run without --check first.",
         )
     print(load_test.write(load_test.load_tests(plan_input, plan, transfer=transfer), folder / "load"))
     return 0
@@ -92,12 +94,12 @@ def read(path: Path) -> tuple[PlanInput, str]:
 
 
 def planned(plan_input: PlanInput, digest: str, console: Console, *, quiet: bool, reasons: float) -> Plan:
-    """Compute a plan and, unless `reasons` is 0, its explanation.
+    """Compute a plan and, unless `reasons` is 0, the plan's explanation.
 
     Args:
         digest: SHA-256 of the input file.
-        console: console that shows progress, unless `quiet` is set.
-        reasons: solver work for the explanation, as in `--explain`.
+        console: Console that shows progress, unless `quiet` is set.
+        reasons: Solver work for the explanation, as in `--explain`.
     """
     with terminal.shown_progress(console, quiet=quiet) as line:
         decision = decide(plan_input, digest=digest, progress=line.phase, watch=line.watch)

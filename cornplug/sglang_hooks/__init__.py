@@ -1,4 +1,4 @@
-"""SGLang plugin, loaded by its entry point without changes to SGLang.
+"""SGLang plugin. SGLang loads it through an entry point, and SGLang itself is not changed.
 
-This is the only package of cornplug that imports `sglang`.
+No other package of cornplug imports `sglang`.
 """

@@ -3,10 +3,11 @@
 SGLang loads plugins in every process of every server. The main process decides whether the server shares
 KV and embeddings (`flags.py`), and sets environment variables, which its child processes inherit.
 
-Front ends compute the keys of images. A single front end loads plugins itself, so it is hooked like the main
-process. The worker processes of `--tokenizer-worker-num` are hooked through the application that they import
-(`http_workers.py`). Other front ends load no plugins. Images that they receive have no key, so neither the
-embeddings of these images nor the KV after them are shared. All other KV is shared.
+Front ends (tokenizer processes) compute the keys of images. A single front end loads plugins itself, so it is
+hooked like the main process. The worker processes of `--tokenizer-worker-num` are hooked through the
+application that they import (`http_workers.py`). Other front ends load no plugins, so the images that they
+receive have no key. Neither the embeddings of these images nor the KV after them are shared. All other KV is
+shared.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _GROUP = "CORNPLUG_SGLANG_GROUP"
 HTTP_WORKERS: Final = "cornplug.sglang_hooks.http_workers:app"
 _APPLICATION_VARIABLE: Final = "SGLANG_HTTP_SERVER_APP_PATH"
 _IMAGES: Final = "images"
-"""Name of the part (`plugin.py`) that the front ends need."""
+"""Name of the plugin part (`plugin.py`) that the front ends need."""
 _lock = threading.Lock()
 _tally = ServerTally()
 
@@ -66,13 +67,13 @@ def turn_off() -> None:
 
 
 def need(parts: Iterable[str]) -> None:
-    """Publish to the server's child processes which parts of this package they need (`plugin.py`)."""
+    """Publish to the server's child processes which parts of the plugin they need (`plugin.py`)."""
     os.environ[_PARTS] = ",".join(sorted(parts))
     os.environ[_GROUP] = secrets.token_hex(16)
 
 
 def needed() -> frozenset[str] | None:
-    """Return the parts that the main process has selected, or None if it has not selected any yet."""
+    """Return the plugin parts that the main process has selected, or None before it has selected any."""
     said = os.environ.get(_PARTS)
     return None if said is None else frozenset(part for part in said.split(",") if part)
 
@@ -99,14 +100,14 @@ def is_on() -> bool:
 
 
 def config() -> Config:
-    """Return the server's settings, which the first call in this process reads. Requires `is_on`."""
+    """Return the server's settings. The first call in this process reads them. Requires `is_on`."""
     return _settled(os.environ[_VARIABLE])
 
 
 @lru_cache(maxsize=1)
 def _settled(extra: str) -> Config:
-    # Cached, because a settings file that a user edits later must not raise an exception on the scheduler's
-    # thread.
+    # The settings are cached, because a later change of a settings file must not raise an exception on the
+    # scheduler's thread.
     return settings(json.loads(extra))
 
 
@@ -116,25 +117,24 @@ def _runtime(pid: int) -> EngineRuntime:
 
 
 def runtime() -> EngineRuntime:
-    """Return the settings and store connection of this process, which the first call creates.
+    """Return the settings and store connection of this process. The first call creates them.
 
-    Requires `is_on`.
-    Raises ConfigError if the settings are invalid.
+    Requires `is_on`. Raises ConfigError if the settings are invalid.
     """
     with _lock:
         return _runtime(os.getpid())
 
 
 def tally() -> Tally:
-    """Return the counters of this process, which the server's `/metrics` shows."""
+    """Return the counters of this process, which SGLang reports on the server's `/metrics`."""
     return _tally
 
 
 def hook_front_ends(server_args: Any, needed: Iterable[str]) -> None:
-    """Let the tokenizer workers of this server import cornplug's application, if the server shares images.
+    """If the server shares images, let its tokenizer workers import cornplug's application.
 
-    Call this in the main process before it starts other processes. If the front end does not load plugins,
-    this logs a warning that names the responsible flag.
+    Call this in the main process before it starts other processes. If a front end does not load plugins, this
+    logs a warning with the responsible flag.
     """
     _unhook_front_ends()
     if _IMAGES not in needed:
@@ -166,6 +166,6 @@ def hook_front_ends(server_args: Any, needed: Iterable[str]) -> None:
 
 
 def _unhook_front_ends() -> None:
-    """Restore SGLang's application for the workers of the server that this process starts next."""
+    """Restore SGLang's application for the workers of the next server that this process starts."""
     if os.environ.get(_APPLICATION_VARIABLE) == HTTP_WORKERS:
         del os.environ[_APPLICATION_VARIABLE]

@@ -1,8 +1,8 @@
-"""Definitions that depend on SGLang's version: the tested range, the validated families, the form of hooks,
-and the salt of a request.
+"""Definitions that depend on SGLang's version: the tested range of versions, the validated families, the form
+of hooks, and the salt of a request.
 
-SGLang loads plugins by entry point, and its hook registry can hook any of its functions. Each module of this
-package lists the hooks that it needs (`HOOKS`), and `plugin.py` registers them.
+SGLang loads plugins by entry point, and its hook registry can hook any of SGLang's functions. Each module of
+this package lists its hooks (`HOOKS`), and `plugin.py` registers them.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from cornplug.checkpoints.tested_releases import VersionRange, validated
 logger = logging.getLogger("sglang.cornplug")
 
 SUPPORTED_VERSIONS: Final = VersionRange("SGLang", "sglang", (0, 5, 23), (0, 5, 24))
-"""Tested range of SGLang's versions. It excludes 0.5.22, although the hooked functions have the same
+"""Tested range of SGLang versions. It excludes 0.5.22, although the hooked functions have the same
 parameters. HiCache in 0.5.22 copies a page to host memory without waiting for the forward pass that may still
 write the page (`write_fence_stream` was added in 0.5.23). Every engine that reads this page from the store
-would compute wrong results."""
+would then compute wrong results."""
 
 GENERIC_INPUTS: Final[Mapping[str, tuple[str, ...]]] = {"glm4v": ("pixel_values", "image_grid_thw")}
-"""Inputs of the tower, by `model_type`, for validated families whose embeddings the encoder service computes
-with transformers' own class (`EngineModel`)."""
+"""Names of the tower's inputs, by `model_type`, for validated families for which the encoder service uses
+transformers' own class (`EngineModel`)."""
 
 EPOCHS: Final[Mapping[str, int]] = {}
-"""`model_type` -> number of releases in the tested range that changed the results of that family, for example
-by a bug fix. A number other than 0 is part of the key, so that servers before and after the change do not
-share with each other."""
+"""Number of releases in the tested range that changed a family's results (for example by a bug fix), by
+`model_type`. A number other than 0 is part of the key, so that servers before and after the change do not
+share."""
 
 
 def validated_families(dtype: str, kind: str = "image") -> frozenset[str]:
     """Return the families for which the installed SGLang shares image embeddings in this dtype.
 
-    `tests/integration/test_families.py` has compared their embeddings in this release with the encoder
-    service's. Some other families cannot be shared: SGLang 0.5.23 computes Gemma 3's SigLIP with CLIP's
-    activation, cannot load LLaVA-1.5 as published, and runs LLaVA-NeXT, LLaVA-OneVision and InternVL (-hf)
-    with its generic backend, which has no function that could be hooked.
+    For these families, `tests/integration/test_families.py` has compared this release's embeddings with the
+    encoder service's embeddings. Some other families cannot be shared. SGLang 0.5.23 computes Gemma 3's
+    SigLIP with CLIP's activation, and cannot load LLaVA-1.5 as published. It runs LLaVA-NeXT, LLaVA-OneVision
+    and InternVL (-hf) with its generic backend, which has no function that could be hooked.
 
-    The kinds "own image", "own video" and "own audio" are for embeddings that are shared only among SGLang
-    servers. Their keys depend on the tensors that enter the tower (`tests/integration/test_own_towers.py`).
+    The kinds "own image", "own video" and "own audio" are for embeddings that only SGLang servers share.
+    Their keys depend on the tensors that enter the tower (`tests/integration/test_own_towers.py`).
     """
     return validated("sglang", SUPPORTED_VERSIONS.installed(), dtype, kind)
 
@@ -59,11 +59,11 @@ class Hook(NamedTuple):
     """
 
     target: str
-    """Dotted path of a function, method or class of SGLang."""
+    """Dotted path of the hooked function, method or class of SGLang."""
     kind: Literal["before", "after", "around", "replace"]
     function: Callable[..., Any]
     reads: tuple[str, ...] = ()
-    """Names of the target's parameters that `function` reads by name (`arguments`)."""
+    """Names of the target's parameters that `function` reads by name (see `arguments`)."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -82,16 +82,16 @@ def arguments(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
 
 
 _SALT_MARK: Final = "\x00"
-"""Prefix of every salt that differs from the request's `cache_salt`. A client's own salt is unlikely to begin
-with this character."""
+"""First character of every salt that differs from the request's `cache_salt`. A client's own salt is unlikely
+to begin with this character."""
 
 
 def salt_of(cache_salt: str | None, extra_key: str | None) -> str | None:
-    """Return the salt of a request's embeddings and KV pages, or None for the deployment's shared domain.
+    """Return the salt of a request's embeddings and KV pages. None means the domain of the whole deployment.
 
     A `cache_salt` without an `extra_key` is used unchanged, so it selects the same domain as in vLLM. A
-    user's `extra_key` (without the LoRA id that SGLang appends) selects another domain. All pairs of a
-    `cache_salt` and an `extra_key` have different salts, including absent and empty values.
+    user's `extra_key` (without the LoRA id that SGLang appends) selects another domain. Different pairs of
+    `cache_salt` and `extra_key` have different salts. Absent and empty values count as different.
     """
     if extra_key is None and (cache_salt is None or not cache_salt.startswith(_SALT_MARK)):
         return cache_salt
@@ -103,5 +103,5 @@ def salt_of(cache_salt: str | None, extra_key: str | None) -> str | None:
 
 
 def salt_of_request(request: Any) -> str | None:
-    """Return the salt (`salt_of`) of an SGLang request, which may be of any request class."""
+    """Return the salt (`salt_of`) of an SGLang request of any request class."""
     return salt_of(getattr(request, "cache_salt", None), getattr(request, "extra_key", None))

@@ -1,7 +1,7 @@
 """`sglang serve MODEL --enable-cornplug` and its `--cornplug-*` options.
 
-SGLang's help lists these flags, and its `--config` file may contain them. Each flag enables cornplug. To
-enable it from Python, call `share` before you create the engine:
+SGLang's help lists these flags, and its `--config` file may contain them. Each of these flags enables
+cornplug. To enable cornplug from Python, call `share` before you create the engine:
 
     from cornplug.sglang_hooks.flags import share
 
@@ -27,7 +27,7 @@ def share(extra: Mapping[str, str] | None = None) -> None:
     Args:
         extra: {"section.field": value}, for example `engine.app` or `store.socket`.
 
-    If the installed SGLang is outside of the tested range, this logs a warning, and engines run as stock.
+    If the installed SGLang is outside the tested range, this logs a warning, and engines run as stock SGLang.
 
     Raises ConfigError if a setting is unknown or invalid.
     """
@@ -73,7 +73,7 @@ STOCK_HOOKS: tuple[Hook, ...] = (
     _ADD,
     Hook("sglang.srt.server_args.ServerArgs.from_cli_args", "around", _from_cli_args_as_stock),
 )
-"""Hooks for SGLang versions outside of the tested range."""
+"""Hooks for SGLang versions outside the tested range."""
 HOOKS: tuple[Hook, ...] = (
     _ADD,
     Hook("sglang.srt.server_args.ServerArgs.from_cli_args", "around", _from_cli_args),

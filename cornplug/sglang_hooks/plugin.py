@@ -1,14 +1,14 @@
-"""Entry point `sglang.srt.plugins`, called in every process of every server. It selects the hooks that a
-server needs, registers them with SGLang, and verifies that SGLang applied them.
+"""Entry point `sglang.srt.plugins`, which SGLang calls in every process of every server. It selects the hooks
+that a server needs, registers them with SGLang, and verifies that SGLang has applied them.
 
-In a server that does not enable cornplug, this only adds cornplug's flags. In a server that does, a process
-stops with an error if a hook cannot work. If the installed SGLang is outside of the tested range, servers run
-as stock SGLang regardless of the flags.
+In a server that does not enable cornplug, this only adds cornplug's flags. In a server that enables cornplug,
+a process stops with an error if a hook cannot work. If the installed SGLang is outside the tested range,
+servers run as stock SGLang regardless of the flags.
 
-SGLang catches the exceptions of a plugin, and only logs the hooks that it could not apply. Only the hooks
-that a server needs are installed, because a hook that is not installed cannot break the server. Hooks are
-grouped into parts. The main process selects the parts from SGLang's resolved settings, and passes their names
-to its child processes (`activation.need`).
+SGLang catches a plugin's exceptions, and only logs hooks that it could not apply. Only the hooks that a
+server needs are installed, because a hook that is not installed cannot break the server. Hooks are grouped
+into parts. The main process selects the parts from SGLang's resolved settings, and passes the parts' names to
+its child processes (`activation.need`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cornplug.sglang_hooks.compat import SUPPORTED_VERSIONS, Hook
 
 _ROOM: Final = "cornplug.sglang_hooks"
 
-# part -> modules whose `HOOKS` it uses, or "module:NAME" for another tuple of hooks in a module
+# Modules whose `HOOKS` a part uses, by part. "module:NAME" is another tuple of hooks in a module.
 _MODULES: Final = {
     # Used only in the main process, while SGLang resolves its settings.
     "resolution": ("kv.hicache_config",),
@@ -48,8 +48,8 @@ _registered: dict[str, Hook] = {}
 
 
 def register() -> None:
-    """Register the hooks for cornplug's flags and, in child processes of a sharing server, the hooks that the
-    server needs."""
+    """Register the hooks for cornplug's flags. In child processes of a sharing server, also register the
+    hooks that the server needs."""
     from cornplug.sglang_hooks import flags
 
     if SUPPORTED_VERSIONS.refusal():
@@ -64,7 +64,7 @@ def register() -> None:
 def _resolve_once(original: Callable[[Any], None], server_args: Any) -> None:
     """Select and install the hooks that the server needs, around SGLang's resolution of its settings.
 
-    Resolution is the last point before SGLang freezes the settings and starts processes, both for command
+    Resolution is the last step before SGLang freezes the settings and starts processes, both for command
     lines and for `Engine(...)`.
     """
     if not activation.is_on() or getattr(server_args, "_resolution_finished", False):
@@ -99,10 +99,11 @@ def needed(server_args: Any) -> frozenset[str]:
         found.add("kv")
         if settled.hicache_write_policy == hicache_config.SECOND_SIGHT:
             found.add("idle_backups")
-        # Adapters may be loaded at run time, but only if LoRA was enabled at start.
+        # Adapters may be loaded at run time only if LoRA was enabled at start.
         found |= {"lora"} if settled.enable_lora or settled.lora_paths else set()
     model = model_config_of(server_args)
-    # Keys are computed from the checkpoint's files, so the loaded weights are compared with these files.
+    # Keys are computed from the checkpoint's files. Therefore the loaded weights are compared with these
+    # files.
     found |= {"loaded"} if "kv" in found or model.is_multimodal else set()
     if model.is_multimodal:
         found.add("images")
@@ -162,7 +163,8 @@ def verify(*_args: Any, **_kwargs: Any) -> None:
     if missing:
         raise ConfigError(
             ENABLE,
-            f"cornplug cannot hook SGLang {SUPPORTED_VERSIONS.installed()} at {', '.join(missing)}",
+            f"cornplug cannot hook these functions of SGLang {SUPPORTED_VERSIONS.installed()}: "
+            f"{', '.join(missing)}",
             "See SGLang's log for the reason. Remove the flag, or the plugin that replaces the same "
             "function (SGLANG_PLUGINS).",
         )
@@ -195,7 +197,7 @@ def is_applied(hook: Hook) -> bool:
 def misfit(hook: Hook) -> str:
     """Return the reason why a hook cannot accept the calls of its target, or "" if it can.
 
-    The check passes every parameter of the target, by position and by name, so that an added or renamed
+    The check passes every parameter of the target, by position and by name. Therefore an added or renamed
     parameter is detected at startup and not by the first request.
     """
     if hook.kind == "replace":
@@ -224,5 +226,5 @@ def misfit(hook: Hook) -> str:
 _HOOKS: Final = (Hook("sglang.srt.server_args.ServerArgs.resolve_once", "around", _resolve_once),)
 
 
-# Each process calls `publish` first after it has loaded its plugins.
+# Each process calls `publish` as its first step after it has loaded its plugins.
 _LAST: Final = Hook("sglang.srt.runtime_context.publish", "before", verify)

@@ -1,7 +1,7 @@
-"""Determines whether SGLang would share a checkpoint, without loading it, for `cornplug doctor --model`.
+"""Report for `cornplug doctor --model`: whether SGLang would share a checkpoint. The report does not load it.
 
-This module calls the functions that a server calls while it resolves its settings. A server also checks the
-memory pools of the loaded model (`late_exclusions.py`), which this report cannot do.
+This module calls the same functions as a server that resolves its settings. A server also checks the memory
+pools of the loaded model (`late_exclusions.py`), which this report cannot do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, asked, does_not_r
 def describe(model: str, flags: Sequence[str] = ()) -> list[SharingVerdict]:
     """Return whether a server with this checkpoint and these flags would share KV and embeddings.
 
-    The weights are read once. Call this in a separate process, because it exits if SGLang's parser rejects a
+    Reads the weights once. Call this in a separate process, because it exits if SGLang's parser rejects a
     flag.
     """
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view

@@ -1,8 +1,8 @@
-"""cornplug's counters in SGLang's own `/metrics`, with `--enable-metrics`.
+"""Reports cornplug's counters in SGLang's own `/metrics`, with `--enable-metrics`.
 
-SGLang's processes write their metrics to files in a folder (PROMETHEUS_MULTIPROC_DIR), and the process that
-serves `/metrics` sums them. cornplug's counters use the same files. Only the first rank of a tensor-parallel
-group writes its counters, so that an event of all ranks is counted once.
+SGLang's processes write their metrics to files in a folder (PROMETHEUS_MULTIPROC_DIR). The process that
+serves `/metrics` sums the files. cornplug's counters use the same files. Only the first rank of a
+tensor-parallel group writes its counters, so that an event on all ranks is counted once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from prometheus_client import Counter, Histogram
 
 _MAX_SAMPLES: Final = 4096
-"""Maximum number of samples that the tally keeps per histogram. SGLang never drains a tally."""
+"""Maximum number of samples that the tally keeps per histogram. SGLang never drains the tally."""
 
 _lock = threading.Lock()
 _counters: dict[str, Counter] = {}
@@ -28,13 +28,14 @@ class ServerTally(Tally):
     """A `Tally` whose counts also appear in the server's `/metrics`."""
 
     def count(self, name: str, *labels: str, by: float = 1) -> None:
-        """Add to a counter like `Tally.count`, and to the same counter in the server's `/metrics`."""
+        """Add to a counter of the tally, and to the same counter in the server's `/metrics`."""
         super().count(name, *labels, by=by)
         if is_shown():
             _counter(name).labels(*labels).inc(by)
 
     def observe(self, name: str, value: float, *labels: str) -> None:
-        """Add a sample like `Tally.observe`. The tally keeps at most `_MAX_SAMPLES` until the next drain."""
+        """Add a sample to a histogram. The tally keeps at most `_MAX_SAMPLES` samples until the next
+        drain."""
         self._check(name, labels, "histogram")
         with self._lock:
             samples = self._samples.setdefault((name, labels), [])
@@ -47,7 +48,7 @@ class ServerTally(Tally):
 def is_shown() -> bool:
     """Return whether the server's `/metrics` includes the counts of this process.
 
-    False until SGLang has set the settings and rank of the process.
+    The result is False until SGLang has set the settings and the rank of the process.
     """
     from sglang.srt.runtime_context import publish_role
 
@@ -70,8 +71,9 @@ def _shown(role: str) -> bool:
 def _counter(name: str) -> Counter:
     with _lock:
         if name not in _counters:
-            # prometheus_client decides at import whether it writes to files. It must not be imported before
-            # SGLang has set PROMETHEUS_MULTIPROC_DIR, which happens after cornplug's hooks are installed.
+            # prometheus_client decides at import whether it writes to files. SGLang sets
+            # PROMETHEUS_MULTIPROC_DIR after cornplug's hooks are installed, so import prometheus_client only
+            # now.
             from prometheus_client import Counter
 
             _counters[name] = Counter(name, METRICS[name].help, METRICS[name].labels)

@@ -1,17 +1,17 @@
-"""Checks loaded weights, and resumes sharing after an update of a server's weights, from another checkpoint
+"""Checks loaded weights, and resumes sharing after a server's weights were updated from another checkpoint
 folder or by a trainer.
 
 Before it serves requests, each rank compares its weights with the checkpoint's files
-(`engine_common.weights_guard`). If they differ, the rank ends sharing in all processes of the server, also in
-the tokenizer's process, which has no weights to compare. An update from a folder has these steps:
+(`engine_common.weights_guard`). If they differ, the rank ends sharing in all processes of the server,
+including the tokenizer process, which has no weights. An update from a folder has these steps:
 
-    tokenizer, each rank    makes the epoch odd, so that no process shares
-    each rank               loads, flushes its cache, compares its memory with the files, votes
-    first rank              records the folder and makes the epoch even, if all votes are yes
+    tokenizer, each rank    makes the epoch (update counter) odd, so that no process shares
+    each rank               loads, flushes its cache, compares its memory with the files, and votes
+    first rank              records the folder and makes the epoch even if all votes are yes
 
-After an update, nothing that was computed with the previous weights remains: SGLang's flush has ended its
-storage threads and emptied its trees, and each rank has dropped page hashes, placeholders and embeddings. If
-a rank votes no, sharing ends until restart, because no folder may contain the running weights.
+After an update, no results of the previous weights remain: SGLang's flush has ended its storage threads and
+emptied its trees, and each rank has dropped page hashes, placeholders and embeddings. If a rank votes no,
+there may be no folder with the running weights, so sharing ends until the server restarts.
 
 A trainer's update is one `update_weights_from_ipc`, or a session (`begin_weight_update` to
 `end_weight_update`) of any number of calls. It resumes sharing only with `engine.trust_weight_version`, and
@@ -20,12 +20,13 @@ has these steps:
     tokenizer, each rank    makes the epoch odd, so that no process shares
     each rank               receives the calls of the update
     each rank               at the end, drops what the previous weights computed, and votes on the version
-    first rank              records the version and makes the epoch even, if all ranks vote for one version
+    first rank              records the version and makes the epoch even if all ranks vote for one version
 
 The weights have a version only after the last call of a session. Any call of the session may contain the
 version, and so may `/update_weight_version` after the session. If the calls contain different versions, the
-weights have no version. If nothing was computed since SGLang's last flush, no KV computed with the previous
-weights is left. Otherwise the epoch stays odd until the next flush. A failed call ends sharing until restart.
+weights have no version. If nothing was computed since SGLang's last flush, no KV of the previous weights is
+left. Otherwise the epoch stays odd until the next flush. A failed call ends sharing until the server
+restarts.
 """
 
 from __future__ import annotations
@@ -55,13 +56,14 @@ _trained: Final[set[bool]] = set()
 
 
 def _loaded(_result: Any, runner: Any) -> None:
-    """Compare the loaded weights with the files, unless SGLang fetches them later, during graph capture."""
+    """Compare the loaded weights with the files, unless SGLang fetches the weights later, during graph
+    capture."""
     if runner.startup_weight_load is None:
         _check(runner)
 
 
 def _check(runner: Any) -> None:
-    # A draft model's weights are not part of any identity.
+    # No identity covers a draft model's weights.
     if activation.is_on() and not runner.is_draft_worker:
         weights_guard.check_loaded(runner.model, _checkpoint, logger)
 
@@ -143,7 +145,7 @@ def _excluded_server(manager: Any) -> str:
 
 
 def _unlike(manager: Any, recv_req: Any, result: Any, path: str, began_ns: int) -> str:
-    """Return the reason why this rank's weights may differ from the folder's, or "" if they match."""
+    """Return why this rank's weights may differ from the folder's weights, or "" if they match."""
     if not (result.success and recv_req.flush_cache):
         return "SGLang did not load the weights and flush its cache"
     if str(Path(recv_req.model_path).resolve()) != path:
@@ -170,7 +172,8 @@ def _forget() -> None:
 
     page_hash_index.forget_pages()
     placeholder_tokens.forget()
-    # For a request from before the update, this cache has rows of the new tower under the old tower's key.
+    # For a request that began before the update, this cache has rows of the new tower under the old tower's
+    # key.
     if mm_schedule.embedding_cache is not None:
         mm_schedule.embedding_cache.clear()
 
@@ -189,7 +192,7 @@ def _settle_disk_update(group: Any, epoch: int, path: str, began_ns: int, why: s
         )
     elif torch.distributed.get_rank(group) == 0:
         engine_state.current().end_update(epoch, path, first_ns)
-        logger.info("cornplug: this engine shares again, with the weights of %s", path)
+        logger.info("cornplug: this server has resumed sharing with the weights in %s", path)
 
 
 DISK_HOOKS: tuple[Hook, ...] = (
@@ -212,7 +215,7 @@ DISK_HOOKS: tuple[Hook, ...] = (
 
 @dataclass
 class _Update:
-    """An update of this rank's weights after which sharing has not resumed yet."""
+    """Update of this rank's weights after which sharing has not resumed yet."""
 
     epoch: int
     before: str
@@ -275,7 +278,7 @@ def _begun(recv_req: Any) -> _Update:
 
 
 def _watched(original: Callable[..., Any], manager: Any, recv_req: Any, update: _Update) -> Any:
-    """Run a call. If it fails, end sharing, because it may have replaced some of the weights.
+    """Run a call. If the call fails, end sharing, because it may have replaced some of the weights.
 
     A rank on which the call failed still votes, because the other ranks wait for its vote.
     """
@@ -297,7 +300,7 @@ def _version_now() -> str:
 
 
 def _over(manager: Any, update: _Update) -> None:
-    """Vote on an update when its last call has finished, and again when its version is set later."""
+    """Vote on an update after its last call has finished, and again if its version is set later."""
     update.is_over = True
     _settle_trainer_update(manager, update, is_empty=_is_empty(manager, update))
 
@@ -305,8 +308,8 @@ def _over(manager: Any, update: _Update) -> None:
 def _is_empty(manager: Any, update: _Update) -> bool:
     """Return whether this rank holds no KV that was computed with the previous weights.
 
-    If nothing was computed since the last flush, this flushes the cache again. The second flush is cheap, and
-    drops KV that SGLang may have fetched since the first flush for waiting requests.
+    If nothing was computed since the last flush, this flushes the cache again. The second flush takes little
+    time. It drops KV that SGLang may have fetched for waiting requests since the first flush.
     """
     nothing_new = _rank.flushed_at == manager.scheduler.forward_ct
     return bool(update.version() and nothing_new and manager.flush_cache(empty_cache=False))
@@ -316,7 +319,8 @@ def _settle_trainer_update(manager: Any, update: _Update, *, is_empty: bool) -> 
     """Let the ranks vote on an update, and resume sharing if they agree on its version.
 
     The first rank publishes the version. Sharing ends if a rank rejects the update or received another
-    version. It stays paused if the update has no usable version or a rank still has to flush its cache.
+    version. Sharing stays paused if the update has no usable version, or if a rank still has to flush its
+    cache.
     """
     excluded = "one of the calls failed" if update.failed else _excluded_server(manager)
     why = weights_guard.unusable_version(update.version(), update.before)
@@ -336,21 +340,25 @@ def _settle_trainer_update(manager: Any, update: _Update, *, is_empty: bool) -> 
         )
         weights_guard.end_sharing(f"weights replaced by a trainer: {why}", logger)
     elif not named:
-        logger.warning("cornplug: nothing is shared until an update has a weight_version: %s", why)
+        logger.warning(
+            "cornplug: this server shares nothing until an update has a usable weight_version: %s", why
+        )
     elif not empty:
         update.waits_for_flush = True
-        logger.info("cornplug: sharing resumes after /flush_cache")
+        logger.info("cornplug: this server resumes sharing after a call of /flush_cache")
     else:
         _rank.update = None
         if torch.distributed.get_rank(manager.tp_cpu_group) == 0:
             engine_state.current().end_named_update(update.epoch, str(update.version()))
-            logger.info("cornplug: sharing resumed with the trainer's weights %s", update.version())
+            logger.info(
+                "cornplug: this server has resumed sharing with the trainer's weights %s", update.version()
+            )
 
 
 def _wrapper_made(_wrapper: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Make SGLang's handler of `/flush_cache` call `_flushed`, which wraps SGLang's own function.
 
-    This hooks the handler's constructor, because another module hooks `Scheduler.flush_cache` and SGLang
+    This hooks the handler's constructor. Another module already hooks `Scheduler.flush_cache`, and SGLang
     supports only one hook per function and process.
     """
     return (_wrapper,), {**kwargs, "flush_cache": partial(_flushed, kwargs["flush_cache"])}

@@ -65,7 +65,8 @@ def sealed_memory(name: str, size_bytes: int, *, others_write: bool) -> tuple[in
 
 
 class WriteFences:
-    """The daemon's side of the table of writable reservations. Without `shared`, the table is private."""
+    """The daemon's side of the table of writable reservations. Clients can map the table if `shared` is
+    set."""
 
     def __init__(self, *, shared: bool = False) -> None:
         if shared:
@@ -106,11 +107,11 @@ class MappedFences:
     """A client's side of the table of writable reservations."""
 
     def __init__(self, fd: int) -> None:
-        """Map the table. Raises OSError or ValueError if `fd` is not such a table."""
+        """Map the table. Raises OSError or ValueError if `fd` is not a table of writable reservations."""
         self._table = memoryview(mmap.mmap(fd, TABLE_BYTES, prot=mmap.PROT_READ)).cast("Q")
 
     def holds(self, location: PayloadLocation) -> bool:
-        """See `WriteFences.holds`."""
+        """Return whether this location is still reserved, and may be written."""
         return _holds(self._table, location)
 
 
@@ -188,7 +189,7 @@ def fitting_size(size_bytes: int | None, *, clamp: bool, memory: MemoryBound | N
     free = memory.available_bytes
     if size_bytes is None:
         _log.info(
-            "store.size_bytes is not set, using a quarter of the %d MiB that %s has left",
+            "store.size_bytes is not set, so this store uses a quarter of the %d MiB that %s has left",
             free >> 20,
             memory.of,
         )
@@ -286,8 +287,10 @@ class MappedArena:
         self._fences = fences
 
     def view(self, location: PayloadLocation, *, writable: bool) -> memoryview:
-        """Return the bytes of a location. The arena stays mapped as long as any returned view exists. Raises
-        StoreUnavailable("stale_location") like `Store.view`."""
+        """Return the bytes of a location. The arena stays mapped as long as any returned view exists.
+
+        Raises the same errors as `Store.view`.
+        """
         end = location.offset + location.size
         if location.arena_id != self.id or location.offset < 0 or end > self.capacity_bytes:
             raise StoreUnavailable("the location is in another arena", reason="stale_location")

@@ -1,8 +1,8 @@
-"""Selection of the store: the host's store, or a store from an installed package.
+"""Selection of the store by the setting `store.backend`: the host's store, or a store from a package.
 
-The setting `store.backend` is NAME or NAME:ADDRESS. `pool` is the host's store. A package provides another
-store with an entry point in the group `cornplug.stores`. The entry point is a callable with the arguments and
-result of `open_store`. The callable reads the address from `config.backend`.
+The setting is NAME or NAME:ADDRESS. `pool` is the host's store. A package provides another store with an
+entry point in the group `cornplug.stores`. The entry point is a callable with the arguments and result of
+`open_store`. It reads the address from `config.backend`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def open_store(
     """Connect to the store selected by `store.backend`.
 
     Args:
-        autostart: Whether to start a store if none is running. None: use the setting.
-        connect_timeout_s: Maximum time that this call waits for a connection. None: the default of the store.
+        autostart: Whether to start a store if no store is running. None: use the setting.
+        connect_timeout_s: Maximum seconds that this call waits for a connection. None: the store's default.
 
     Raises ConfigError for an unknown name or an object that is not a `Store`, and the backend's own errors
     for settings that it rejects.

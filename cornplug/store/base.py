@@ -79,7 +79,7 @@ class PayloadLocation(msgspec.Struct, frozen=True, array_like=True):
     changes whenever memory is reused."""
     fence: int = -1
     """Slot in `arena.WriteFences` that shows whether memory of this `generation` can still be written, or -1
-    for none."""
+    if the location has no slot."""
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
@@ -123,7 +123,7 @@ class ReserveTerms(msgspec.Struct, frozen=True):
     """Part that this writer writes. Writers of the same group share the memory: they get the same location
     and their own tokens."""
     only_seen: bool = False
-    """Whether to reserve memory only for keys that another request has asked for before."""
+    """Whether to reserve memory only for keys that an earlier request with `only_seen` named."""
     cost_s: float = 0.0
     """Seconds to recompute each entry, or 0 if unknown. A full store uses it to choose between namespaces."""
 
@@ -203,7 +203,7 @@ class Tier(enum.IntEnum):
 
 
 class Posted(Protocol[T_co]):
-    """Request that was sent, and whose reply is read later."""
+    """Handle of a request that was sent. The reply is read later."""
 
     def take(self) -> T_co | None:
         """Return the reply, or None if it has not arrived. Never waits.
@@ -214,7 +214,7 @@ class Posted(Protocol[T_co]):
 
 
 class Answered(Generic[T]):
-    """Result of a request to which the store replied immediately, with the interface of `Posted`."""
+    """Reply that has already arrived, as a `Posted`."""
 
     def __init__(self, answer: T) -> None:
         self._answer = answer
@@ -297,7 +297,7 @@ class Store(ABC):
     def find_unleased(self, key: bytes) -> UnleasedEntry | Unfound:
         """Return the entry of a key without a message and without a lease. ABSENT counts as a miss.
 
-        Raises StoreUnavailable.
+        Raises StoreUnavailable if the store cannot be used.
         """
         return Unfound.UNKNOWN
 
@@ -310,17 +310,17 @@ class Store(ABC):
         """Return a `Tier` per key, or MEMORY if a message would be needed to determine the tier. The call is
         not counted as a lookup.
 
-        Raises StoreUnavailable.
+        Raises StoreUnavailable if the store cannot be used.
         """
         return bytes([Tier.MEMORY]) * len(keys)
 
     @property
     def has_disk(self) -> bool:
-        """Whether entries can be on disk only. If not, `tiers` is the same as `contains`."""
+        """Whether entries can be on disk only. If False, `tiers` returns the same as `contains`."""
         return False
 
     def tiers(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
-        """Return a `Tier` per key. Arguments and errors are those of `contains`."""
+        """Return a `Tier` per key. Arguments and errors are the same as for `contains`."""
         return self.contains(keys, deadline_s=deadline_s)
 
     def recall(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - without a disk there is nothing to do
@@ -335,7 +335,7 @@ class Store(ABC):
         return False
 
     def seek(self, keys: Sequence[bytes]) -> int:
-        """Start a lookup of absent entries in far stores, and return its ticket immediately.
+        """Start a lookup of absent entries in far stores, and immediately return its ticket for `answered`.
 
         If all these keys were looked up within the last second, this returns the ticket of the earlier
         lookup, or 0 if the earlier lookup is complete. It also returns 0 if no far store responds. A few
@@ -347,20 +347,20 @@ class Store(ABC):
         """Return whether the lookup with this ticket is complete, so that `tiers` shows all entries that it
         found.
 
-        This may never return True, so callers must limit their wait. It sends no message.
+        The result may never become True, so callers must limit their wait. The call sends no message.
         """
         return True
 
     def post_reserve(
         self, entries: Sequence[tuple[bytes, int]], terms: ReserveTerms, *, deadline_s: float
     ) -> Posted[list[Reservation | ReserveRefusal]]:
-        """Send a `reserve` without waiting for its reply."""
+        """Send a `reserve` request without waiting for the reply."""
         return Answered(self.reserve(entries, terms, deadline_s=deadline_s))
 
     def post_commit(
         self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float
     ) -> Posted[list[bool]]:
-        """Send a `commit` without waiting for its reply."""
+        """Send a `commit` request without waiting for the reply."""
         return Answered(self.commit(written, deadline_s=deadline_s))
 
     def purge(self, rule: PurgeRule, *, deadline_s: float) -> PurgeCount:
@@ -388,7 +388,7 @@ def place(location: PayloadLocation) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Leases(Sequence[Lease | None]):
-    """Sequence with one lease per key, or None for each absent key. A slice is again a `Leases`."""
+    """Sequence with one lease per key, or None for each absent key. A slice is also a `Leases`."""
 
     arena_id: bytes
     keys: Sequence[bytes]

@@ -4,7 +4,8 @@ While no daemon is running, every call raises `StoreUnavailable("store_down")` i
 thread tries to connect (`daemon_link.py`).
 
 `find_in_table` reads an entry from the store's table in shared memory, without a message to the daemon and
-without a lease. `SoughtKeys` remembers absent keys that this process has looked up in far stores."""
+without a lease. `SoughtKeys` remembers absent keys that this process has looked up in far stores.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ from cornplug.store.use_notes import ClientNotes
 SOUGHT_S: Final = 1.0
 """Minimum seconds between two lookups of the same key in far stores."""
 OPEN_S: Final = 0.5
-"""Maximum time that callers wait for a ticket, in seconds. A far store must reply within 0.25 s, and a later
-ticket may have replaced a completed ticket in the table."""
+"""Maximum time in seconds that callers wait for a far-store lookup to complete. A far store must reply within
+0.25 s. The wait is limited, because a later lookup may have overwritten the ticket of a completed lookup."""
 _MOST: Final = 1 << 14
 _NEVER: Final = (-math.inf, 0)
 _AS_PRESENT: Final = bytes.maketrans(bytes([UNLISTED]), bytes([PRESENT]))
@@ -83,8 +84,10 @@ class TableEntry:
 def find_in_table(
     key: bytes, arena: MappedArena, table: MappedEntryTable, notes: ClientNotes | None
 ) -> TableEntry | Unfound:
-    """Look up an entry like `Store.find_unleased`. Raises StoreUnavailable if the daemon has shut
-    down."""
+    """Return the result of `Store.find_unleased` from the table.
+
+    Raises StoreUnavailable if the daemon has shut down.
+    """
     if notes is None:
         return Unfound.UNKNOWN
     number = table.find(key)
@@ -100,7 +103,7 @@ def find_in_table(
 class SoughtKeys:
     """Keys that were most recently looked up in far stores, and the tickets of these lookups. Thread-safe.
 
-    With these tickets, a burst of equal lookups sends a single request.
+    If several threads look up the same keys at about the same time, only one request is sent.
     """
 
     def __init__(self) -> None:
@@ -250,7 +253,7 @@ class PoolStore(Store):
         return connection is not None and connection.table.shows_ticket(ticket)
 
     def contains_by_message(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
-        """Look up keys like `contains`, but with a message to the daemon."""
+        """Return the same as `contains`, but from the daemon's reply instead of the table."""
         connection, end_s = self._link.reachable(), time.monotonic() + deadline_s
         masks = []
         for some in messages.batches(keys, messages.MAX_LOOKUP_KEYS):
@@ -349,7 +352,7 @@ class PoolStore(Store):
 
 
 def _leases(connection: DaemonConnection, keys: Sequence[bytes], reply: messages.LeaseReply) -> Leases:
-    """Return the leases of a reply, which may cover only the first keys."""
+    """Return the leases in a reply, which may cover only the first of the requested keys."""
     count = len(reply.metas)
     if not 0 < count <= len(keys) or len(reply.places) != count * PLACE.size:
         raise StoreUnavailable("the store's reply covers too few keys", reason="store_fault")

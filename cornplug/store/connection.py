@@ -2,7 +2,7 @@
 
     ask: number the request, queue it, send it when the socket accepts it  ──> daemon, in order
     wait: one waiting thread reads for all threads until its own reply has arrived
-    post: send like ask; the caller reads available replies when it next checks
+    post: number, queue and send the request as in ask; the caller polls for the reply later
 
 No thread waits for the reply to another thread's request. The daemon handles requests in order. If a thread
 stops waiting, the leases and reservations in its late reply are released when the reply arrives. A late reply
@@ -102,7 +102,7 @@ class DaemonConnection:
         return self.awaited(self.post(request, timeout_s), kind, end_s)
 
     def post(self, request: messages.Request, timeout_s: float) -> Waiter:
-        """Send a request and return. Poll for its reply with `taken`, or wait for it with `awaited`."""
+        """Send a request and return a handle, with which `taken` polls or `awaited` waits for the reply."""
         now_s = time.monotonic()
         with self._turns:
             self._check_pace(timeout_s, now_s)
@@ -214,8 +214,8 @@ class DaemonConnection:
         wanted = select.POLLIN | (select.POLLOUT if self._outbox else 0)
         poller = select.poll()
         poller.register(self._sock, wanted)
-        # A daemon that has just replied is awake. Its next reply arrives before this thread could sleep and
-        # wake up. A sleeping daemon wakes up fastest on this core, which happens if this thread sleeps too.
+        # A daemon that has just replied is awake, and its next reply arrives before this thread could sleep
+        # and wake up. A sleeping daemon wakes up fastest on this core, so this thread must sleep too.
         if now_s - self._answered_s < messages.ALERT_S:
             alert_until_s = min(now_s + messages.ALERT_S / 2, end_s)
             while time.monotonic() < alert_until_s:
@@ -259,7 +259,7 @@ class DaemonConnection:
             raise self._end(ConnectionAbortedError(f"malformed frame: {e}")) from e
 
     def _give_back(self, body: memoryview) -> None:
-        """Release the leases and reservations of a reply that arrived too late."""
+        """Release the leases and reservations in a reply that arrived too late."""
         reply, tokens = self._reply(body), []
         if isinstance(reply, messages.LeaseReply):
             tokens = [reply.token]
@@ -377,7 +377,8 @@ _PAUSES_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 class CircuitBreaker:
-    """Counts late replies by deadline, and rejects requests that would probably fail again.
+    """Circuit breaker that counts late replies by deadline, and rejects requests that would probably fail
+    too.
 
     Without it, an engine would wait 0.1 s in every step for a store that does not reply in time. The pause
     grows with each failure. Callers with longer deadlines may still get replies, so failures are counted

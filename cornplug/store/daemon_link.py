@@ -1,8 +1,9 @@
-"""Link of a process to the host's daemon: keeps it connected, starts the daemon if that is allowed, and posts
-requests whose replies are read later, so that a scheduler can continue its step.
+"""Link of a process to the host's daemon. A thread keeps the process connected, and starts a daemon if the
+settings allow this. Posted requests have replies that are read later, so that a scheduler can continue its
+step.
 
 The daemon is independent of its clients: it has its own session, no inherited descriptors, and a log file
-next to the socket. It ends automatically some time after its last client.
+next to the socket. It ends automatically some time after its last client has disconnected.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class DaemonLink:
         self._settled.wait(connect_timeout_s)
 
     def reachable(self) -> DaemonConnection:
-        """Return the connection. Raises StoreUnavailable if there is none."""
+        """Return the connection. Raises StoreUnavailable if this process is not connected."""
         connection = self.connection
         if connection is None:
             self.keep()
@@ -168,13 +169,13 @@ class DaemonLink:
 
     def _say_why(self, why: str) -> None:
         if why != self._said:
-            _log.warning("no sharing: %s", why)
+            _log.warning("nothing is shared while this process has no connection to a store: %s", why)
         self._why = self._said = why
 
     def abandon_in_child(self) -> None:
-        """Close the connection in a forked child. The child shares the socket with its parent, and each would
-        receive some of the other's replies. The child connects at its first request, which many children
-        never send."""
+        """Close the connection in a forked child, because parent and child share the socket and would receive
+        each other's replies. The child connects again at its first request, which many children never
+        send."""
         self._why = f"process {os.getpid()} was forked and has no connection of its own yet"
         # Threads that do not exist in the child may have held the parent's locks.
         closed, self._closing = self._closing.is_set(), threading.Event()
@@ -196,8 +197,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class PostedReserve(Posted[list[Reservation | ReserveRefusal]]):
-    """Posted `reserve`. The daemon truncates long replies. When a truncated reply arrives, the remaining
-    entries are requested."""
+    """`reserve` request that was sent. The daemon truncates long replies. When a truncated reply arrives, the
+    remaining entries are requested."""
 
     def __init__(
         self,
@@ -257,7 +258,7 @@ class PostedReserve(Posted[list[Reservation | ReserveRefusal]]):
 
 
 class PostedCommit(Posted[list[bool]]):
-    """Posted `commit`, split into several messages if it is large."""
+    """`commit` request that was sent, in several messages if it is large."""
 
     def __init__(
         self, connection: DaemonConnection, written: Sequence[tuple[Reservation, bytes]], deadline_s: float
@@ -358,7 +359,7 @@ def spawn(config: StoreConfig, *, idle_exit_s: float) -> None:
                 start_new_session=True, close_fds=True, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            _log.warning("starting a store took more than %.0f s, see %s", _SPAWN_S, path)
+            _log.warning("the start of a store took more than %.0f s: see its log %s", _SPAWN_S, path)
             return
     if done.returncode:
         _log.warning("the store did not start (exit status %d), see %s", done.returncode, path)

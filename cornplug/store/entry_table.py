@@ -21,9 +21,8 @@ added.
               u32 length of the header | the header
 
 A ticket is the number that a client chose for its lookup in far stores. When the lookup is complete, the
-daemon writes the ticket to the word that the ticket's value selects. A later ticket may overwrite it. The
-client of the overwritten ticket then waits until its time limit, as with a daemon that does not support
-tickets.
+daemon writes the ticket to the word that the ticket's value selects. If a later ticket overwrites this word,
+the client waits until its time limit, as with a daemon that does not support tickets.
 
 The writer changes several words per entry, and readers have no lock. A reader therefore accepts a record only
 if its checksum is right. It accepts bytes of the arena only if the header in the record belongs to the key,
@@ -60,8 +59,8 @@ SERVING, BUCKETS, RECORDS, UNTAGGED, HAS_DISK, FAR_ANSWERS = range(6)
 """Indices of the header's words."""
 TICKETS_AT: Final = 64
 TICKETS: Final = 256
-"""Number of words for tickets. If 10 tickets are written between two checks of a client, one of them
-overwrites the client's ticket in one of 26 cases."""
+"""Number of words for tickets. If 10 other tickets are written between two checks of a client, the
+probability that one of them overwrites the client's ticket is 1 in 26."""
 HEADER_BYTES: Final = mmap.PAGESIZE
 BUCKET_BYTES: Final = LANES * WORD_BYTES
 RECORD_BYTES: Final = 256
@@ -71,7 +70,7 @@ META_AT: Final = RECORD.size
 MAX_META_BYTES: Final = RECORD_BYTES - META_AT
 KEY_WORDS: Final = struct.Struct("=QQ")
 _ENTRY_BYTES: Final = 64 << 10
-"""Bytes of the arena per record. With this number, the table has 0.6 % of the arena's size."""
+"""Bytes of the arena per record. With this value, the table's size is 0.6 % of the arena's size."""
 _LEAST_RECORDS: Final = 1024
 _MOST_RECORDS: Final = 1 << 20
 _FAR_TAGS: Final = 1 << 15

@@ -38,7 +38,7 @@ MAX_LOOKUP_KEYS: Final = 8192
 MAX_KEYS: Final = 1024
 """Maximum number of keys in any other request, which the daemon handles in a few milliseconds."""
 MAX_TOKENS: Final = 16
-"""Maximum number of tokens in a `ReleaseRequest`. All leases of a `TakeLeases` may have the same token."""
+"""Maximum number of tokens in a `ReleaseRequest`. All leases of one `TakeLeases` request share a token."""
 CUT_LOOKS: Final = 1024
 """Maximum number of entries that the daemon examines to find memory before it truncates a reply at the next
 key."""
@@ -83,9 +83,9 @@ class CommitRequest(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class ReleaseRequest(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Release of leases or reservations, without a reply. Waiting for a reply would cost a reader of one
-    entry as much time as copying a quarter of a MiB. The daemon handles the client's next request after the
-    release."""
+    """Request to release leases or reservations. It has no reply, because waiting for a reply would take a
+    reader of one entry as long as copying a quarter of a MiB. The daemon handles the client's requests in
+    order, so the release takes effect before the next request."""
 
     tokens: list[int]
 
@@ -106,12 +106,12 @@ class PurgeRequest(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 class RecallRequest(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Recall of entries, without a reply. The table of entries shows which entries have been recalled, and
-    the ticket when the far-store lookup of absent keys is complete."""
+    """Request to recall entries, which has no reply. The table of entries shows which entries have been
+    recalled. It shows the ticket when the far-store lookup of absent keys is complete."""
 
     keys: bytes
     ticket: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Random number chosen by the client, or 0 for no ticket. A daemon of an older release ignores it."""
+    """Random number chosen by the client, or 0 for no ticket. Daemons of older releases ignore the ticket."""
 
 
 class DaemonWelcome(msgspec.Struct, frozen=True, array_like=True, tag=10):
@@ -137,7 +137,7 @@ class LeaseReply(msgspec.Struct, frozen=True, array_like=True, tag=12):
     metas: list[bytes | None]
     """Header of each entry, or None if the key is absent."""
     places: bytes
-    """Locations, encoded like `Leases.places`."""
+    """Locations, in the encoding of `Leases.places`."""
 
 
 class ReserveReply(msgspec.Struct, frozen=True, array_like=True, tag=13):
@@ -324,7 +324,7 @@ def check_terms(terms: ReserveTerms) -> None:
     if not 16 <= len(part.group) <= 32:
         raise ValueError(f"a group must have 16 to 32 bytes, not {len(part.group)}")
     if not 0 <= part.index < part.count <= MAX_PARTS:
-        raise ValueError(f"part {part.index} of {part.count}; at most {MAX_PARTS}")
+        raise ValueError(f"invalid part {part.index} of {part.count}, there are at most {MAX_PARTS} parts")
 
 
 def check_purge(rule: PurgeRule) -> None:

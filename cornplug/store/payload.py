@@ -54,7 +54,8 @@ def begin_recall(store: Store, keys: Sequence[bytes], tiers: bytes) -> bool:
     """Start to read into memory the entries of `keys` that are on disk only, according to `tiers`. Return
     whether there are any such entries.
 
-    Raises StoreUnavailable."""
+    Raises StoreUnavailable if the store cannot be used.
+    """
     on_disk = [key for key, tier in zip(keys, tiers, strict=True) if tier == Tier.DISK]
     if on_disk:
         store.recall(on_disk)
@@ -63,7 +64,7 @@ def begin_recall(store: Store, keys: Sequence[bytes], tiers: bytes) -> bool:
 
 def sought(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s: float) -> bytes:
     """Look up absent keys in far stores, and return a `Tier` per key as soon as far stores have replied, or
-    after `within_s` seconds. For background threads. Raises StoreUnavailable.
+    after `within_s` seconds. For background threads. Raises StoreUnavailable if the store cannot be used.
 
     Args:
         deadline_s: Time limit of each request to the store.
@@ -89,7 +90,8 @@ def recalled(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s
     """Recall entries from disk into memory, and return a `Tier` per key when no entry is on disk only, or
     after `within_s` seconds. For background threads.
 
-    Absent keys are first looked up in far stores, for at most FAR_WAIT_S. Raises StoreUnavailable.
+    Absent keys are first looked up in far stores, for at most FAR_WAIT_S. Raises StoreUnavailable if the
+    store cannot be used.
 
     Args:
         deadline_s: Time limit of each request to the store.
@@ -112,8 +114,10 @@ def reserve(
     *,
     deadline_s: float,
 ) -> list[Reservation | ReserveRefusal]:
-    """Reserve memory like `Store.reserve`, but retry entries that got GROWING until the deadline. Raises
-    StoreUnavailable."""
+    """Reserve memory with `Store.reserve`, and retry entries with the result GROWING until the deadline.
+
+    Raises the same errors as `Store.reserve`.
+    """
     end_s = time.monotonic() + deadline_s
     answers = store.reserve(entries, terms, deadline_s=deadline_s)
     while growing := [i for i, answer in enumerate(answers) if answer is ReserveRefusal.GROWING]:
@@ -139,7 +143,9 @@ def copy_checksummed(
     by `segments`.
     """
     if target.nbytes != source.nbytes or segments < 1 or source.nbytes % segments:
-        raise ValueError(f"cannot copy {source.nbytes} bytes to {target.nbytes} in {segments} segments")
+        raise ValueError(
+            f"cannot copy {source.nbytes} bytes to {target.nbytes} bytes in {segments} equal segments"
+        )
     step = source.nbytes // segments
     copy = _copy_and_sum if of == "target" else _sum_and_copy
     return tuple(copy(target, source, i * step, (i + 1) * step) for i in range(segments))
@@ -175,7 +181,7 @@ def _get_copy(
         return None
     with _released(store, lease, deadline_s):
         header = _header(store, lease, deadline_s)
-        # This allocates and copies in one pass. To create a bytearray of zeros first would cost another pass.
+        # This allocates and copies in one pass. A bytearray of zeros would need another pass.
         payload = bytearray(store.view(lease.location))
         try:
             codec.verify(header, memoryview(payload))
@@ -196,7 +202,7 @@ def get_payload_into(
 ) -> codec.PayloadHeader | None:
     """Copy a payload into `target` (flat bytes). This is faster than `get_payload` for large payloads.
 
-    Raises ValueError if `target` does not have the payload's size. Other errors are those of `get_payload`.
+    Raises ValueError if `target` does not have the payload's size, and the same errors as `get_payload`.
     After an error, the content of `target` is undefined.
     """
     return _recalled(

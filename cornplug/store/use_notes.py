@@ -1,4 +1,4 @@
-"""Notes in shared memory about reads for which clients send no message.
+"""Notes in shared memory, in which clients record reads for which they send no message.
 
 Each client writes its notes to its own page, which the daemon reads when it needs the counts.
 
@@ -56,7 +56,7 @@ class NotedReads:
 
 
 class UseNotes:
-    """The daemon's side of the notes. Raises OSError if there is no memory for them."""
+    """The daemon's side of the notes. Raises OSError if there is no memory for the pages."""
 
     def __init__(self) -> None:
         self.fd, mapped = sealed_memory("cornplug-notes", PAGES * PAGE_BYTES, others_write=True)
@@ -106,7 +106,7 @@ class UseNotes:
 
 
 class ClientNotes:
-    """A client's side of the notes, which is one page. Thread-safe."""
+    """A client's side of the notes: the client's page. Thread-safe."""
 
     def __init__(self, fd: int, page: int) -> None:
         """Map the page. Raises OSError or ValueError if it does not exist."""
@@ -117,7 +117,7 @@ class ClientNotes:
         self._lock = threading.Lock()
 
     def hit(self, record: int) -> None:
-        """Note that the entry of this record was read."""
+        """Count a read, and note the table record of the entry that was read."""
         with self._lock:
             words = self._words
             self._ring[words[_NOTED] % RING] = record
@@ -125,12 +125,12 @@ class ClientNotes:
             words[_HITS] = (words[_HITS] + 1) & _WORD_MASK
 
     def miss(self) -> None:
-        """Note that a client tried to read an absent entry."""
+        """Count an attempt to read an absent entry."""
         with self._lock:
             self._words[_MISSES] = (self._words[_MISSES] + 1) & _WORD_MASK
 
     def looked_up(self, found: int, absent: int) -> None:
-        """Note the numbers of keys found and absent in a lookup in the table."""
+        """Count the keys that a lookup in the table found, and the keys that were absent."""
         with self._lock:
             halves = self._halves
             halves[_FOUND] = (halves[_FOUND] + found) & _HALF_MASK

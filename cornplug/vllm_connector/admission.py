@@ -1,19 +1,19 @@
-"""Admission control for vLLM's API server, which rejects requests that would miss their deadline.
+"""Admission control for vLLM's API server. It rejects requests that would miss their deadline.
 
     CORNPLUG_CONFIG=qos.toml vllm serve MODEL --middleware cornplug.vllm_connector.admission.Admission
 
-The classes of service are the same as the encoder service's ([qos], see `cornplug.qos`). A class's
-`deadline_s` limits the time to the first token. A rejected request gets status 429 (its class exceeds its
-share, and the remaining capacity is reserved for other classes) or 503 (its deadline cannot be met), with
-Retry-After and OpenAI's error format. Without [qos] every request is admitted. If vLLM's metrics are missing
-(`--disable-log-stats`), every request is admitted and counted as "blind".
+The service classes are the same as the encoder service's ([qos], see `cornplug.qos`). A class's
+`deadline_s` limits the time to the first token. A rejected request gets status 429 or 503, with Retry-After
+and OpenAI's error format. Status 429 means that its class exceeds its share while the remaining capacity is
+reserved for other classes. Status 503 means that its deadline cannot be met. Without [qos], every request is
+admitted. Without vLLM's metrics (`--disable-log-stats`), every request is admitted and counted as "blind".
 
-Each API server process (`--api-server-count`) reads the metrics of all processes, and counts the requests
-that it has admitted itself. Between two readings of the metrics (at most half a second), it does not count
-requests that other processes admit.
+Each API server process (`--api-server-count`) reads the metrics of all processes, and also counts the
+requests that it has admitted itself. Requests that other processes admit become visible at the next reading
+of the metrics, at most half a second later.
 
-vLLM's request priority is not set. It is a field of the request's body, which the middleware passes on
-without reading.
+vLLM's request priority is not set, because it is a field of the request's body, which the middleware does
+not read.
 
 `TtftForecast` predicts a request's time to first token (TTFT) from vLLM's queue metrics. vLLM serves its
 queue in order of arrival. The wait of a request is therefore the number of requests ahead of it, divided by
@@ -22,7 +22,7 @@ the rate of first tokens while requests wait (Little's law: J. Little, "A proof 
 of the order in which requests are served:
 
     size of the queue = requests served at this rate within the shortest deadline of a class with a share
-    ├ premium's share of it     kept free for premium, used or not
+    ├ premium's share           kept free for premium, used or not
     ├ standard's share
     └ the rest                  requests of any class, in the order of arrival
 
@@ -51,18 +51,18 @@ from cornplug.qos import LEAST_SHARE, QosClasses, ServiceClass
 Outcome = Literal["admitted", "blind", "over_share", "overloaded"]
 
 _MEMORY_S: Final = 60.0
-"""Time constant of the measured rate, in seconds. Only time during which requests are queued counts. After
-this time, the weight of a measurement has dropped to about a third."""
+"""Time constant of the measured rate, in seconds of time during which requests are queued. After one time
+constant, the weight of a measurement has dropped to about a third."""
 _LEAST_FIRST_TOKENS: Final = 3
-"""Minimum number of first tokens counted while requests are queued, before the measured rate is used for
-predictions."""
+"""Minimum number of first tokens for a prediction. Only tokens that arrive while requests are queued
+count."""
 _LONGEST_RETRY_S: Final = 60.0
 PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _STATUS: Final = {"over_share": (429, "RateLimitError"), "overloaded": (503, "ServiceUnavailableError")}
 _PERIOD_S: Final = 0.5
 _READ_S: Final = 0.25
-"""Maximum seconds that an incoming request waits for vLLM's metrics to be read again. After that, the
-previous reading is used."""
+"""Maximum seconds that a request waits for a new reading of vLLM's metrics. After this time, the previous
+reading is used."""
 _WAITING: Final = "vllm:num_requests_waiting"
 _FIRST_TOKENS: Final = "vllm:time_to_first_token_seconds_count"
 _PREFILL_SUM: Final = "vllm:request_prefill_time_seconds_sum"
@@ -72,7 +72,7 @@ _NAMES: Final = (_WAITING, _FIRST_TOKENS, _PREFILL_SUM, _PREFILLS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueReading:
-    """Values of vLLM's queue metrics at one time, summed over its engines."""
+    """vLLM's queue metrics at one time, summed over its engines."""
 
     at_s: float
     waiting: float
@@ -93,7 +93,7 @@ class TtftVerdict:
     """Predicted seconds from the request's arrival to its first token, or None if no request is queued or no
     rate was measured."""
     retry_after_s: float | None = None
-    """Seconds after which a rejected request would be admitted if no other request arrived. None if the
+    """Seconds after which a rejected request would be admitted if no other request arrived, or None if the
     request is admitted."""
 
     @property
@@ -102,8 +102,8 @@ class TtftVerdict:
 
 
 class TtftForecast:
-    """Predicts the time to the first token of requests, as seen by one API server process. Used by one event
-    loop."""
+    """Predicts the time to first token for requests that pass through one API server process. Used by one
+    event loop."""
 
     def __init__(self, classes: Sequence[ServiceClass]) -> None:
         self._shares: Final[Mapping[str, float]] = {c.name: c.share for c in classes}
@@ -161,7 +161,7 @@ class TtftForecast:
         if qos.deadline_s is not None and wait_s > qos.deadline_s:
             return _refused("overloaded", wait_s, wait_s - qos.deadline_s)
         rooms = (_served(rate * max(deadline_s - prefill_s, 0.0)) for deadline_s in self._promised_s)
-        # Capacity is not reserved for a deadline that would be missed even with an empty queue.
+        # Do not reserve capacity for a deadline that would be missed even with an empty queue.
         room = next((room for room in rooms if room >= 1), math.inf)
         in_queue = min(queue / max(sum(self._pending.values()), 1), 1.0)
         if math.isfinite(room) and self._pending[qos.name] * in_queue + 1 > self._shares[qos.name] * room:
@@ -183,8 +183,8 @@ class TtftForecast:
 
 
 def _likely(requests: float) -> float:
-    """Return an upper estimate of a queue's length: `requests` plus three standard deviations. The estimate
-    covers nearly every wait.
+    """Return an upper estimate of a queue's length: `requests` plus three standard deviations. Nearly all
+    real queues are shorter.
 
     The standard deviation of the time between first tokens is close to its mean, so the standard deviation of
     a sum of n such times grows with the square root of n.

@@ -1,8 +1,8 @@
-"""Compatibility with vLLM: the supported versions, the validated model families, and the wrapping of vLLM's
+"""Compatibility with vLLM: supported versions, validated model families, and wrappers around vLLM's
 functions.
 
 vLLM's entry points, connector classes and metrics hooks are used as they are. The following functions have no
-hook in vLLM 0.32. Each of them is wrapped once, by a short wrapper around the original:
+hook in vLLM 0.32, so each of them is replaced by a short wrapper around the original:
 
 * `EngineArgs.add_cli_args` and `.from_cli_args`: add the `--kv-connector` flag group.
 * `BaseMultiModalProcessor._get_mm_hashes` and `InputProcessor.process_inputs`: set identifiers of media.
@@ -50,13 +50,13 @@ these names into configurations."""
 SUPPORTED_VERSIONS: Final = VersionRange("vLLM", "vllm", (0, 32), (0, 34))
 
 EPOCHS: Final[dict[str, int]] = {}
-"""Epoch number by `model_type`. Increase a model's epoch when a release of vLLM changes the results of the
-model (for example a bug fix in the tower, or another rope), so that engines before and after the change do
-not share."""
+"""Epoch number by `model_type`. Increase a model's epoch when a vLLM release changes the model's results, for
+example by a bug fix in the tower or by different rotary embeddings. Engines before and after the change then
+do not share."""
 
 _ADAPTS_NEIGHBOURS: Final = VersionRange("vLLM", "vllm", (0, 32), (0, 33))
-"""Releases whose CPU LoRA kernels may apply another request's adapter to requests without an adapter
-(vllm#48421)."""
+"""Releases with vllm#48421: their CPU LoRA kernels may apply another request's adapter to requests without
+an adapter."""
 _MARK = "_cornplug_original"
 
 
@@ -81,7 +81,7 @@ def adapts_neighbours(config: VllmConfig) -> bool:
 
 
 def decoding() -> str:
-    """Return the name of the image decoding rule that the installed vLLM uses."""
+    """Return the name of the rule by which the installed vLLM decodes images."""
     version = str(SUPPORTED_VERSIONS.installed())
     # For an unknown version, return a name that makes the encoder service reject the request.
     return decoding_of("vllm", version) or f"vllm-{version}"
@@ -91,8 +91,8 @@ def wrap(module: str, qualified: str, wrapper: Callable[..., Any]) -> None:
     """Replace the function `qualified` in `module` with a function that calls `wrapper(original, *args,
     **kwargs)`. Does nothing if the function is already wrapped.
 
-    A wrapped staticmethod or classmethod stays a staticmethod or classmethod. Raises AttributeError or
-    ImportError if this vLLM does not have the function. `plugin.register` logs this error as one line.
+    A wrapped staticmethod or classmethod keeps its type. Raises AttributeError or ImportError if this vLLM
+    does not have the function. `plugin.register` logs this error on one line.
     """
     owner, name, raw = _target(module, qualified)
     function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw

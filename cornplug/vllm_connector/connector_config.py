@@ -1,9 +1,9 @@
-"""Configuration of an engine with cornplug's connectors, as far as stock vLLM accepts them.
+"""Configuration of an engine with those of cornplug's connectors that stock vLLM accepts.
 
 vLLM rejects KV connectors in combination with some features, in some cases only late during an engine's
-start. A command line that works without cornplug must also work with `--kv-connector cornplug`. Therefore any
-connector that vLLM rejects (KV, embeddings or both) is left out of the configuration, and one log line names
-the connector and the reason.
+start. A command line that works without cornplug must also work with `--kv-connector cornplug`. Therefore a
+connector that vLLM rejects (KV, embeddings or both) is left out of the configuration. A log line names the
+connector and the reason.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from cornplug.vllm_connector.several_connectors import (
 _RECOMPUTE: Final = "recompute"
 _PRODUCER: Final = "ec_producer"
 
-# Exceptions that vLLM's configuration classes raise for unsupported combinations of settings (pydantic's
-# ValidationError is a ValueError).
+# vLLM's configuration classes raise these exceptions for unsupported combinations of settings. pydantic's
+# ValidationError is a ValueError.
 _REFUSALS: Final = (ValueError, AssertionError, NotImplementedError, RuntimeError)
 
 _left_out: Final[list[str]] = []
-"""List with the reason why the most recently created VllmConfig does not include cornplug's KV connector.
-Empty if the VllmConfig includes the connector."""
+"""Reason why the most recently created VllmConfig does not include cornplug's KV connector, as the only
+item. Empty if the VllmConfig includes the connector."""
 
 
 def why_not() -> str:
-    """Return the reason why the VllmConfig that this process created last does not share KV. Returns "" if it
-    shares KV or if cornplug was not configured."""
+    """Return the reason why the most recently created VllmConfig of this process does not share KV. Returns
+    "" if it shares KV, or if cornplug was not configured."""
     return _left_out[0] if _left_out else ""
 
 
@@ -56,7 +56,7 @@ def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -
         return original(args, *rest, **kwargs)
     engine_state.begin()
     _offload_beside(args)
-    # vLLM sets this flag itself for every engine with a connector that loads embeddings, so read the user's
+    # vLLM sets this flag itself for every engine with a connector that loads embeddings. Read the user's
     # value first.
     by_value = bool(getattr(args, "enable_mm_embeds", False))
     without_tower = partial_models.leave_out_tower(args)
@@ -93,8 +93,8 @@ def _encoder_alone(given: Any, make: Callable[[Any], Any]) -> Any | None:
     """Create the VllmConfig for an engine that runs only its multimodal encoder. Returns None for any other
     engine, and if vLLM rejects the configuration.
 
-    vLLM's first model runner depends on the connector's role. With a role that may load embeddings, it calls
-    the language model, which `--mm-encoder-only` does not load.
+    The connector's role determines which model runner vLLM uses. With a role that may load embeddings, the
+    runner calls the language model, which `--mm-encoder-only` does not load.
     """
     ec = given.ec_transfer_config
     asked = given.mm_encoder_only or (_is_ec(ec) and ec.ec_role == _PRODUCER)
@@ -106,7 +106,7 @@ def _encoder_alone(given: Any, make: Callable[[Any], Any]) -> Any | None:
     if _is_ec(ec):
         fewer.ec_transfer_config.ec_role = _PRODUCER
         if fewer.mm_processor_device == "auto" and fewer.mm_tensor_ipc == "torch_shm":
-            # vLLM would preprocess images on a producer's GPU, so the producer's pixel values would differ
+            # vLLM would preprocess images on a producer's GPU. The producer's pixel values would then differ
             # from the consumers' pixel values.
             fewer.mm_processor_device = "cpu"
     try:
@@ -121,12 +121,12 @@ def _encoder_alone(given: Any, make: Callable[[Any], Any]) -> Any | None:
 
 
 def measure_encoder_output_widths(original: Callable[..., Any], config: Any, *rest: Any) -> None:
-    """Skip vLLM's measurement of embedding widths for cornplug, which reads the widths from the model's
+    """Skip vLLM's measurement of embedding widths for cornplug, which knows the widths from the model's
     config.
 
-    Other encoder-cache connectors size their transfers by the measured widths. To measure them, vLLM encodes
-    a dummy item of each modality. This fails if no modality is enabled: if all multimodal limits are 0, or if
-    the engine runs only the language model.
+    Other encoder-cache connectors use the measured widths as the sizes of their transfers. To measure widths,
+    vLLM encodes a dummy item of each modality. This fails if no modality is enabled: if all multimodal limits
+    are 0, or if the engine runs only the language model.
     """
     ec = config.ec_transfer_config
     if ec is None or ec.ec_connector != EC_CONNECTOR:
@@ -144,8 +144,8 @@ def _is_ec(ec: Any) -> bool:
 
 
 def _offload_beside(args: Any) -> None:
-    """Convert `--kv-offloading-size` to a connector next to cornplug. Otherwise vLLM would silently replace
-    cornplug with its offloading connector."""
+    """Replace `--kv-offloading-size` by a connector next to cornplug. Otherwise vLLM would silently replace
+    cornplug by its offloading connector."""
     if args.kv_offloading_size is None or not has_ours(args.kv_transfer_config):
         return
     args.kv_transfer_config = with_offloading(
@@ -155,7 +155,7 @@ def _offload_beside(args: Any) -> None:
 
 
 def _fewer(without: Callable[..., Any], given: Any, refused: Exception) -> Any:
-    """Create the VllmConfig again without the connectors that vLLM rejects, leaving out as few as
+    """Create the VllmConfig again without the connectors that vLLM rejects. Leave out as few connectors as
     possible."""
     if is_ours(given.kv_transfer_config):
         try:
@@ -199,7 +199,7 @@ def kv_impossible(config: Any) -> str | None:
         try:
             supported = backend.get_class().supports_kv_connector()
         except ImportError:
-            return None  # The backend belongs to another platform. vLLM raises its own error for it.
+            return None  # Another platform's backend. vLLM raises its own error.
         if not supported:
             return f"attention backend {backend.name} does not support KV connectors"
     return None
@@ -230,8 +230,8 @@ def _settle(config: Any) -> None:
     kv = config.kv_transfer_config
     if not has_ours(kv):
         return
-    # When any connector has lost a page, the scheduler uses the outer connector's policy. With vLLM's default
-    # "fail", the scheduler would abort requests whose pages are damaged.
+    # If any connector loses a page, the scheduler uses the outer connector's policy. vLLM's default "fail"
+    # would abort requests whose pages are corrupt.
     if kv.kv_load_failure_policy != _RECOMPUTE:
         compat.logger.warning(
             "cornplug: set kv_load_failure_policy to %r, because 'fail' aborts requests when a page is lost",

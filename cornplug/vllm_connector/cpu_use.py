@@ -1,24 +1,23 @@
-"""Limits on the CPU use of vLLM's processes, so that it is as low as without a connector.
+"""Reduces the CPU use of vLLM's processes to the level without a connector.
 
 `EngineAlarm` wakes an idle engine core. vLLM's engine core blocks on its input queue while it has no work.
 Without this timer, an engine that saves pages after a pause would have to run steps during each pause,
-hundreds of times per second in two processes. The timer puts vLLM's own wake-up message into that queue, as
-vLLM's signal handler does.
+hundreds of times per second in two processes. The timer puts vLLM's own wake-up message into that queue, like
+vLLM's signal handler.
 
-`IdleRest` sleeps briefly in steps that compute nothing. While page copies or disk reads are in flight, vLLM
-polls for their completion about 650 times per second, in two processes. On a small host this polling takes
-CPU time from the copies, the store, and the API server that will receive the next request.
+`IdleRest` sleeps briefly in steps that compute nothing. While pages are copied or read from disk, vLLM polls
+for their completion about 650 times per second, in two processes. On a small host, this polling takes CPU
+time from the copies, the store, and the API server that will receive the next request.
 
 A vLLM worker polls shared memory continuously for one second after each message from its engine core.
-cornplug makes an engine run steps while it waits for the encoder service or copies KV, and each of these
-steps would restart that second. The worker would then use a CPU core that is needed by the process that it
-waits for, or by another engine. With this module, the second counts from the last step with tokens, as in an
-engine without cornplug.
+cornplug makes an engine run steps while it waits for the encoder service or copies KV. Each of these steps
+would start another second of polling. The polling uses a CPU core that another process or engine needs. With
+this module, the second begins at the last step with tokens, as in an engine without cornplug.
 
 With any KV connector, an engine on a CPU reserves one more core per worker, intended for NIXL's progress
-thread. A host with two cores has no core to reserve. vLLM then computes on both cores, and every other
-process interrupts vLLM's threads, which wait for each other at each operation. With this module, vLLM does
-not reserve a core for cornplug.
+thread. On a host with two cores, vLLM then reserves no core and computes on both cores. Every other process
+interrupts vLLM's threads, which wait for each other at each operation. With this module, vLLM does not
+reserve a core for cornplug.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from typing import Any, Final
 from cornplug.vllm_connector.compat import KV_CONNECTOR
 
 REST_S: Final = 1e-3
-"""Seconds that an idle engine core sleeps in one step. This is also the maximum delay before it notices a new
-request or a completed copy."""
+"""Seconds that an idle engine core sleeps in one step. A new request or a completed copy is noticed at most
+this much later."""
 
 _RECHECK_MS: Final = 50
-"""Maximum milliseconds that a worker waits for a notification before it checks for a message itself."""
+"""Maximum milliseconds that a worker waits for a notification before it looks for a message itself."""
 
 
 class EngineAlarm:
     """Timer that wakes this process's engine core. There is one timer per process. The engine's thread sets
-    the timer, and a separate thread fires it."""
+    the timer, and a separate thread waits for it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -50,7 +49,7 @@ class EngineAlarm:
         self._in_wave: Callable[[], bool] | None = None
         self._due: float | None = None
         self._rings = False
-        """Whether the timer's thread is running and will fire the wake-up."""
+        """Whether the timer's thread is running and will wake the engine core."""
 
     def bind(
         self,
@@ -58,11 +57,10 @@ class EngineAlarm:
         has_input: Callable[[], bool] | None = None,
         in_wave: Callable[[], bool] | None = None,
     ) -> None:
-        """Bind the timer to an engine's busy loop, or unbind it by passing None as `wake` after the loop has
-        ended.
+        """Bind the timer to an engine's busy loop.
 
         Args:
-            wake: wakes the engine core. None unbinds the timer.
+            wake: wakes the engine core, or None to unbind the timer after the loop has ended.
             has_input: returns whether the engine core's input queue has messages.
             in_wave: returns whether all data-parallel replicas currently step together.
         """
@@ -73,9 +71,9 @@ class EngineAlarm:
 
     def set(self, seconds: float) -> bool:
         """Schedule a wake-up of the engine core after `seconds`. Returns False if the engine does not run its
-        own busy loop, because such an engine does not sleep.
+        own busy loop. Such an engine does not sleep.
 
-        A later call postpones the wake-up. There is a single caller, which always passes the same delay.
+        A later call postpones the wake-up. All calls must pass the same delay.
         """
         with self._changed:
             if self._wake is None:
@@ -87,8 +85,8 @@ class EngineAlarm:
             return True
 
     def input_waits(self) -> bool:
-        """Return whether a new request, or the abort of a request, may be queued for the engine's next
-        step."""
+        """Return whether the input queue contains messages, such as a new request or the abort of a
+        request."""
         has_input = self._has_input
         return has_input is None or has_input()
 
@@ -101,8 +99,8 @@ class EngineAlarm:
     def _ring(self) -> None:
         """Wake the engine core at the due time, then end the timer's thread.
 
-        Pauses are frequent, so the thread checks whether the wake-up was postponed only when its original
-        time has passed.
+        The thread checks whether the wake-up was postponed only when its original time has passed, because
+        pauses are frequent.
         """
         with self._changed:
             while self._due is not None:
@@ -120,8 +118,8 @@ ALARM: Final = EngineAlarm()
 
 
 class IdleRest:
-    """Makes an engine core sleep briefly in steps that compute nothing, so that polling does not use a CPU
-    core."""
+    """Makes an engine core sleep briefly in steps that compute nothing, so that polling does not occupy a
+    CPU core."""
 
     def __init__(self, sleep: Callable[[float], None] = time.sleep, alarm: EngineAlarm = ALARM) -> None:
         self._sleep, self._alarm = sleep, alarm
@@ -131,10 +129,10 @@ class IdleRest:
     def step(self, *, empty: bool, waits: Callable[[], bool]) -> None:
         """Sleep for `REST_S` if this step and the previous step are empty, `waits()` is true, and no other
         data-parallel replica waits for this engine. `waits` returns whether the engine runs steps only
-        because cornplug has work in flight.
+        because cornplug has unfinished operations.
 
-        With asynchronous scheduling, the scheduler schedules the step after a computing step before the
-        computing step's output arrives. Therefore a single empty step does not sleep.
+        With asynchronous scheduling, vLLM schedules the step after a computing step before the output of the
+        computing step arrives. Therefore a single empty step does not sleep.
         """
         if empty and self._empty and waits() and not self._alarm.replicas_wait():
             self._sleep(REST_S)
@@ -142,8 +140,8 @@ class IdleRest:
 
 
 class _Steps:
-    """Activity of this worker process: whether its last step computed tokens, and when the last step that
-    computed tokens began."""
+    """Activity of this worker process: whether its last step computed tokens, and when its last step with
+    tokens began."""
 
     def __init__(self) -> None:
         self.computes = True

@@ -1,4 +1,4 @@
-"""vLLM's encoder-cache connector class: a facade for the scheduler half and the worker half."""
+"""vLLM's encoder-cache connector class. It delegates to the scheduler half and the worker half."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class CornplugECConnector(ECConnectorBase):
         self._scheduler: ECScheduler | None = None
         self._worker: ECWorker | None = None
         self._stopped: ECScheduler | None = None
-        """The former scheduler half, kept after an error has stopped sharing. None while sharing works."""
+        """Scheduler half from before sharing stopped because of an error. None while sharing works."""
         self._last = CornplugECMetadata(publish=False)
-        """Metadata for the next step after sharing has stopped: the embeddings that the engine still
-        expects."""
+        """Metadata for the next step after sharing has stopped. It contains the embeddings that the engine
+        still expects."""
         self._app = run.app
         if vllm_config.model_config.multimodal_config is None:
             return
@@ -76,7 +76,7 @@ class CornplugECConnector(ECConnectorBase):
 
     @fenced(lambda *_, **__: None)
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
-        # Profiling encodes dummy items outside of a step, without metadata. There is nothing to share.
+        # vLLM's profiling encodes dummy items outside of a step, without metadata. They are not shared.
         if self._worker is not None and self._connector_metadata is not None:
             self._worker.save(mm_hash, encoder_cache[mm_hash], self._moves())
 
@@ -100,8 +100,8 @@ class CornplugECConnector(ECConnectorBase):
         return self._scheduler is None or self._scheduler.available(request, num_computed_tokens)
 
     def _promise(self, request: Request, index: int) -> None:
-        """After sharing has stopped, add an embedding that already arrived to the next step's metadata,
-        because the engine expects it and has reserved memory for it."""
+        """After sharing has stopped, add an embedding that has already arrived to the next step's metadata.
+        The engine expects this embedding and has reserved memory for it."""
         identifier = request.mm_features[index].identifier
         arrived = self._stopped.in_hand(identifier) if self._stopped is not None else None
         if arrived is not None and all(one.identifier != identifier for one in self._last.arrived):
@@ -140,7 +140,7 @@ class CornplugECConnector(ECConnectorBase):
         """Stop sharing embeddings after an unexpected error in `hook`. The engine continues without
         sharing."""
         compat.logger.error(
-            "cornplug: embeddings of this engine are no longer shared: %s failed", hook, exc_info=error
+            "cornplug: this engine no longer shares embeddings, because %s failed", hook, exc_info=error
         )
         self._tally.count("cornplug_misses_total", self._app, EMBEDDING, "error")
         if self._scheduler is not None:

@@ -1,7 +1,7 @@
 """Command-line flags for `vllm serve MODEL --kv-connector cornplug`.
 
 The flags only fill `--kv-transfer-config` and `--ec-transfer-config`. You can also write these two options in
-their long JSON form, with the same `kv_connector_extra_config`:
+their JSON form, with the same `kv_connector_extra_config`:
 
     --kv-transfer-config '{"kv_connector": "CornplugConnector", "kv_role": "kv_both",
       "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"engine.app": "chat"}}'
@@ -9,10 +9,10 @@ their long JSON form, with the same `kv_connector_extra_config`:
 With `--kv-connector cornplug`, `--kv-transfer-config` names a second KV connector (for example NIXL or
 LMCache) that runs alongside cornplug.
 
-After an upgrade to a release of vLLM that cornplug does not support, an engine's start must not fail with
-"unrecognized arguments". With such a release, `stock_wraps` are used instead of `WRAPS`: cornplug's flags are
-still parsed, its connectors are removed from the configuration, a log line gives the reason, and engines run
-as stock vLLM.
+If a user upgrades vLLM to a release that cornplug does not support, engines must not fail to start with
+"unrecognized arguments". With such a release, `stock_wraps` replaces `WRAPS`. cornplug's flags are then still
+parsed, its connectors are removed from the configuration, a log line gives the reason, and engines run as
+stock vLLM.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
         choices=[NAME, *sorted(KVConnectorFactory._registry)],
         metavar="NAME",
         default=None,
-        help="Name of a KV connector. 'cornplug' sets --kv-transfer-config and --ec-transfer-config, and a "
-        "connector that you set with --kv-transfer-config runs alongside. Any other registered name "
+        help="Name of a KV connector. 'cornplug' sets --kv-transfer-config and --ec-transfer-config. If you "
+        "also set --kv-transfer-config, its connector runs alongside cornplug. Any other registered name "
         "sets --kv-transfer-config with kv_role=kv_both.",
     )
     return parser
@@ -104,8 +104,8 @@ WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
 
 
 def stock_wraps(why: str) -> list[tuple[str, str, Callable[..., Any]]]:
-    """Return (module, function's qualified name, wrapper) for each vLLM function to wrap while cornplug is
-    disabled. `why` is the reason that the wrappers log."""
+    """Return the wrappers to use while cornplug is disabled, as (module, function's qualified name, wrapper).
+    `why` is the reason that the wrappers log."""
     arguments = "vllm.engine.arg_utils"
     return [
         (arguments, "EngineArgs.add_cli_args", _add_stock_args),

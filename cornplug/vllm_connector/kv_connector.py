@@ -1,4 +1,4 @@
-"""vLLM's KV connector class: a facade for the scheduler half and the worker half."""
+"""vLLM's KV connector class. It delegates to the scheduler half and the worker half."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's KV connector for cornplug, which shares KV pages with all engines that run the same model."""
+    """vLLM's KV connector for cornplug. It shares KV pages with all engines that run the same model."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -70,8 +70,8 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks that stay pinned until the load of a finished request has completed, by request id. A new
         request may already use the same id."""
         self._last_loads: list[PageLoad] = []
-        """Loads that were offered to the engine but not yet sent to the worker half when sharing stopped. The
-        engine waits for their result."""
+        """Loads that were promised to the engine but not yet sent to the worker half when sharing stopped.
+        The engine waits for their result."""
         self._several_groups = len(kv_cache_config.kv_cache_groups) > 1
         engine = self._runtime.config.engine
         try:
@@ -131,7 +131,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     @called_again
     def unregister_kv_caches(self) -> None:
-        # vLLM calls `unregister_kv_caches` since release 0.33.
+        # vLLM calls `unregister_kv_caches` in release 0.33 and later.
         self._end_copies()
 
     def _end_copies(self) -> None:
@@ -167,7 +167,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is None:
             return None, None
-        # Saves do not hold blocks, so no request is ever reported as sent.
+        # Saves do not hold blocks, so no request is ever reported as "sent".
         return None, self._worker.finished() or None
 
     @called_again
@@ -179,7 +179,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     @called_again
     def get_block_ids_with_load_errors(self) -> set[int]:
-        # With several groups, vLLM accepts only failed requests.
+        # With several groups, vLLM accepts reports of failed requests, but not of failed blocks.
         if self._worker is None or self._several_groups:
             return set()
         return self._worker.bad_blocks()
@@ -197,7 +197,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.bind(kv_cache_manager, specs)
 
     def _fail_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Send the worker half a load that fails. After an error, the engine would otherwise wait for a load
+        """Send the worker half a load that fails. Otherwise the engine would wait after an error for a load
         that the worker half never received."""
         if not num_external_tokens or any(load.request_id == request.request_id for load in self._last_loads):
             return
@@ -271,13 +271,13 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is not None:
             self._scheduler.finished(request, block_ids)
-        # Do not let vLLM keep the blocks, because a later request may have the same id, and a cache reset
-        # does not wait for saves.
+        # Do not let vLLM keep the blocks. A later request may have the same id, and a cache reset does not
+        # wait for saves.
         return False, None
 
     def _detach_load(self, request: Request) -> bool:
-        """Let the load of a finished request complete after vLLM has removed the request
-        (`kv/pauses.py`). Returns False if the request has no load in flight."""
+        """Let vLLM remove a finished request while its load continues (`kv/pauses.py`). Return False if the
+        request has no load in flight."""
         manager, half = self._kv_cache_manager, self._scheduler
         if half is None or manager is None or not half.detach_load(request):
             return False
@@ -309,7 +309,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False, because a lost save only causes a later cache miss."""
+        """Return False, because a lost save only causes a later cache miss."""
         return False
 
     # -- both halves ------------------------------------------------------------------------
@@ -317,7 +317,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
     def _stop_sharing(self, hook: str, error: Exception) -> None:
         """Stop sharing KV after an unexpected error in `hook`. The engine continues without sharing."""
         compat.logger.error(
-            "cornplug: KV of this engine is no longer shared: %s failed", hook, exc_info=error
+            "cornplug: this engine no longer shares KV, because %s failed", hook, exc_info=error
         )
         self._tally.count("cornplug_misses_total", self._runtime.app, KV_PAGE, "error")
         try:

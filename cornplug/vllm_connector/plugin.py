@@ -1,8 +1,8 @@
-"""Registration of cornplug with vLLM, through the entry point `vllm.general_plugins`. Every vLLM process
-calls `register`, and some processes call it twice.
+"""Registers cornplug with vLLM, through the entry point `vllm.general_plugins`. Every vLLM process calls
+`register`, and some processes call it twice.
 
-vLLM does not catch exceptions from this call, so an exception would also stop engines that do not use
-cornplug. With an unsupported version of vLLM, `register` only logs a warning, and engines run as stock vLLM
+vLLM does not catch exceptions from this call. An exception would also stop engines that do not use cornplug.
+Therefore, with an unsupported version of vLLM, `register` only logs a warning, and engines run as stock vLLM
 (`flags.stock_wraps`).
 """
 
@@ -29,7 +29,7 @@ def why_not() -> str:
 
 def register() -> None:
     """Add cornplug's command-line flags, register both connectors, and wrap the vLLM functions that cornplug
-    needs to change. Does nothing if this process is already registered."""
+    changes. Does nothing if this process is already registered."""
     if registered():
         return
     why = compat.SUPPORTED_VERSIONS.refusal()
@@ -38,7 +38,7 @@ def register() -> None:
             _install()
         except (AttributeError, ImportError) as e:
             version = compat.SUPPORTED_VERSIONS.installed()
-            why = f"vLLM {version} differs from the release of that number: {e}"
+            why = f"vLLM {version} differs from the release with that version number: {e}"
     if why:
         _state["why"] = why
         compat.logger.warning("cornplug is disabled: %s", why)
@@ -48,8 +48,8 @@ def register() -> None:
 
 
 def _install_flags(why: str) -> None:
-    """Add flags that are parsed and then ignored, so that command lines with cornplug's flags still start
-    stock engines. Logs a warning if this vLLM's functions cannot be wrapped."""
+    """Add cornplug's flags without effect, so that stock engines accept command lines with these flags. Log a
+    warning if this vLLM's functions cannot be wrapped."""
     try:
         from cornplug.vllm_connector import flags
 

@@ -1,9 +1,9 @@
-"""Code that the KV and encoder-cache connectors share: the process's `EngineRuntime`, and error handling of
-their hooks.
+"""Code that the KV and encoder-cache connectors share: the process's `EngineRuntime`, and error handling for
+connector hooks.
 
-vLLM does not catch exceptions from connector hooks, so an exception in its engine core or in a worker would
-end the engine. Expected errors are counted as misses where they occur. `fenced` handles all other errors:
-sharing stops, and the engine continues without sharing.
+vLLM does not catch exceptions from connector hooks. An exception in an engine core or a worker would end the
+engine. Expected errors are counted as misses where they occur. `fenced` handles all other errors: sharing
+stops, and the engine continues without sharing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ _runtimes: dict[str, EngineRuntime] = {}
 
 
 def runtime(extra: Mapping[str, Any]) -> EngineRuntime:
-    """Return this process's runtime for these connector settings. The first call with the settings creates
-    the runtime.
+    """Return this process's runtime for these connector settings. The first call creates the runtime.
 
     Raises ConfigError if cornplug is configured but cannot run with this vLLM, or if a setting is unknown or
     invalid.
@@ -51,8 +50,8 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def fenced(answer: Callable[..., Any]) -> Callable[[_Hook], _Hook]:
-    """Return a decorator for connector hooks. If a decorated hook raises, sharing stops and the hook returns
-    `answer(self, ...)` instead."""
+    """Return a decorator for connector hooks. If a decorated hook raises an exception, sharing stops and the
+    hook returns `answer(self, ...)` instead."""
 
     def decorate(hook: _Hook) -> _Hook:
         @functools.wraps(hook)
@@ -69,6 +68,6 @@ def fenced(answer: Callable[..., Any]) -> Callable[[_Hook], _Hook]:
 
 
 def called_again(hook: _Hook) -> _Hook:
-    """Decorate a connector hook so that if it raises, sharing stops and the hook is called again, now without
-    sharing."""
+    """Decorate a connector hook. If the hook raises an exception, sharing stops, and the hook is called again
+    without sharing."""
     return fenced(hook)(hook)

@@ -1,8 +1,8 @@
 """cornplug's connectors in vLLM's configuration, also alongside other KV connectors (vLLM's MultiConnector).
 
-MultiConnector loads a request's prefix from the first connector that offers any of its tokens, and saves to
-all connectors. The other connectors are listed before cornplug, so that a decode server loads KV from its
-prefill server, and native offloading loads the KV that it has offloaded.
+MultiConnector loads a request's prefix from the first connector that has any of its tokens, and saves to all
+connectors. The other connectors are listed before cornplug. Thus a decode server loads KV from its prefill
+server, and native offloading loads the KV that it has offloaded.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
 
 _MULTI: Final = "MultiConnector"
 _OF_THE_WHOLE: Final = ("engine_id", "kv_buffer_device", "kv_port")
-"""Fields of KVTransferConfig that vLLM or a connector reads from the outer config. MultiConnector also copies
-the engine's id to each child."""
+"""Fields of KVTransferConfig that vLLM or a connector reads from the outer config. In addition,
+MultiConnector copies the engine's id to each child."""
 
 
 def connectors(kv: Any) -> list[dict[str, Any]]:
-    """Return the settings of each connector in a MultiConnector's configuration, or an empty list if `kv` is
-    None or configures a different connector."""
+    """Return the settings of each connector in a MultiConnector's configuration. Return an empty list if `kv`
+    is None or configures a different connector."""
     if kv is None or kv.kv_connector != _MULTI:
         return []
     return list(kv.kv_connector_extra_config.get("connectors") or ())
@@ -35,7 +35,7 @@ def is_ours(kv: Any) -> bool:
 
 
 def our_settings(kv: Any) -> dict[str, Any] | None:
-    """Return cornplug's settings from a KVTransferConfig, or None if cornplug is not among its KV connectors.
+    """Return cornplug's settings from a KVTransferConfig, or None if cornplug is not one of its connectors.
     Changes to the returned dict change the configuration."""
     if is_ours(kv):
         return kv.kv_connector_extra_config
@@ -60,7 +60,7 @@ def settings_in(config: Any) -> list[dict[str, Any]]:
 
 
 def config_of(said: list[dict[str, Any]]) -> Config:
-    """Return the Config for a nonempty result of `settings_in`. The encoder-cache connector's settings take
+    """Return the Config for a nonempty result of `settings_in`. The encoder-cache connector's settings have
     precedence."""
     return settings(dict(said[-1]))
 
@@ -74,8 +74,8 @@ def beside(other: Any, ours: Any) -> Any:
     children = connectors(other) if other.kv_connector == _MULTI else [_as_child(other)]
     return KVTransferConfig(
         kv_connector=_MULTI,
-        # The outer connector must save and load, even if the other connector's role is only prefill or only
-        # decode.
+        # The outer connector must save and load, even if the other connector's role is only producer or only
+        # consumer.
         kv_role="kv_both",
         kv_load_failure_policy=ours.kv_load_failure_policy,
         kv_connector_extra_config={"connectors": [*children, _as_child(ours)]},
@@ -104,8 +104,8 @@ def with_offloading(kv: Any, size_gib: float, backend: str) -> Any:
 
 
 def _as_child(kv: Any) -> dict[str, Any]:
-    """Convert a KVTransferConfig to a child's settings for MultiConnector, with only the values that differ
-    from vLLM's defaults."""
+    """Convert a KVTransferConfig to the settings of a child of MultiConnector. Only values that differ from
+    vLLM's defaults are included."""
     plain = type(kv)(kv_connector=kv.kv_connector, kv_role=kv.kv_role)
     names = [one.name for one in dataclasses.fields(kv) if one.name != "engine_id"]
     given = {name: getattr(kv, name) for name in names if getattr(kv, name) != getattr(plain, name)}

@@ -1,9 +1,9 @@
-"""Report for `cornplug doctor --model`: whether vLLM can share a checkpoint's KV and embeddings. It does not
-start an engine.
+"""Report for `cornplug doctor --model`: whether vLLM can share a checkpoint's KV and embeddings. The report
+does not start an engine.
 
-The report calls the same checks that an engine calls at start. vLLM groups layers by their KV cache specs, so
-the report builds the model on PyTorch's meta device, without weights. It skips an engine's last check, which
-writes a pattern into the KV cache and reads it back, because there is no cache.
+The report calls the same checks as an engine at start. vLLM groups layers by their KV cache specs, so the
+report builds the model on PyTorch's meta device, without weights. It skips the last check, which writes a
+pattern into the KV cache and reads it back, because there is no cache.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def describe(model: str, flags: Sequence[str] = ()) -> list[SharingVerdict]:
     """Return whether KV and embeddings are shared with `vllm serve MODEL FLAGS --kv-connector cornplug`.
     Reads the weights once.
 
-    Call this function in a process of its own. It initialises vLLM's process groups for one rank, and ends
-    the process if vLLM's parser rejects a flag.
+    Call this function in a separate process. It initialises vLLM's process groups for one rank, and ends the
+    process if vLLM's parser rejects a flag.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -78,7 +78,11 @@ def _embeddings(config: VllmConfig, *, rendered: bool) -> SharingVerdict:
     if not config.model_config.is_multimodal_model:
         return SharingVerdict(what="embeddings", shared=False, why=NO_TOWER)
     found = asked("embeddings", lambda: tower_identity(config))
-    limits = [f"The encoder service is not used: {IN_WORKERS_ONLY}."] if in_workers_only(config) else []
+    limits = (
+        [f"The engine does not use the encoder service: {IN_WORKERS_ONLY}."]
+        if in_workers_only(config)
+        else []
+    )
     limits += [f"But {mm_identifiers.PROCESSED_NOT_SHARED}."] if rendered else []
     return msgspec.structs.replace(found, remedy=" ".join(limits)) if found.shared else found
 
@@ -112,8 +116,8 @@ def _kv(config: VllmConfig) -> SharingVerdict:
 
 
 def _one_rank(config: VllmConfig) -> VllmConfig:
-    """Return a copy of the config with tensor and data parallelism of 1, so that one rank has all heads of a
-    layer. The report runs in a single process."""
+    """Return a copy of the config with tensor and data parallelism of 1, so that one rank has all heads. The
+    report runs in a single process."""
     alone = copy.copy(config)
     alone.parallel_config = _undivided(config.parallel_config)
     if config.speculative_config is not None:
@@ -140,8 +144,8 @@ def _check(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page_tokens: in
 
 
 def _one_group_shares(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page_tokens: int) -> bool:
-    """Return whether KV could be shared with vLLM's hybrid KV cache manager disabled, so that all layers are
-    in one cache group."""
+    """Return whether KV could be shared without vLLM's hybrid KV cache manager, which puts all layers into
+    one cache group if it is disabled."""
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         return False
     plain = copy.copy(config)
@@ -155,8 +159,8 @@ def _one_group_shares(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page
 
 
 def _layer_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """Build the model without weights and return its layers' KV cache specs by layer name, in the order in
-    which the layers are constructed."""
+    """Build the model without weights and return its layers' KV cache specs, by layer name, in order of
+    construction."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
@@ -166,14 +170,14 @@ def _layer_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
     from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
     with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(config):
-        # If this function is called again, vLLM keeps the process groups that the first call created.
+        # On a second call, vLLM keeps the process groups that the first call created.
         init_distributed_environment(1, 0, f"file://{Path(folder, 'group')}", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
         with torch.device("meta"), set_default_torch_dtype(config.model_config.dtype):
             initialize_model(vllm_config=config)
             _build_draft(config)
-        # In models with recurrent states, a block has the size of one layer's state, which is known only
-        # after the layers are constructed.
+        # In models with recurrent states, the size of one layer's state determines the block size. It is
+        # known only after the layers are constructed.
         current_platform.update_block_size_for_backend(config)
         found: dict[str, KVCacheSpec] = get_kv_cache_spec(config)
     return found
@@ -211,8 +215,8 @@ def _grouped(config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> KVCacheCon
         get_kv_cache_groups = get_kv_cache_config_builder(config).get_kv_cache_groups
 
     if config.cache_config.kv_cache_layout is None:
-        # In an engine, the workers report the layout to the engine core. It affects how groups share memory,
-        # but not which groups vLLM makes.
+        # In an engine, the workers report the layout to the engine core. The layout affects how groups share
+        # memory, but not into which groups vLLM divides the layers.
         config.cache_config.kv_cache_layout = "LBNHC"
     # vLLM modifies the specs while it groups them.
     groups = get_kv_cache_groups(config, copy.deepcopy(dict(specs)))

@@ -1,8 +1,7 @@
-"""Reporting of cornplug's counters through vLLM's connector hooks to the engine's `/metrics`.
+"""Reports cornplug's counters through vLLM's connector hooks on the engine's `/metrics`.
 
 The KV connector and the encoder-cache (EC) connector report the same metric names, so both share one set of
-Prometheus collectors. vLLM passes the classes from which the collectors are built (Prometheus's own, or
-Ray's).
+Prometheus collectors. vLLM passes the classes for the collectors: Prometheus's own classes, or Ray's classes.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def test_apps_file_schema_takes_the_file_without_a_pool(tmp_path: Path) -> None:
         (
             "share = 0.25, priority",
             "share = 0.25, ceiling = 0.1, priority",
-            r"applications\[0\].namespace: share 0.25 is above ceiling 0.1. Lower it",
+            r"applications\[0\].namespace: share 0.25 exceeds ceiling 0.1. Lower it",
         ),
         (
             "share = 0.25, priority",

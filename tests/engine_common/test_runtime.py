@@ -27,7 +27,7 @@ def test_store_size_is_logged_in_tokens_of_model(caplog: pytest.LogCaptureFixtur
         log_store_size(Runtime(store), LLAMA_8B, 512, LOG)
     (record,) = caplog.records
     assert record.levelno == logging.INFO
-    assert record.getMessage() == "cornplug: store: 0.1 GiB = 768 tokens of this model"
+    assert record.getMessage() == "cornplug: the store's size is 0.1 GiB = 768 tokens of this model"
 
 
 def test_store_size_below_own_cache_is_warned_with_setting(caplog: pytest.LogCaptureFixture) -> None:
@@ -35,7 +35,7 @@ def test_store_size_below_own_cache_is_warned_with_setting(caplog: pytest.LogCap
     log_store_size(Runtime(store), LLAMA_8B, 13_100, LOG)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "768 tokens of this model, less than the 13,100 tokens" in record.getMessage()
+    assert "768 tokens of this model, which is less than the 13,100 tokens" in record.getMessage()
     assert "store.size_bytes" in record.getMessage()
 
 

@@ -238,7 +238,7 @@ def test_pool_store_other_release_is_refused_and_logged_once(
     with pytest.raises(StoreUnavailable, match="protocol") as e:
         present(store, "a")
     assert e.value.reason == "store_refused"
-    assert caplog.text.count("speaks protocol") == 1
+    assert caplog.text.count("uses protocol") == 1
     monkeypatch.undo()
     eventually(lambda: store.connected)
 

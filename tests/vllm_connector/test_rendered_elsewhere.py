@@ -52,4 +52,4 @@ def test_server_of_rendered_requests_says_what_is_not_shared(
     client = SimpleNamespace(vllm_config=config)
     factories.init_scale_out_state(state, SimpleNamespace(**{**ARGUMENTS, **flags}), client, None)
     assert state.serving_tokens == "served"
-    assert caplog.text.count("share neither embeddings nor KV after the first medium") == lines
+    assert caplog.text.count("share neither embeddings nor the KV after their first media item") == lines

@@ -1,8 +1,8 @@
-"""Model families: names of tower and projector tensors in a checkpoint, and settings that affect their
-results.
+"""Model families: names of tower and projector tensors in a checkpoint, and settings that affect the
+embeddings.
 
-Each module with a variable `FAMILIES` describes the families of one kind of tower. `FAMILIES` of this
-package maps the `model_type` of config.json to the family.
+Each module with a variable `FAMILIES` describes the families with one kind of tower. This package's
+`FAMILIES` maps the `model_type` of config.json to the family.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ Modality = Literal["image", "video", "audio"]
 Json = Mapping[str, Any]
 Spec = dict[str, Any]
 
-# Fields that transformers writes to any config and that engines do not read in a forward pass.
+# Fields that transformers writes to every config. Engines do not read them in a forward pass.
 _INERT_WORDS: Final = """
 _name_or_path _attn_implementation _attn_implementation_autoset _commit_hash
 architectures attention_dropout bad_words_ids begin_suppress_tokens bos_token_id
@@ -40,7 +40,7 @@ _INERT: Final = frozenset(_INERT_WORDS.split())
 _INERT_WHERE_OFF: Final = frozenset(
     {"add_cross_attention", "auto_map", "is_decoder", "is_encoder_decoder", "tie_encoder_decoder"}
 )
-"""Fields that transformers 4 writes even if they are off. They have no effect if they are off."""
+"""Fields that transformers 4 writes even for a disabled feature. A disabled feature has no effect."""
 
 
 def without_inert(config: Json) -> Spec:
@@ -48,7 +48,7 @@ def without_inert(config: Json) -> Spec:
     return {k: v for k, v in config.items() if k not in _INERT and (v or k not in _INERT_WHERE_OFF)}
 
 
-# `model_type` -> `architectures` with which engines run the usual class for this `model_type`.
+# `model_type` -> `architectures` for which engines run the usual class of this `model_type`.
 _USUAL_CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
     "deepseek_v2": ("DeepseekV2ForCausalLM",),
     "deepseek_v3": ("DeepseekV3ForCausalLM",),
@@ -88,7 +88,7 @@ def unusual_classes(config: Json) -> list[str] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseCheckpoint:
-    """Part of a model that may be in another checkpoint, whose name is in config.json."""
+    """Model part that may be in another checkpoint, whose name is in config.json."""
 
     part: Part
     name: Callable[[Json], str | None]
@@ -128,16 +128,16 @@ class ModelFamily:
     language_model_prefixes: tuple[tuple[str, str], ...]
     """(published prefix, normalised prefix) for every naming scheme in use."""
     shares_features: bool
-    """Whether the tower's output is cached before the projector, so that models with other LLMs can use
-    it."""
+    """Whether the cache stores the tower's output before the projector, so that models with different
+    language models can share it."""
     tower_spec: Callable[[Json], Spec]
-    """Function that returns the settings in config.json that affect the tower up to the cut, except weights
-    and dtype."""
+    """Function that returns the settings in config.json that affect the tower up to the cut (the layer whose
+    output is cached), except weights and dtype."""
     projector_spec: Callable[[Json], Spec]
     """Function that returns the settings in config.json that affect the projector, except weights and
     dtype."""
     preprocess_spec: Callable[[Json], Spec]
-    """Function that returns every field of the first modality's processor JSON that affects the tower's
+    """Function that returns all fields of the first modality's processor JSON that affect the tower's
     input."""
     before_cut: Callable[[Json, str], bool]
     """Function that returns, for config.json and a tensor's normalised name, whether the tensor can affect
@@ -146,7 +146,8 @@ class ModelFamily:
     """Arguments that the model's processor class adds to the processor JSON (transformers'
     `ProcessorKwargs._defaults`). An engine's overrides take precedence."""
     other_preprocess_specs: Mapping[Modality, Callable[[Json], Spec]] = field(default_factory=dict)
-    """`preprocess_spec` of every other modality in `inputs`. Each modality has its own processor."""
+    """Functions like `preprocess_spec` for the other modalities in `inputs`, which have their own
+    processors."""
     base: BaseCheckpoint | None = None
     fits: Callable[[Json], bool] = _any_config
     """Function that returns whether this description fits the tower in config.json. If not,
@@ -160,12 +161,13 @@ class ModelFamily:
 
     @property
     def first_modality(self) -> Modality:
-        """Modality that the family supported first. Its embeddings keep the identity that they had then."""
+        """Modality that this family supported first. Its embedding keys do not contain the modality's
+        name."""
         return next(iter(self.inputs))
 
     def preprocess_spec_of(self, modality: Modality) -> Callable[[Json], Spec]:
-        """Return the function for a modality's preprocessing spec. Raises KeyError if it is not in
-        `inputs`."""
+        """Return the function that computes a modality's preprocessing spec. Raises KeyError if the modality
+        is not in `inputs`."""
         if modality == self.first_modality:
             return self.preprocess_spec
         return self.other_preprocess_specs[modality]
@@ -221,7 +223,7 @@ def pixel_spec(
 
     Args:
         preprocessor: content of preprocessor_config.json.
-        kind: name of the class to which `defaults` belong.
+        kind: name of the processor class to which `defaults` belong.
         defaults: default values of the class, in addition to `_PIXEL_DEFAULTS`.
         type_field: field in which a processor of this modality stores its class.
     """
@@ -240,7 +242,7 @@ def _pixel_library(backend: object, use_fast: object) -> Spec:
     """Return the library with which transformers 5 resizes images: {} for torchvision, else {"backend":
     name}.
 
-    Pixels that Pillow computes differ from torchvision's by up to 2 of 255.
+    Pixel values from Pillow and torchvision differ by up to 2 of 255.
     """
     if backend is None and use_fast is not None:
         backend = "torchvision" if use_fast else "pil"
@@ -264,8 +266,9 @@ def known_sides(spec: Spec) -> Spec:
 
 # -- numeric class -------------------------------------------------------------------------------
 #
-# Settings of a process, other than the dtype, that change the results of torch's libraries. The class is part
-# of embedding keys, in engines and in the encoder service. Only processes of the same class share embeddings.
+# Settings of a process, other than the dtype, can change the results of torch's libraries. A numeric class
+# identifies these settings. It is part of embedding keys, in engines and in the encoder service. Only
+# processes of the same class share embeddings.
 
 PRECISION_VARIABLES: Final = (
     "DNNL_DEFAULT_FPMATH_MODE",
@@ -273,9 +276,9 @@ PRECISION_VARIABLES: Final = (
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
-"""Environment variables that change the precision in which torch's libraries compute."""
+"""Environment variables that change the precision of torch's libraries."""
 USUAL_NUMERIC_CLASS: Final = "any"
-"""Numeric class of a process in which none of these variables is set."""
+"""Numeric class of a process that sets none of these variables."""
 
 
 def this_numeric_class() -> str:

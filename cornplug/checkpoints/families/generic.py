@@ -1,4 +1,4 @@
-"""Families that no module of this package describes. Their identity does not depend on tensor names.
+"""Model families without their own module in this package. Their identity does not depend on tensor names.
 
     all tensors outside the decoder ─┐
     all of config.json ──────────────┼─> identity
@@ -6,8 +6,8 @@
     versions of the code ────────────┘
 
 transformers' own class computes the tower (`cornplug.encoder_service.towers.generic`) from only the tensors
-in the identity, so that no other tensor can change an embedding. If the identity includes too much, this only
-causes cache misses. If it included too little, embeddings would be wrong.
+in the identity, so no other tensor can change an embedding. An unnecessary field in the identity only
+causes cache misses, but a missing field would cause wrong embeddings.
 
 A model may have one tower for images and videos and another tower for audio. Tensors and settings whose names
 belong to one tower are excluded from the other tower's identity and model.
@@ -40,8 +40,8 @@ _UNREAD_CONFIG: Final = (
     "torch_dtype",
     "transformers_version",
 )
-"""Fields of config.json that are ignored. The service chooses the dtype, and `Checkpoint` handles quantised
-towers."""
+"""Fields of config.json that are ignored. The service chooses the dtype itself, and `Checkpoint` handles
+quantised towers."""
 _UNREAD_TOKENIZER: Final = ("chat_template", "name_or_path")
 _DECODER: Final = re.compile(
     r"(^|\.)(language_model|text_model|llm|lm_head|embed_tokens)\."
@@ -67,14 +67,15 @@ _OTHER_PROCESSORS: Final[Mapping[Modality, frozenset[str]]] = {
     "video": frozenset({"feature_extractor"}),
     "audio": frozenset({"image_processor", "video_processor", "video_preprocessor_config.json"}),
 }
-"""Modality -> fields of processor_config.json, and a file, that only other modalities use."""
+"""Fields of processor_config.json, and a file, that only other modalities use, by modality."""
 _TYPES: Final[Mapping[Modality, str]] = {
     "image": "image_processor_type",
     "video": "video_processor_type",
     "audio": "feature_extractor_type",
 }
 NESTED: Final = "thinker_config"
-"""Field of config.json that contains the config of towers and decoder in models that also generate speech."""
+"""Field of config.json that contains the towers' and decoder's configs in models that also generate
+speech."""
 
 
 def is_decoder(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""InternVL (the -hf checkpoints): a ViT over tiles, then a projection of concatenated 2x2 patches."""
+"""InternVL (the -hf checkpoints): a ViT that encodes tiles, and a projector that joins 2x2 patches."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _vision(config: Json) -> Spec:
 def _tower(config: Json) -> Spec:
     chosen = config.get("vision_feature_layer", -1), config.get("vision_feature_select_strategy", "default")
     if chosen != (-1, "default"):
-        # vLLM reads neither field, so the engines' embeddings would differ.
+        # vLLM reads neither field, so its embeddings would differ from transformers' embeddings.
         raise CheckpointError(
             f"internvl with vision_feature_layer and vision_feature_select_strategy {chosen} is not "
             "supported; use (-1, 'default').",

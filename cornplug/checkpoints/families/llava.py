@@ -93,7 +93,7 @@ class _LlavaCut:
         return str(given.get("model_type") or self.vision["model_type"]), given
 
     def feature_layers(self, config: Json) -> list[int]:
-        """Return `vision_feature_layer` as indices of hidden states (0 for the embeddings).
+        """Return `vision_feature_layer` as indices of hidden states. Index 0 is the embedding layer's output.
 
         Raises CheckpointError("bad_config") for a layer that the tower does not have.
         """
@@ -148,8 +148,8 @@ def _tiled_projector(config: Json, pinpoints: list[list[int]]) -> Spec:
 def _one_row_a_patch(cut: _LlavaCut, config: Json) -> Spec:
     """Return `_LlavaCut.tower_spec` for a family that assembles tiles from one row per patch.
 
-    Raises CheckpointError("bad_config") if the rows are not exactly the patches, because CLIP's first row is
-    kept or SigLIP's first row is dropped.
+    Raises CheckpointError("bad_config") if the rows are not exactly the patches. This happens if CLIP's first
+    row is kept, or if SigLIP's first row is dropped.
     """
     spec = cut.tower_spec(config)
     fits = "default" if spec["model_type"] == "clip_vision_model" else "full"
@@ -163,7 +163,7 @@ def _one_row_a_patch(cut: _LlavaCut, config: Json) -> Spec:
 
 
 def _sized_pixels(preprocessor: Json, kind: str, defaults: Json) -> Spec:
-    """Return `pixel_spec` with `size` and `crop_size` as named sides, even if the JSON has single numbers."""
+    """Return `pixel_spec` with named sides in `size` and `crop_size`, even if the JSON has single numbers."""
     spec = pixel_spec(preprocessor, kind, defaults)
     if isinstance(spec.get("size"), int):
         square = preprocessor.get("default_to_square", False)
@@ -350,7 +350,7 @@ GEMMA3: Final[ModelFamily] = replace(
     LLAVA,
     name="gemma3",
     tower_class="llava:Gemma3",
-    # The 4x4 average has no weights, so the tower's rows serve every LLM size, with 16 times fewer rows.
+    # The 4x4 average has no weights, so all LLM sizes can share its output, which has 16 times fewer rows.
     shares_features=True,
     tower_spec=_gemma3_tower,
     projector_spec=_gemma3_projector,

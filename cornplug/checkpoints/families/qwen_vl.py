@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: towers that differ by model size, and mergers that reduce the rows."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: their towers, and mergers that reduce the number of rows."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _picture_spec(preprocessor: Json) -> Spec:
 def _video_spec(preprocessor: Json) -> Spec:
     """Return the preprocessing spec of Qwen2VLVideoProcessor, which Qwen2.5-VL also uses.
 
-    The spec does not include which frames are sampled, because this follows from the processor's input.
+    The spec does not include which frames are sampled, because the processor's input determines them.
     """
     spec = pixel_spec(preprocessor, "Qwen2VLVideoProcessor", _VIDEO_DEFAULTS, "video_processor_type")
     size = dict(spec.pop("size", None) or {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768})
@@ -204,7 +204,7 @@ _QWEN3_VIDEO: Final[Json] = {
 def _qwen3_vision(config: Json) -> Spec:
     vision = _vision_spec(config, _QWEN3_VISION)
     levels, depth = list(vision["deepstack_visual_indexes"]), vision["depth"]
-    # vLLM selects a layer's merger by the layer's position in this list, SGLang by the order of the layers.
+    # vLLM selects a layer's merger by the layer's position in this list. SGLang selects it by layer order.
     if levels != sorted(set(levels)) or not all(0 <= layer < depth for layer in levels):
         raise CheckpointError(
             f"deepstack_visual_indexes {levels} must be ascending layers below {depth}.", reason="bad_config"

@@ -55,7 +55,7 @@ _WHISPER_UNREAD: Final = frozenset(
         "vocab_size",
     ]
 )
-"""Fields for Whisper's decoder, training and timestamps, which do not affect the encoder's output."""
+"""Fields for Whisper's decoder, training and timestamps. They do not affect the encoder's output."""
 _EXTRACTOR_DEFAULTS: Final[Json] = {
     "kind": "WhisperFeatureExtractor",
     "feature_size": 80,
@@ -69,7 +69,7 @@ _EXTRACTOR_DEFAULTS: Final[Json] = {
     "do_normalize": False,
 }
 # Fields that do not affect the spectrogram: derived fields, fields that the caller sets, names, and a filter
-# bank that old files contain and transformers does not read.
+# bank in old files, which transformers does not read.
 _NO_MELS: Final = frozenset(
     [
         "auto_map",
@@ -140,8 +140,8 @@ QWEN2_AUDIO: Final = ModelFamily(
 # -- Ultravox: a Whisper tower for any LLM, then a projector that stacks eight frames into a row ----
 #
 # A frozen tower is not in the checkpoint. `audio_model_id` is the id of the Whisper checkpoint that contains
-# the tower, and all Ultravox models with this Whisper share its features. Remote code from the hub is never
-# run. This description and `towers/whisper.py` follow vLLM's model of the same name.
+# the tower. All Ultravox models with the same Whisper checkpoint share the tower's output. Remote code from
+# the hub is never run. This description and `towers/whisper.py` follow vLLM's Ultravox model.
 
 _PROJECTOR_DEFAULTS: Final[Json] = {
     "hidden_size": 4096,

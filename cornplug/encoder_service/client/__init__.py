@@ -1,1 +1,1 @@
-"""Clients of the encoder service. They do not need torch."""
+"""Clients of the encoder service, which do not need torch."""

@@ -1,9 +1,9 @@
-"""asyncio client of one or several encoder services. Does not need torch.
+"""asyncio client for one or several encoder services. It does not need torch.
 
-    medium ──MediaPayload──> ranking by content ──> RetrySequence ──> POST ──> EmbeddingRef
+    item   ──MediaPayload──> ranking by content ──> RetrySequence ──> POST ──> EmbeddingRef
                                     └─ next service <── CircuitBreakers <──┘ down, busy, bad response
 
-A retry is always safe, because an embedding's key is a digest of the medium's content.
+A retry is always safe, because the key of an embedding is a digest of the media item's content.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from cornplug.qos import APP_HEADER, CLASS_HEADER
 from cornplug.store.base import Store
 
 CONCURRENCY: Final = 32
-"""Maximum number of items that one `encode_many` call has in flight."""
+"""Maximum number of items in flight in one `encode_many` call."""
 
 Services = str | Sequence[str] | Mapping[str, float]
 """One URL, several URLs, or {url: weight}."""
@@ -55,24 +55,24 @@ T = TypeVar("T")
 
 
 class AsyncEncoderClient:
-    """Client that gets embeddings of media over HTTP.
+    """Client that requests embeddings of media over HTTP.
 
-    Use it from one event loop, and `close` it or use it in `async with`.
+    Use it from one event loop, and call `close` or use it in `async with`.
 
     Args:
-        services: One URL, several URLs, or {url: weight}. Each medium is hashed to a preferred service, so
-            that a repeated medium goes to the service that has it cached. By default `encoder.urls`, or else
-            `encoder.host` and `encoder.port`.
-        store: Store that services save embeddings to, and from which this client reads and verifies them. By
-            default, if `services` is not set, this host's store for the configured services on this host.
-        deadline_s: Maximum seconds to wait for one embedding, including reading the medium and retries. By
-            default `encoder.deadline_s`.
+        services: One URL, several URLs, or {url: weight}. Each media item is hashed to a preferred service,
+            so that a repeated item goes to the service that has it cached. The default is `encoder.urls`, or
+            `encoder.host` and `encoder.port` if `encoder.urls` is not set.
+        store: Store in which services save embeddings, and from which this client reads and verifies them. If
+            `services` is not set, the default is this host's store for the configured services on this host.
+        deadline_s: Maximum seconds to wait for one embedding, including reading the media item and retries.
+            The default is `encoder.deadline_s`.
         api_key: Key that is sent as `Authorization: Bearer`.
-        app: Name under which the service counts and classifies the requests. By default the service's
-            default.
-        service_class: Class of service to request. By default the class of the key or app.
-        decoding: Engine that will use the embeddings (`messages.Decoding`), which determines how images are
-            decoded. By default the newest vLLM that cornplug supports.
+        app: App name by which the service counts and classifies the requests. The default is the service's
+            default app.
+        service_class: Service class to request. The default is the class of the key or app.
+        decoding: Engine that will use the embeddings (`messages.Decoding`). It determines how images are
+            decoded. The default is the newest vLLM that cornplug supports.
         transport: httpx transport for tests and proxies. Proxies from the environment (`http_proxy`) are not
             used.
     """
@@ -126,11 +126,12 @@ class AsyncEncoderClient:
         cache_salt: str | None = None,
         deadline_s: float | None = None,
     ) -> EmbeddingRef:
-        """Return the embedding of one medium. A medium is a path, the bytes of a file, or a PIL image.
+        """Return the embedding of one media item, passed as `image`, `video` or `audio`: a path, the bytes of
+        a file, or (images only) a PIL image.
 
-        Raises EncoderUnavailable ("encoder_down", "encoder_timeout", "encoder_bad_response",
-        "encoder_backoff" if all services failed recently), EncoderRefused (the service's reason and message),
-        MediaError("not_found", "unprocessable").
+        Raises EncoderUnavailable with the reason "encoder_down", "encoder_timeout", "encoder_bad_response",
+        or "encoder_backoff" if all services failed recently. Raises EncoderRefused with the service's reason
+        and message, and MediaError("not_found") or ("unprocessable").
         """
         given = {"image": image, "video": video, "audio": audio}
         item: Any = {modality: medium for modality, medium in given.items() if medium is not None}
@@ -139,9 +140,9 @@ class AsyncEncoderClient:
     async def encode_item(
         self, item: Item, *, model: str, cache_salt: str | None = None, deadline_s: float | None = None
     ) -> EmbeddingRef:
-        """Return the embedding of an image or of {"image" | "video" | "audio": medium}, as `encode` does."""
+        """Return the embedding of an image or of {"image" | "video" | "audio": media}. See `encode`."""
         began = time.monotonic()
-        # A PIL image is encoded as PNG, which takes 0.1 s for a large image.
+        # A PIL image is encoded as PNG. This takes 0.1 s for a large image.
         medium = await asyncio.to_thread(MediaPayload.of, item)
 
         async def send(url: str, timeout_s: float) -> EmbeddingRef:
@@ -158,11 +159,11 @@ class AsyncEncoderClient:
         deadline_s: float | None = None,
         concurrency: int = CONCURRENCY,
     ) -> AsyncIterator[Result]:
-        """Yield (index, reference or error) of each item as it finishes, in any order.
+        """Yield (index, reference or error) for each item when it finishes, in any order.
 
-        `deadline_s` applies to each item from the time that it is taken from the iterable. At most
-        `concurrency` items are in flight, and the next item is taken when an item finishes, so a generator of
-        millions of items uses little memory.
+        `deadline_s` applies to each item, from the time when it is read from the iterable. At most
+        `concurrency` items are in flight, and the next item is read when an item finishes. Therefore a
+        generator of millions of items needs little memory.
         """
         waiting = iter(enumerate(items))
         ended: asyncio.Queue[asyncio.Task[EmbeddingRef]] = asyncio.Queue()
@@ -202,7 +203,7 @@ class AsyncEncoderClient:
         return await self._attempt(b"", send, None, time.monotonic())
 
     async def close(self) -> None:
-        """Close the connections. References stay valid, because each holds its own copy of the bytes."""
+        """Close the connections. References stay valid, because each has its own copy of the bytes."""
         await self._http.aclose()
         if self._own_store is not None:
             self._own_store.close()
@@ -222,7 +223,7 @@ class AsyncEncoderClient:
         deadline_s: float | None,
         began: float,
     ) -> T:
-        """Call `send(url, timeout_s)` for one service after another, and return the first result.
+        """Call `send(url, timeout_s)` for one service after another. Return the first result.
 
         The deadline counts from `began`.
         """
@@ -247,7 +248,7 @@ class AsyncEncoderClient:
             except RemoteFailure as failed:
                 last = failed.refusal
             except EncoderUnavailable as e:
-                # An earlier error is more informative than the timeout of a short last attempt.
+                # An earlier error says more than the timeout of a short last attempt.
                 if last is None or e.reason != "encoder_timeout":
                     last = e
         raise last or EncoderUnavailable(
@@ -275,7 +276,8 @@ class AsyncEncoderClient:
         self, url: str, timeout_s: float, medium: MediaPayload, model: str, cache_salt: str | None
     ) -> EmbeddingRef:
         store = self._stores[url]
-        # The second attempt requests the bytes in the response, in case the entry was evicted from the store.
+        # The second attempt requests the bytes in the response. The entry may have been evicted from the
+        # store.
         for source in [store, None] if store is not None else [None]:
             answer = await endpoints.exchange(
                 self._http,
@@ -285,7 +287,7 @@ class AsyncEncoderClient:
                 data=endpoints.form(model, cache_salt, timeout_s, inline=source is None),
                 files={medium.modality: (medium.name, medium.data)},
             )
-            # The store responds in microseconds, and the read has its own deadline, so no thread is needed.
+            # The store responds in microseconds and the read has its own deadline, so no thread is needed.
             ref = retry.embedding(answer, source)
             if ref is not None:
                 return ref
@@ -296,7 +298,7 @@ def _unavailable(url: str, e: Exception) -> EncoderUnavailable:
     late = isinstance(e, TimeoutError | httpx.TimeoutException) and not isinstance(e, httpx.ConnectTimeout)
     return EncoderUnavailable(
         f"no response from {url} in time" if late
-        else f"no encoder service at {url}: {e!r}; start one with: cornplug encoder --model ...",
+        else f"no encoder service at {url}: {e!r}; start a service with: cornplug encoder --model ...",
         reason="encoder_timeout" if late else "encoder_down",
     )  # fmt: skip
 
@@ -304,28 +306,28 @@ def _unavailable(url: str, e: Exception) -> EncoderUnavailable:
 Medium = str | os.PathLike[Any] | bytes | Image.Image
 """A path, the bytes of a file, or a PIL image."""
 Item = Medium | Mapping[Modality, Medium]
-"""An image, or {"image" | "video" | "audio": medium}."""
+"""An image, or {"image" | "video" | "audio": media}."""
 Result = tuple[int, EmbeddingRef | CornplugError]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaPayload:
-    """One medium, ready to be sent as a file."""
+    """One media item, ready to be sent as a file."""
 
     modality: Modality
     name: str
     data: bytes = field(repr=False)
     content: bytes
-    """Digest by which services are ranked, which is not sent. It is the SHA-256 of the bytes, or the digest
-    of a PIL image's pixels, because a PNG's bytes depend on the encoder."""
+    """Digest by which services are ranked. It is not sent. It is the SHA-256 of the bytes. For a PIL image,
+    it is the digest of the pixels, because a PNG's bytes depend on the encoder."""
 
     @classmethod
     def of(cls, item: Item) -> Self:
-        """Create the payload for an item. Reads a path, and encodes a PIL image as PNG without loss.
+        """Create the payload for an item. Reads a path, and encodes a PIL image losslessly as PNG.
 
-        Raises MediaError: "not_found" if a path cannot be read; "unprocessable" if a PIL image is damaged,
-        has a mode that PNG lacks, or is passed as video or audio; "bad_input" if the item has another type
-        or does not have exactly one medium.
+        Raises MediaError with one of these reasons. "not_found": a path cannot be read. "unprocessable": a
+        PIL image is corrupt, has a mode that PNG lacks, or is passed as video or audio. "bad_input": the item
+        has another type, or does not have exactly one of the three keys.
         """
         modality: Modality
         medium: Medium

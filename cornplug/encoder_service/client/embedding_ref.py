@@ -43,25 +43,26 @@ _VLLM: Final[Mapping[str, bool]] = {"llava": False, "qwen2_vl": True, "qwen2_5_v
 class EmbeddingRef:
     """One embedding of shape (rows, hidden_size), read-only.
 
-    The reference has its own verified copy of the bytes, so it stays valid after the store or service ends.
+    The reference has its own verified copy of the bytes, so it stays valid after the store or the service
+    exits.
     """
 
     key: bytes
     shape: tuple[int, ...]
     dtype: str
-    """Name of the dtype in torch, without "torch."."""
+    """Name of the torch dtype without the "torch." prefix."""
     origin: str
     """How the service obtained the embedding: "computed" for this request, "coalesced" with another request,
     or "cached"."""
     service_time_s: float
     """Seconds in the service, from the receipt of the request to the reply."""
     handle: str | None = None
-    """Handle that the service signed, or None. It replaces the image in a request to an engine (see
+    """Handle that the service signed, or None. It can replace the image in a request to an engine (see
     `wire.embedding_file`)."""
     data: memoryview = field(repr=False)
     """Bytes of the embedding, read-only."""
     in_store: bool = False
-    """Whether the bytes were read from this host's store. Otherwise they were in the response."""
+    """Whether the bytes were read from this host's store. If not, they were in the response."""
 
     @classmethod
     def inline(
@@ -75,8 +76,8 @@ class EmbeddingRef:
         data: bytes,
         handle: str | None = None,
     ) -> EmbeddingRef:
-        """Create a reference to bytes from a response. Raises ValueError if `data` does not fill the
-        shape."""
+        """Create a reference to bytes from a response. Raises ValueError if the size of `data` does not match
+        the shape."""
         _check_size(dtype, shape, len(data))
         return cls(
             key=key,
@@ -89,17 +90,17 @@ class EmbeddingRef:
         )
 
     def numpy(self) -> npt.NDArray[np.generic]:
-        """Return the embedding as a read-only array. bfloat16, which numpy lacks, is widened to float32
-        without loss."""
+        """Return the embedding as a read-only array. numpy has no bfloat16, so bfloat16 is converted to
+        float32 without loss."""
         if self.dtype == "bfloat16":
             narrow = np.frombuffer(self.data, dtype="<u2").astype(np.uint32)
             return (narrow << 16).view(np.float32).reshape(self.shape)
         return np.frombuffer(self.data, dtype=np.dtype(self.dtype)).reshape(self.shape)
 
     def tensor(self) -> torch.Tensor:
-        """Return the embedding as a CPU tensor. The bytes are copied, because torch has no read-only
-        tensors."""
-        # Import torch only here, because this module must load without torch.
+        """Return the embedding as a CPU tensor. The tensor has its own copy of the bytes, because torch has
+        no read-only tensors."""
+        # Import torch only here, because this module must be importable without torch.
         torch = importlib.import_module("torch")
 
         flat = torch.frombuffer(bytearray(self.data), dtype=getattr(torch, self.dtype))
@@ -119,10 +120,10 @@ def from_store(
     handle: str | None = None,
     deadline_s: float = STORE_DEADLINE_S,
 ) -> EmbeddingRef | None:
-    """Return a reference to a verified copy of a stored embedding, or None if the store does not have it.
+    """Return a reference to a verified copy of a stored embedding. Return None if the store does not have it.
 
     The bytes are copied, because a lease expires or ends with the connection, and a list of references would
-    pin the store's memory. Also returns None if the store does not respond or the entry is damaged. The
+    pin the store's memory. The result is also None if the store does not respond or the entry is corrupt. The
     caller then requests the bytes from the service.
     """
     try:
@@ -157,13 +158,13 @@ def _check_size(dtype: str, shape: tuple[int, ...], size: int) -> None:
 def vllm_part(ref: EmbeddingRef, *, by_value: bool = False) -> dict[str, Any]:
     """Return a content part of a chat message for vLLM 0.32, in place of an `image_url` part.
 
-    The part contains the handle unless `by_value` is set. With a handle, the engine must have the service's
-    `store.secret_file` and store, the request's `cache_salt` must be the salt that the image was encoded
-    with, and the entry must still be in the store. Otherwise the request fails with status 400, because the
-    engine has no pixels to fall back to.
+    The part contains the handle unless `by_value` is set. A handle has three requirements. The engine must
+    have the service's `store.secret_file` and store. The request's `cache_salt` must be the salt with which
+    the image was encoded. The entry must still be in the store. Otherwise the request fails with status 400,
+    because the engine has no pixels from which to compute the embedding.
 
-    Raises EncoderRefused: "no_handle" if the service returned no handle, "unsupported" if vLLM's model does
-    not accept embeddings.
+    Raises EncoderRefused("no_handle") if the service returned no handle, and EncoderRefused("unsupported") if
+    vLLM's model does not accept embeddings.
     """
     if ref.handle is None:
         raise EncoderRefused("the service returned no embedding handle", reason="no_handle")
@@ -185,7 +186,7 @@ def vllm_part(ref: EmbeddingRef, *, by_value: bool = False) -> dict[str, Any]:
 
 
 def _npy(ref: EmbeddingRef) -> str:
-    """Return the embedding as .npy in base64. bfloat16, which numpy lacks, is widened to float32."""
+    """Return the embedding as .npy in base64. numpy has no bfloat16, so bfloat16 is converted to float32."""
     out = io.BytesIO()
     np.save(out, ref.numpy(), allow_pickle=False)
     return base64.b64encode(out.getvalue()).decode()

@@ -1,10 +1,11 @@
-"""Services and this host's store from the configuration, and the order of the services for each medium.
+"""Services and this host's store from the configuration, and the order of services for each media item.
 
-The order is computed by highest-random-weight (rendezvous) hashing, so a repeated medium goes to the service
-that has it cached. All clients compute the same order without coordination. When a service fails, only its
-media move, each to the second service in the medium's order. They move back when the service recovers.
+The order is computed by highest-random-weight (rendezvous) hashing, so a repeated item goes to the service
+that has it cached. All clients compute the same order without coordination. When a service fails, each of its
+items goes to the second service in the item's order. Other items are not affected. When the service recovers,
+its items go to it again.
 
-Requests over httpx carry the caller's trace context if opentelemetry-api is installed.
+Requests over httpx contain the caller's trace context if opentelemetry-api is installed.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _SPAN: Final = float(1 << 53)
 
 
 def services(urls: str | Sequence[str] | Mapping[str, float]) -> dict[str, float]:
-    """Return the weight of each service by URL. URLs are normalised, so that all clients compute the same
+    """Return the weight of each service, by URL. URLs are normalised, so that all clients compute the same
     order.
 
-    Raises ConfigError("encoder.urls") for an empty list, a scheme other than http and https, and a weight
-    that is not positive and finite.
+    Raises ConfigError("encoder.urls") for an empty list, a scheme other than http and https, or a weight that
+    is not positive and finite.
     """
     weighted = (
         urls if isinstance(urls, Mapping) else dict.fromkeys([urls] if isinstance(urls, str) else urls, 1.0)
@@ -59,10 +60,11 @@ def services(urls: str | Sequence[str] | Mapping[str, float]) -> dict[str, float
 
 
 def ranking(content: bytes, services: Mapping[str, float]) -> list[str]:
-    """Return all services in the order of preference for a medium with the digest `content`.
+    """Return all services in order of preference for a media item with the digest `content`.
 
-    Each service is first for a share of media proportional to its weight. The score is -w / ln(u) with u
-    uniform in (0, 1) from SHA-256 (Schindelhauer and Schomaker, "Weighted distributed hash tables", 2005).
+    The share of items for which a service is first is proportional to its weight. The score is -w / ln(u),
+    with u from SHA-256, uniform in (0, 1) (Schindelhauer and Schomaker, "Weighted distributed hash tables",
+    2005).
     """
 
     def score(url: str) -> float:
@@ -99,19 +101,20 @@ def url_name(name: str) -> str:
 
 
 def local_store(config: Config) -> Store | None:
-    """Return the configured store, or None if it is this host's store and has not been started."""
+    """Return the configured store. Return None if it is this host's store and has not been started."""
     if is_host_store(config.store) and not config.store.socket.exists():
         return None
     return open_store(config.store, autostart=False)
 
 
 _CONNECT_S: Final = 1.0
-"""Seconds to wait for a connection. A host that takes longer to accept a connection counts as down."""
+"""Seconds to wait for a connection. A host that needs longer to accept a connection counts as down."""
 _MAX_ANSWER_BYTES: Final = 1 << 30
 
 
 def trace_headers() -> dict[str, str]:
-    """Return the headers that propagate the current span (`traceparent` and any of the app's propagators).
+    """Return the headers that propagate the current span (`traceparent`, and headers of the app's
+    propagators).
 
     Empty if there is no span.
     """
@@ -124,7 +127,7 @@ def trace_headers() -> dict[str, str]:
 
 @functools.cache
 def _inject() -> Callable[[dict[str, str]], None] | None:
-    # Imported at the first request, so that importing this module stays cheap.
+    # Import at the first request, so that importing this module stays fast.
     try:
         propagate = importlib.import_module("opentelemetry.propagate")
     except ImportError:
@@ -151,7 +154,7 @@ async def exchange(
 
 
 def form(model: str, cache_salt: str | None, deadline_s: float, *, inline: bool) -> dict[str, str]:
-    """Return the form fields of a request to `/v1/encode`, without the medium."""
+    """Return the form fields of a request to `/v1/encode`, without the media item."""
     fields = {"model": model, "deadline_s": f"{deadline_s:g}", "inline": "true" if inline else "false"}
     return fields if cache_salt is None else {**fields, "cache_salt": cache_salt}
 

@@ -1,11 +1,12 @@
-"""Client that engines use for services on other hosts: sealed HTTP requests, sent by one thread. Does not
-need torch.
+"""Client that engines use for services on other hosts. One thread sends sealed (encrypted) HTTP requests.
+Does not need torch.
 
     submit ──> [thread: asyncio] ──> ranking by key ──> first service that is up ──> sealed POST
     future <── reply, or the last error <── next service <──┘ down, late, full
 
 As with `SocketEncoder`, `submit` never blocks, and the future is done by the request's deadline. A service
-that failed is skipped until it has replied to a DescribeRequest, which the thread sends after a backoff.
+that failed is skipped until it replies to a DescribeRequest. The thread sends a DescribeRequest after a
+backoff.
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ _BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
 _PROBE_S: Final = 2.0
 _LEFT_OUT_S: Final = 0.5
 _MOST_LEFT_OUT_S: Final = 5.0
-"""Maximum seconds for which a full service is skipped, even if it requests a longer pause. Another attempt
-costs little."""
+"""Maximum seconds for which an overloaded service is skipped, even if the service requests a longer pause.
+Another attempt costs little."""
 _MARGIN_S: Final = 5.0
 _PART_OF_TIMEOUT: Final = 0.9
 """Deadline in a MediumRequest, as a fraction of this client's timeout for the service."""
 _KEEPALIVE_S: Final = 2.0
-"""Seconds that an idle connection is kept. Shorter than uvicorn's 5 s, because a connection that the service
-closes first would look like a crash."""
+"""Seconds for which an idle connection is kept. Shorter than uvicorn's 5 s, because a connection that the
+service closes first would look like a crash."""
 log = logging.getLogger(__name__)
 
 
@@ -81,10 +82,10 @@ class _ErrorBody(msgspec.Struct):
 
 
 def down(url: str, why: Exception) -> EncoderUnavailable:
-    """Return the error for a service that cannot be reached, or that closed the connection."""
+    """Return the error for a service that cannot be reached, or that has closed the connection."""
     return EncoderUnavailable(
-        f"no service responds at {url} ({str(why) or type(why).__name__}); start one there with: cornplug "
-        "encoder --model ... --host ADDRESS",
+        f"no service responds at {url} ({str(why) or type(why).__name__}); start a service there with: "
+        "cornplug encoder --model ... --host ADDRESS",
         reason="encoder_down",
     )
 
@@ -92,7 +93,7 @@ def down(url: str, why: Exception) -> EncoderUnavailable:
 def refusal_of(url: str, answer: HttpAnswer) -> EncoderError:
     """Return the error for a response that is not sealed.
 
-    A forged response can only make the engine run its own tower.
+    An attacker who forges a response can only make the engine run its own tower.
     """
     said, retry_after_s = "", None
     with contextlib.suppress(msgspec.MsgspecError, RecursionError):
@@ -120,8 +121,8 @@ def refusal_of(url: str, answer: HttpAnswer) -> EncoderError:
 
 
 def copy_of(error: EncoderError | None) -> EncoderError:
-    """Return a copy of the error for one caller, because an exception that is raised again accumulates
-    tracebacks. None becomes an "encoder_down" error."""
+    """Return a copy of the error for one caller, or an "encoder_down" error for None. An exception object
+    that is raised several times accumulates tracebacks."""
     if isinstance(error, EncoderRefused):
         return EncoderRefused(str(error), reason=error.reason, retry_after_s=error.retry_after_s)
     return EncoderUnavailable(str(error), reason="encoder_down" if error is None else error.reason)
@@ -129,24 +130,26 @@ def copy_of(error: EncoderError | None) -> EncoderError:
 
 @dataclass(slots=True, eq=False)
 class _Service:
-    """State of one service. Only the client's thread writes it. Other threads read `error` and `proved`."""
+    """State of one service. Only the client's thread writes it. Other threads read only `error` and
+    `proved`."""
 
     url: str
     error: EncoderError | None = None
     """Reason why the service is skipped, or None while it is used."""
     proved: bool = False
     since: float = -math.inf
-    """Time from which the service has been used, on the monotonic clock."""
+    """Time since which the service is in use, on the monotonic clock."""
     pause_s: float = 0.0
     failed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class RemoteEncoder:
-    """Client for the HTTP ports of one or several services. Thread-safe; `close` it, or use it in `with`.
+    """Client for the HTTP ports of one or several services. Thread-safe. Call `close`, or use it in `with`.
 
-    Futures fail with EncoderUnavailable ("encoder_down", "encoder_timeout", "encoder_bad_response",
-    "encoder_version", "encoder_untrusted" if the responding server does not have `secret`) or with
-    EncoderRefused (the service's reason). They fail immediately while all services are skipped.
+    Futures fail with EncoderRefused (the service's reason) or with EncoderUnavailable. The reasons of
+    EncoderUnavailable are "encoder_down", "encoder_timeout", "encoder_bad_response", "encoder_version", and
+    "encoder_untrusted" if the responding server does not have `secret`. Futures fail immediately while all
+    services are skipped.
     """
 
     def __init__(self, urls: Sequence[str] | Mapping[str, float], secret: bytes) -> None:
@@ -171,10 +174,10 @@ class RemoteEncoder:
         return cast("Future[EncodeReply]", self._enqueue(request, order, request.deadline_s, size))
 
     def submit_medium(self, request: MediumRequest) -> Future[MediumReply]:
-        """Send one medium, or its URL, for a service to decode and encode. Returns immediately.
+        """Send one media item, or its URL, for a service to decode and encode. Returns immediately.
 
-        The future fails as for `submit`, and with EncoderRefused if no service would accept the medium (with
-        a reason for which `messages.is_of_medium` is true).
+        The future fails with the same errors as for `submit`. It also fails with EncoderRefused if no service
+        would accept the item. `messages.is_of_medium` is true for the reason in this case.
         """
         named = hashlib.sha256(request.data or request.url.encode()).digest()
         order = endpoints.ranking(named, self._weights)
@@ -191,7 +194,7 @@ class RemoteEncoder:
 
     @property
     def connected(self) -> bool:
-        """Whether at least one service has proved that it has the secret, and has not failed since."""
+        """Whether at least one service has proved that it has the secret and has not failed since then."""
         return any(service.proved and service.error is None for service in self._services.values())
 
     @property
@@ -200,7 +203,7 @@ class RemoteEncoder:
         if self._closed:
             return EncoderUnavailable("this client was closed", reason="encoder_down")
         if self._unanswered_bytes > MAX_OUTBOX_BYTES:
-            return EncoderUnavailable("the services respond too slowly", reason="encoder_timeout")
+            return EncoderUnavailable("the encoder services respond too slowly", reason="encoder_timeout")
         errors = [service.error for service in self._services.values()]
         return None if None in errors else copy_of(errors[0])
 
@@ -223,7 +226,7 @@ class RemoteEncoder:
 
     def _enqueue(self, request: HttpRequest, order: Sequence[str], deadline_s: float, size: int) -> _Answer:
         future: _Answer = Future()
-        # Mark the future as running, so that a caller cannot cancel it while the thread sets its result.
+        # Mark the future as running. Otherwise a caller could cancel it while the thread sets its result.
         future.set_running_or_notify_cancel()
         end = time.monotonic() + deadline_s
         with self._lock:
@@ -261,7 +264,7 @@ class RemoteEncoder:
         self, request: HttpRequest, order: Sequence[str], end: float, size: int, future: _Answer
     ) -> None:
         task = self._loop.create_task(self._ask(request, [self._services[url] for url in order], end))
-        # A callback also runs for a task that `close` cancels before its first step.
+        # The callback also runs for a task that `close` cancels before its first step.
         task.add_done_callback(partial(self._ended, size, future))
         self._keep(task)
 
@@ -280,7 +283,7 @@ class RemoteEncoder:
         future.set_exception(error)
 
     async def _ask(self, request: HttpRequest, order: Sequence[_Service], end: float) -> _Reply:
-        """Return the reply of the first service that sends one. Raises the last EncoderError if none does."""
+        """Return the first reply of a service. Raises the last EncoderError if no service replies."""
         last: EncoderError = EncoderUnavailable("no time left for a request", reason="encoder_timeout")
         asked = [s for s in order if s.error is None or isinstance(request, DescribeRequest)]
         if not asked and order[0].error is not None:
@@ -294,8 +297,8 @@ class RemoteEncoder:
             try:
                 timeout_s = left_s / 2 if spare else left_s
                 if isinstance(request, MediumRequest):
-                    # Use a shorter deadline, so that the service refuses a late medium before this client
-                    # gives up.
+                    # Use a shorter deadline, so that the service refuses a late request before this client
+                    # stops waiting.
                     request = msgspec.structs.replace(request, deadline_s=_PART_OF_TIMEOUT * timeout_s)
                 return await self._exchange(service.url, request, timeout_s)
             except EncoderRefused as e:
@@ -313,7 +316,8 @@ class RemoteEncoder:
         raise last
 
     def _leave_out(self, service: _Service, error: EncoderError, sent: float, pause_s: float) -> None:
-        # Concurrent requests fail together. Ignore requests that were sent before the service recovered.
+        # Concurrent requests fail together. Ignore failed requests that were sent before the service
+        # recovered.
         if sent >= service.since and service.error is None:
             service.error, service.pause_s = error, pause_s
             service.failed.set()
@@ -359,7 +363,7 @@ class RemoteEncoder:
         except (msgspec.MsgspecError, RecursionError) as e:
             raise EncoderUnavailable(f"{url}: invalid message: {e}", reason="encoder_bad_response") from e
         if isinstance(reply, EncodeRefusal | MediumRefusal):
-            # Errors about the medium are shown to the engine's client, for which the URL is irrelevant.
+            # The engine's client sees errors about its media item. The URL is irrelevant for these errors.
             said = reply.message if is_of_medium(reply.reason) else f"{url}: {reply.message}"
             raise EncoderRefused(said, reason=reply.reason, retry_after_s=reply.retry_after_s)
         if not isinstance(reply, _ANSWERS[type(request)]):

@@ -1,12 +1,13 @@
-"""Retry policy: which service is next, how long to pause, and when to give up. Also the parser of a service's
-responses: an embedding, a list of models, or the error to raise. Uses neither a clock nor sockets.
+"""Retry policy: which service is next, how long to pause, and when to give up. The module also parses a
+service's responses: an embedding, a list of models, or an error to raise. It uses neither a clock nor
+sockets.
 
     RetrySequence.next(now) ──> SendAttempt(url, timeout_s) ──> the client sends, updates `CircuitBreakers`
                             ├─> RetryPause(seconds)         ──> the client sleeps
                             └─> None                        ──> the client raises its last error
 
-An embedding's key is a digest of the medium's content, so a retry returns the same embedding. Every attempt
-may be repeated at any service.
+The key of an embedding is a digest of the media item's content, so a retry returns the same embedding. Every
+attempt may be repeated at any service.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ ROUNDS: Final = 4
 """Maximum number of passes of one request through its services."""
 BASE_S: Final = 0.1
 CAP_S: Final = 2.0
-"""Maximum backoff in seconds. The backoff after the n-th consecutive failure is uniform below
-min(CAP_S, BASE_S * 2^n) ("full jitter")."""
+"""Maximum backoff in seconds. After the n-th consecutive failure, the backoff is uniform in [c/2, c), with
+c = min(CAP_S, BASE_S * 2^(n-1)). The random part of a pause between rounds is uniform in [0, c)."""
 BUSY_S: Final = 0.5
-"""Mean pause in seconds after a refusal without a Retry-After."""
+"""Mean pause in seconds after a refusal without a requested delay."""
 RETRY_AFTER_CAP_S: Final = 60.0
 LEAST_S: Final = 0.005
-"""Minimum remaining time in seconds for an attempt."""
+"""Minimum remaining seconds for another attempt."""
 Random = Callable[[], float]
 """Function that returns a uniform value in [0, 1)."""
 
@@ -68,8 +69,7 @@ def _until(date: str, now_s: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class SendAttempt:
-    """Instruction to send the request to `url`, and to fail the attempt after `timeout_s` without a
-    response."""
+    """Instruction to send the request to `url`. The attempt fails after `timeout_s` without a response."""
 
     url: str
     timeout_s: float
@@ -87,9 +87,9 @@ class _Circuit:
     failures: int = 0
     failed_at: float = -math.inf
     down_until: float = 0.0
-    """End of the pause after a failed attempt. Any response ends the pause earlier."""
+    """End of the pause after a failed attempt. Any response ends this pause early."""
     busy_until: float = 0.0
-    """End of the pause that the service requested. Responses do not end it earlier."""
+    """End of the pause that the service requested. Responses do not end this pause early."""
 
     @property
     def opens_at(self) -> float:
@@ -97,9 +97,9 @@ class _Circuit:
 
 
 class CircuitBreakers:
-    """Health of each service, as one client observes it. Times are on the caller's clock, in seconds.
+    """Health of each service, as observed by one client. Times are on the caller's clock, in seconds.
 
-    All requests together send one attempt per backoff interval to a failed service.
+    All requests together send at most one attempt per backoff interval to a failed service.
     """
 
     def __init__(self, urls: Iterable[str], random: Random) -> None:
@@ -107,7 +107,7 @@ class CircuitBreakers:
         self._random = random
 
     def watch(self, urls: Iterable[str]) -> None:
-        """Add services. Services that were added before keep their state."""
+        """Add services. Services that were added earlier keep their state."""
         for url in urls:
             self._circuits.setdefault(url, _Circuit())
 
@@ -116,16 +116,17 @@ class CircuitBreakers:
         return now < self._circuits[url].opens_at
 
     def opens_at(self, url: str) -> float:
-        """Return the time at which requests may be sent to the service again."""
+        """Return the time from which requests may be sent to the service again."""
         return self._circuits[url].opens_at
 
     def take(self, url: str, now: float) -> bool:
-        """Return whether to use this service now. After a failure, the first attempt is a probe."""
+        """Return whether to use this service now. After a failure, only one request probes the service."""
         if self.is_open(url, now):
             return False
         circuit = self._circuits[url]
         if circuit.failures:
-            # Other requests use other services until the probe returns, or until this time if it is lost.
+            # Other requests use other services until the probe returns, or until this time if the probe is
+            # lost.
             circuit.down_until = now + _ceiling(circuit.failures)
         return True
 
@@ -135,20 +136,20 @@ class CircuitBreakers:
         circuit.failures, circuit.down_until = 0, 0.0
 
     def failed(self, url: str, now: float, *, sent: float) -> None:
-        """Record that the service sent no valid response to the request that was sent at `sent`."""
+        """Record that the service sent no valid response to a request that was sent at `sent`."""
         circuit = self._circuits[url]
         if sent < circuit.failed_at:
-            # Only the first failure of a burst counts.
+            # Only the first failure in a burst of requests counts.
             return
         circuit.failed_at = now
-        # At least half of the backoff, because with a jitter of 0 each request of a burst would try a dead
+        # Use at least half of the backoff. With a jitter of 0, each request of a burst would try a dead
         # service.
         circuit.down_until = now + _ceiling(circuit.failures) * (0.5 + self._random() / 2)
         circuit.failures += 1
 
     def refused(self, url: str, now: float, retry_after_s: float | None) -> None:
-        """Record that the service is busy or draining. `retry_after_s` is its Retry-After, or None if it sent
-        none."""
+        """Record that the service is busy or draining. `retry_after_s` is the delay that it requested, or
+        None if it requested none."""
         self.answered(url)
         pause = BUSY_S * (0.5 + self._random()) if retry_after_s is None else retry_after_s
         circuit = self._circuits[url]
@@ -158,8 +159,8 @@ class CircuitBreakers:
 class RetrySequence:
     """Sequence of attempts and pauses for one request.
 
-    The timeout of an attempt is half of the remaining time if another service is available, so that requests
-    do not fail when one service accepts connections but hangs.
+    If another service is available, the timeout of an attempt is half of the remaining time. Requests thus do
+    not fail if one service accepts connections but hangs.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class RetrySequence:
         self._random = random
         self._round = 0
         self._position = 0
-        # If all services are already down, wait and try only once, so that the caller gets the error soon.
+        # If all services are already down, wait and try only once, so that the caller soon gets the error.
         down = all(circuits.is_open(url, now) for url in order)
         self._rounds = min(2, ROUNDS) if down else ROUNDS
 
@@ -207,10 +208,10 @@ def _ceiling(failures: int) -> float:
 
 
 _BUSY: Final = frozenset({429, 503})
-"""Statuses of a service that is overloaded or draining, or in which the request's class exceeds its share.
-Another service may accept the request now, or the same service later."""
+"""Statuses for an overloaded or draining service, or for a class that exceeds its share. Another service may
+accept the request now, or the same service may accept it later."""
 _FAILED: Final = frozenset({500, 504})
-"""Statuses of a request that failed or was too late. Another service may succeed."""
+"""Statuses for a request that failed or was too late. Another service may succeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +225,8 @@ class HttpAnswer:
 
 
 class RetryLater(Exception):
-    """Raised if the service is alive but requests a pause. `refusal` is the error to raise to the caller."""
+    """Raised if the service is running but requests a pause. `refusal` is the error to raise to the
+    caller."""
 
     def __init__(self, refusal: EncoderRefused, retry_after_s: float | None) -> None:
         super().__init__(str(refusal))
@@ -233,7 +235,7 @@ class RetryLater(Exception):
 
 
 class RemoteFailure(Exception):
-    """Raised if the service is alive but failed on this request. `refusal` is the error to raise to the
+    """Raised if the service is running but failed on this request. `refusal` is the error to raise to the
     caller."""
 
     def __init__(self, refusal: EncoderRefused) -> None:
@@ -244,7 +246,7 @@ class RemoteFailure(Exception):
 def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
     """Return the embedding, or None if its bytes are neither in the response nor in the store.
 
-    Raises EncoderUnavailable("encoder_bad_response"), and the errors of `check`.
+    Raises EncoderUnavailable("encoder_bad_response"), and the same errors as `check`.
     """
     check(answer)
     try:
@@ -286,9 +288,9 @@ def models(answer: HttpAnswer) -> list[dict[str, Any]]:
 def check(answer: HttpAnswer) -> None:
     """Raise an exception unless the status is 200.
 
-    Raises RetryLater (429, 503, or 500 and 504 with a Retry-After), RemoteFailure (500, 504),
-    EncoderUnavailable("encoder_bad_response") if the body is invalid, or EncoderRefused (the service's reason
-    and message).
+    Raises EncoderUnavailable("encoder_bad_response") if the body is invalid. Otherwise raises RetryLater for
+    429 and 503, and for 500 and 504 with a retry delay (in the body or the Retry-After header), RemoteFailure
+    for other 500 and 504 responses, and EncoderRefused with the service's reason for all other statuses.
     """
     if answer.status == 200:
         return

@@ -1,4 +1,4 @@
-"""Clients of the encoder service that do not need torch: HTTP for applications, a socket for engines.
+"""Blocking HTTP client of the encoder service, for applications. It does not need torch.
 
 from cornplug import EncoderClient
 ref = EncoderClient().encode("photo.jpg", model="llava-hf/llava-1.5-7b-hf")
@@ -40,10 +40,10 @@ T = TypeVar("T")
 
 
 class EncoderClient:
-    """Blocking form of `AsyncEncoderClient`, with the same arguments, results and errors.
+    """Blocking variant of `AsyncEncoderClient`, with the same arguments, results and errors.
 
-    Thread-safe; `close` it, or use it in `with`. The asyncio client runs in a separate thread, so that this
-    client also works in a notebook. This client cannot be used after a fork.
+    Thread-safe. Call `close`, or use it in `with`. The asyncio client runs in a separate thread, so this
+    client also works in a notebook. After a fork, the client cannot be used.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class EncoderClient:
         cache_salt: str | None = None,
         deadline_s: float | None = None,
     ) -> EmbeddingRef:
-        """Return the embedding of one medium, as `AsyncEncoderClient.encode` does."""
+        """Return the embedding of one media item. See `AsyncEncoderClient.encode`."""
         return self._run(
             self._client.encode(
                 image, model=model, video=video, audio=audio, cache_salt=cache_salt, deadline_s=deadline_s
@@ -101,14 +101,15 @@ class EncoderClient:
         deadline_s: float | None = None,
         concurrency: int = CONCURRENCY,
     ) -> Iterator[Result]:
-        """Yield results as `AsyncEncoderClient.encode_many` does. Closing the iterator cancels the items in
-        flight."""
+        """Yield the same results as `AsyncEncoderClient.encode_many`. Closing the iterator cancels the items
+        in flight."""
         waiting = iter(enumerate(items))
         ended: queue.SimpleQueue[Future[EmbeddingRef]] = queue.SimpleQueue()
         in_flight: dict[Future[EmbeddingRef], int] = {}
         try:
             while True:
-                # Iterate in the caller's thread, because a generator may itself call this client.
+                # Iterate in the caller's thread, because the iterable may be a generator that calls this
+                # client.
                 for index, item in itertools.islice(waiting, concurrency - len(in_flight)):
                     future = self._start(
                         self._client.encode_item(
@@ -119,7 +120,7 @@ class EncoderClient:
                     future.add_done_callback(ended.put)
                 if not in_flight:
                     return
-                # This wait is bounded, because each item ends by its deadline.
+                # The wait is bounded, because each item ends by its deadline.
                 future = ended.get()
                 index = in_flight.pop(future)
                 result: EmbeddingRef | CornplugError
@@ -133,11 +134,11 @@ class EncoderClient:
                 future.cancel()
 
     def models(self) -> list[dict[str, Any]]:
-        """Return the served models, as `AsyncEncoderClient.models` does."""
+        """Return the served models. See `AsyncEncoderClient.models`."""
         return self._run(self._client.models())
 
     def close(self) -> None:
-        """Close the client. Calls in progress on other threads, and later calls, fail with "closed"."""
+        """Close the client. Calls in progress on other threads fail with "closed", and so do later calls."""
         with self._lock:
             if self._ended or self._pid != os.getpid():
                 return
@@ -169,7 +170,7 @@ class EncoderClient:
         try:
             return _result(future)
         finally:
-            # Cancels the work after a KeyboardInterrupt. Has no effect if the work is done.
+            # Cancel the work after a KeyboardInterrupt. This has no effect if the work is done.
             future.cancel()
 
     def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:

@@ -1,4 +1,4 @@
-"""Client that engines use for the encoder service on this host: one connection, in a separate thread. Does
+"""Client that engines use for the encoder service on this host. A separate thread has one connection. Does
 not need torch.
 
 `submit` never blocks. It returns a future that is done by the request's deadline, even if the service hangs
@@ -48,19 +48,19 @@ from cornplug.local_socket import FrameBuffer, frame
 _BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
 _MARGIN_S: Final = 5.0
 MAX_OUTBOX_BYTES: Final = 512 << 20
-"""Number of unsent bytes above which requests fail immediately, so that a stopped service cannot make this
+"""Number of unsent bytes above which requests fail immediately. Otherwise a stopped service could make this
 process run out of memory."""
 
 Result = EncodeReply | DescribeReply
 
 
 class SocketEncoder:
-    """Client for the service's unix socket. Thread-safe; `close` it, or use it in `with`.
+    """Client for the service's unix socket. Thread-safe. Call `close`, or use it in `with`.
 
-    Futures fail with EncoderUnavailable ("encoder_down", "encoder_timeout", "encoder_bad_response",
-    "encoder_version", "encoder_untrusted" if the listener belongs to another user or does not have `secret`)
-    or with EncoderRefused (the service's reason). If no service runs, they fail immediately, and the thread
-    tries to connect about every second.
+    Futures fail with EncoderRefused (the service's reason) or with EncoderUnavailable. The reasons of
+    EncoderUnavailable are "encoder_down", "encoder_timeout", "encoder_bad_response", "encoder_version", and
+    "encoder_untrusted" if the listener belongs to another user or does not have `secret`. If no service runs,
+    futures fail immediately, and the thread tries to connect about every second.
     """
 
     def __init__(self, path: Path, secret: bytes) -> None:
@@ -74,7 +74,7 @@ class SocketEncoder:
         self._last_id = 0
         self._socket: socket.socket | None = None
         self._refusing: EncoderUnavailable | None = None
-        """Error of the last attempt to connect. Requests fail with it until an attempt succeeds."""
+        """Error of the last attempt to connect. Requests fail with this error until an attempt succeeds."""
         self._closed = False
         self._decode = msgspec.msgpack.Decoder(Reply).decode
         self._encode = msgspec.msgpack.Encoder().encode
@@ -85,13 +85,13 @@ class SocketEncoder:
         self._thread.start()
 
     def submit(self, request: EncodeRequest) -> Future[EncodeReply]:
-        """Send one request, with an `id` that this client chooses. Returns immediately."""
+        """Send one request. This client chooses the request's `id`. Returns immediately."""
         # For an EncodeRequest, `_reply` sets only an EncodeReply as the future's result.
         return cast("Future[EncodeReply]", self._enqueue(request, request.deadline_s))
 
     def describe(self, deadline_s: float) -> tuple[ServedModel, ...]:
         """Return the served models. Waits up to `deadline_s`. Raises EncoderUnavailable."""
-        # The thread completes the future by its deadline. The margin is for a machine under load.
+        # The thread completes the future by its deadline. The margin is for a machine with high load.
         described = cast(
             DescribeReply, self._enqueue(DescribeRequest(), deadline_s).result(deadline_s + _MARGIN_S)
         )
@@ -152,13 +152,13 @@ class SocketEncoder:
             return EncoderUnavailable(str(self._refusing), reason=self._refusing.reason)
         if self._frames.unsent_bytes > MAX_OUTBOX_BYTES:
             return EncoderUnavailable(
-                f"the service at {self._path} does not read its socket", reason="encoder_timeout"
+                f"the service at {self._path} does not read from its socket", reason="encoder_timeout"
             )
         return None
 
     def _down(self, why: str) -> EncoderUnavailable:
         return EncoderUnavailable(
-            f"{why} at {self._path}; start one with: cornplug encoder --model ...", reason="encoder_down"
+            f"{why} at {self._path}; start it with: cornplug encoder --model ...", reason="encoder_down"
         )
 
     def _untrusted(self, why: EncoderUnavailable) -> EncoderUnavailable:
@@ -177,7 +177,7 @@ class SocketEncoder:
                 with self._lock:
                     served, self._socket = self._socket is not None, None
                 sock.close()
-            # Requests fail immediately until a service is verified.
+            # Requests fail immediately until the service has been verified.
             self._fail_all(error, refuse=not served)
             if not served:
                 self._sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
@@ -185,7 +185,7 @@ class SocketEncoder:
                 continue
             attempt = 0
             if error.reason != "encoder_down":
-                # A service that sent a bad response would repeat it, so do not retry in a tight loop.
+                # A service that sent a bad response would send it again, so do not retry in a tight loop.
                 self._sleep(_BACKOFF_S[-1])
         self._fail_all(self._down("this client was closed"), refuse=True)
         self._woken.close()
@@ -210,7 +210,7 @@ class SocketEncoder:
         return sock
 
     def _converse(self, sock: socket.socket, asking: EngineHandshake) -> EncoderUnavailable:
-        """Send and receive until the connection ends. Returns the error that ended it."""
+        """Send and receive until the connection ends. Return the error that ended it."""
         give_up_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
@@ -271,7 +271,7 @@ class SocketEncoder:
             if found is None and not 0 < reply.id <= self._last_id:
                 raise ProtocolError(f"reply to unknown request id {reply.id}")
         if found is None:
-            return  # The reply is late; the future has already failed.
+            return  # The reply is late. The future has already failed.
         if isinstance(reply, EncodeRefusal):
             _fail(found[0], EncoderRefused(reply.message, reason=reply.reason))
         else:
@@ -287,7 +287,7 @@ class SocketEncoder:
         now = time.monotonic()
         with self._lock:
             late = {n for n, (_, deadline) in self._pending.items() if deadline <= now}
-            # Also drop requests that the caller cancelled, so that they are not sent.
+            # Also drop requests that the caller has cancelled, so that they are not sent.
             gone = {n for n, (future, _) in self._pending.items() if future.cancelled()} - late
             expired = [self._pending.pop(n)[0] for n in late]
             for n in gone:
@@ -312,8 +312,8 @@ class SocketEncoder:
             _fail(future, error)
 
     def _sleep(self, seconds: float) -> None:
-        """Wait for `seconds`, or until `close`. Requests that are submitted meanwhile still end by their
-        deadlines."""
+        """Wait for `seconds`, or until `close`. Requests that are submitted during the wait still end by
+        their deadlines."""
         end = time.monotonic() + seconds
         while not self._closed and (left := end - time.monotonic()) > 0:
             deadline = self._next_deadline_s()
@@ -324,7 +324,7 @@ class SocketEncoder:
             self._expire()
 
     def _wake(self) -> None:
-        # An error means that the buffer is full, so the thread wakes anyway, or that the thread has ended.
+        # An error means that the buffer is full, so the thread wakes up anyway, or that the thread has ended.
         with contextlib.suppress(OSError):
             self._waker.send(b"x")
 

@@ -1,1 +1,1 @@
-"""Admission and execution of requests, up to the stored embedding and the reply."""
+"""Admission and execution of requests, up to the reply and the stored embedding."""

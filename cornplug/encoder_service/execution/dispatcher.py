@@ -1,10 +1,11 @@
-"""Dispatch of batches to executors, of embeddings to the store, and of replies to the waiting requests.
+"""Runs batches on executors, saves the embeddings in the store, and sends the replies to waiting requests.
 
     Batcher ─take─> a lane of an executor ─BatchResult─> publishing threads ─finish─> RequestReplies
                     (one thread each)                    store, then replies
 
-A batch is formed as late as possible, when a lane is free to run it. If a batch fails, its jobs are retried
-one by one. If a replica dies, its jobs are retried once on another replica.
+A lane is a thread that runs one batch at a time on an executor. A batch is formed as late as possible, when a
+lane is free. If a batch fails, its jobs are retried one by one. If a replica (an executor's process) dies,
+its jobs are retried once on another replica.
 
 `RequestReplies` counts each reply before sending it to the caller.
 """
@@ -38,13 +39,13 @@ from cornplug.errors import ReplicaLost
 Origin = Literal["computed", "coalesced", "cached"]
 Reason = Literal["unknown_model", "bad_input", "overloaded", "over_share", "too_late", "internal"]
 _POLL_S: Final = 0.05
-"""Interval in seconds at which a lane whose executor is down checks which executors are ready."""
+"""Seconds between checks for a ready executor, by a lane whose own executor is down."""
 _MAX_PUBLISHERS: Final = 4
 log = logging.getLogger(__name__)
 
 
 class RequestReplies:
-    """Sender of replies to pending requests. It also reports their durations to metrics and admission.
+    """Sends replies to pending requests, and reports the requests' durations to metrics and admission.
     Thread-safe."""
 
     def __init__(self, admission: EncodeAdmission, observer: RequestObserver) -> None:
@@ -65,7 +66,7 @@ class RequestReplies:
             tensor=tensor,
             service_time_s=seconds,
         )
-        # Count the reply before the caller receives it, so that the caller's next scrape includes it.
+        # Count the reply before the caller receives it, so that the caller's next scrape includes the reply.
         self.admission.answered(pending, seconds)
         self.observer.answered(pending, origin, stored=stored, seconds=seconds)
         pending.answer(reply)
@@ -83,22 +84,22 @@ class RequestReplies:
         )
 
     def refuse_late(self, pending: PendingRequest) -> None:
-        """Reject one request because its deadline passed before a tower started it."""
+        """Reject one request, because its deadline passed before a tower began to process it."""
         self.admission.answered(pending, time.monotonic() - pending.received_s)
         self.refuse(pending, "too_late", f"the work did not start within {pending.request.deadline_s:g} s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPayload:
-    """Model and tower input of an `EncodeJob`."""
+    """Model and tower input of one `EncodeJob`."""
 
     model: LoadedModel
     item: TowerItem
 
 
 class BatchDispatcher:
-    """Threads that take batches from the batcher, run them, and send the replies. The caller must close the
-    executors."""
+    """Takes batches from the batcher on its own threads, runs them, and sends the replies. The caller must
+    close the executors."""
 
     def __init__(
         self,
@@ -110,8 +111,8 @@ class BatchDispatcher:
         *,
         urgent_lanes: bool,
     ) -> None:
-        """Create and start the threads. `urgent_lanes` adds a lane to each executor for jobs whose class is
-        better than those of all running jobs.
+        """Create and start the threads. With `urgent_lanes`, each executor gets an additional lane for jobs
+        whose service class is better than the classes of all running jobs.
         """
         self._shares_features = shares_features
         self._batcher = batcher
@@ -128,7 +129,7 @@ class BatchDispatcher:
         lanes = [executor for executor in self._executors for _ in range(executor.lanes)]
         urgent = self._executors if urgent_lanes else ()
         self._usual_lanes = len(lanes)
-        # Towers run in this pool, so that the future catches their exceptions and the lane survives.
+        # Towers run in this pool, so that the future catches their exceptions and the lane continues.
         self._computing = ThreadPoolExecutor(len(lanes) + len(urgent), "cornplug-compute")
         self._publishing = ThreadPoolExecutor(min(_MAX_PUBLISHERS, len(lanes)), "cornplug-publish")
         self._lanes = [
@@ -153,8 +154,8 @@ class BatchDispatcher:
         return any(executor.ready() for executor in self._executors)
 
     def close(self, deadline_s: float) -> bool:
-        """Reject the jobs that are left in the batcher, end running passes between two layers, then end the
-        threads. Call it after closing the batcher.
+        """Reject the jobs that are left in the batcher, end running tower passes between two layers, then end
+        the threads. Call this after closing the batcher.
 
         Returns False if a pass is still running at the deadline, because its current layer takes too long.
         """
@@ -169,7 +170,7 @@ class BatchDispatcher:
 
     def _serve(self, executor: BatchExecutor) -> None:
         while True:
-            # If no executor is ready, take batches anyway, to reject them instead of letting them wait.
+            # If no executor is ready, take batches anyway, to reject them immediately.
             while not executor.ready() and self.ready() and not self._closing.is_set():
                 executor.wait_ready(_POLL_S)
             batch = self._batcher.take()
@@ -194,8 +195,8 @@ class BatchDispatcher:
             self._run(deferred, executor, urgent=urgent)
 
     def _defer_duplicates(self, batch: Sequence[EncodeJob[JobPayload]]) -> list[EncodeJob[JobPayload]]:
-        """Return the jobs whose features no other executor is computing. The other jobs are deferred until
-        that executor has finished."""
+        """Return the jobs whose features no other executor is computing. Other jobs are deferred until that
+        executor has finished."""
         owned: list[EncodeJob[JobPayload]] = []
         with self._lock:
             running = frozenset(self._deferred)
@@ -220,15 +221,15 @@ class BatchDispatcher:
         if error is None:
             return None
         if isinstance(error, PassAbandoned):
-            # Only a request that joined one of these jobs after the pass ended, or at shutdown, gets this.
+            # A request gets this reply only if it joined a job after the pass ended, or at shutdown.
             why = "the batch was abandoned, because no request waited for it"
             return self._refuse(batch, why, retry_after_s=_POLL_S, reason="overloaded")
         if len(batch) == 1 and not isinstance(error, ReplicaLost):
             return self._fail(batch, error)
         log.warning("a batch of %d failed (%s); running its jobs one by one", len(batch), error)
         for job in batch:
-            # A job that was alone in its batch is retried too, but only once, because it may have killed the
-            # replica.
+            # A job that was alone in its batch is also retried, but only once, because it may have crashed
+            # the replica.
             spare = self._ready_executor(ready)
             if spare is None:
                 error = ReplicaLost("no replica is left")
@@ -244,7 +245,7 @@ class BatchDispatcher:
         started = time.monotonic()
         done = self._computing.submit(self._compute, batch, executor, urgent=urgent)
         error = done.exception()
-        if error is None:  # failures are not measured, because a fast failure would make the tower seem fast
+        if error is None:  # a failed batch may be short, so its time is not measured
             self._admission.computed(batch, time.monotonic() - started - done.result())
         return error
 
@@ -254,7 +255,7 @@ class BatchDispatcher:
     def _compute(
         self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor, *, urgent: bool
     ) -> float:
-        """Compute a batch, pass its embeddings to the publishing threads, and return the seconds for which
+        """Compute a batch, and pass its embeddings to the publishing threads. Return the seconds for which
         other batches delayed it.
         """
         index: dict[bytes, int] = {}
@@ -287,14 +288,14 @@ class BatchDispatcher:
             if origins[i] == "computed":
                 origins[i] = "coalesced"
         self._cache_features(distinct, result, token_s)
-        # A usual batch that waits behind another one on the same device occupies its lane.
+        # A batch that is not urgent occupies its lane while it waits behind another batch on the same device.
         return result.paused_s + (result.waited_s if urgent else 0.0)
 
     def _timed(self, executor: BatchExecutor, batch: EncodeBatch) -> tuple[BatchResult, float]:
-        """Run a batch. Return its result, and the seconds for which it used the device.
+        """Run a batch. Return (result, seconds for which the batch used the device).
 
-        On CUDA a batch may get the device while kernels of the previous batch are still running. Unless an
-        urgent batch paused it, the time therefore counts from the end of the previous batch.
+        On CUDA, a batch may start while kernels of the previous batch are still running. Therefore the time
+        is counted from the end of the previous batch, unless an urgent batch paused this batch.
         """
         handed_s = time.monotonic()
         result = executor.run(batch)
@@ -318,7 +319,7 @@ class BatchDispatcher:
             job = distinct[i]
             self._cache.keep(job.feature_key, features)
             if not job.payload.model.checkpoint.family.shares_features:
-                continue  # features are larger than embeddings, and no other service would use them
+                continue  # features are larger than embeddings, and no other service would read them
             opener = job.requests[0]
             self._publishing.submit(
                 self._cache.publish,
@@ -343,8 +344,8 @@ class BatchDispatcher:
                 account=opener.account,
                 cost_s=cost_s,
             )
-        # Finish the job after publishing: a request that arrives before joins the job, and a request that
-        # arrives afterwards finds the embedding in the store.
+        # Finish the job after publishing. A request that arrives earlier joins the job, and a request that
+        # arrives later finds the embedding in the store.
         requests = self._batcher.finish(job)
         tensor = None if stored and not any(w.inline for w in requests) else to_wire(embedding)
         for pending in requests:
@@ -359,7 +360,7 @@ class BatchDispatcher:
             self._fail([job], error)
 
     def _fail(self, batch: Sequence[EncodeJob[JobPayload]], error: BaseException) -> None:
-        """Log the error, and reject all requests of the batch."""
+        """Log the error, and reject all requests in the batch."""
         log.error("encoding failed", exc_info=error)
         lost = isinstance(error, ReplicaLost)
         self._refuse(batch, str(error) if lost else A_FAULT, 1.0 if lost else None)

@@ -1,11 +1,11 @@
-"""Core of the encoder service: admits and queues requests. `BatchDispatcher` runs batches, and
+"""Core of the encoder service. It admits and queues requests. `BatchDispatcher` runs batches, and
 `RequestReplies` sends replies.
 
     submit ─> admission threads ─> Batcher ─> BatchDispatcher: executors, publishing ─> replies
               check, digest, join
 
-Every request gets exactly one reply. An error in one medium is reported only to the request for that medium,
-and does not affect the other media of its batch.
+Every request gets exactly one reply. An error in one media item is reported only to the request for this
+item. It does not affect other items in the same batch.
 """
 
 from __future__ import annotations
@@ -43,26 +43,25 @@ from cornplug.errors import EncoderRefused
 from cornplug.qos import QosCaller, QosClasses, ServiceClass
 
 MAX_BATCH_TOKENS: Final = 32_768
-"""Maximum number of tokens of a batch, unless its first medium has more. Limits the memory that a tower
-needs."""
+"""Maximum number of tokens in a batch, unless its first item has more. This limits the memory for a tower."""
 _APP_MAX: Final = 64
 _END_S: Final = 1.0
 """Maximum seconds that `close` waits for a tower to finish its current layer."""
 _DECODER_BYTES: Final = 1 << 30
-"""Limit in bytes of a decoding process's address space, without the medium."""
+"""Maximum bytes of a decoding process's address space, without the media item."""
 _DECODER_BYTES_A_PIXEL: Final = 24
-"""Bytes that a decoding process may use for each pixel of the largest accepted image: the coefficients, and
-the decoded, the rotated and the blended image."""
+"""Maximum bytes that a decoding process uses per pixel of the largest accepted image. This includes the
+coefficients, and the decoded, the rotated and the blended image."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderLimits:
-    """Limits of a service's batches, queue and memory."""
+    """Limits for a service's batches, queue and memory."""
 
     max_batch_items: int = 16
-    """Maximum number of media in one batch of a tower."""
+    """Maximum number of media items in one batch of a tower."""
     max_batch_tokens: int = MAX_BATCH_TOKENS
     max_waiting: int = MAX_WAITING
     max_prepared_bytes: int = 4 << 30
@@ -92,7 +91,7 @@ class EncoderCore:
             {qos: qos.share for qos in self.classes.all()}, limits.max_prepared_bytes, purpose="to prepare it"
         )
         self.decode_lanes: DecodeLanes | None = None
-        """Decoder of media that are sent as bytes, or None before `open_decode_lanes` was called."""
+        """Lanes (threads with processes) that decode media, or None before `open_decode_lanes` was called."""
         self._admission = EncodeAdmission(
             max_items=limits.max_batch_items,
             max_tokens=limits.max_batch_tokens,
@@ -138,7 +137,7 @@ class EncoderCore:
         self._ended: bool | None = None
 
     def open_decode_lanes(self, config: EncoderConfig) -> DecodeLanes:
-        """Create the lanes that decode media for this service, and return them. `close` ends them."""
+        """Create and return the lanes (threads with processes) that decode media. `close` ends them."""
         if self.decode_lanes is not None:
             self.decode_lanes.close()
         self.decode_lanes = DecodeLanes(
@@ -163,15 +162,15 @@ class EncoderCore:
     ) -> Future[Answer]:
         """Request one embedding.
 
-        The future never raises, because errors are `EncodeRefusal` replies. Cancel it to withdraw the
+        The future never raises, because errors are `EncodeRefusal` replies. Cancel the future to withdraw the
         request.
 
         Args:
-            inputs: Inputs of the tower as tensors in this process. By default `request.inputs`.
+            inputs: Tower inputs as tensors in this process. The default is `request.inputs`.
             inline: Whether the reply must contain the tensor even if the store has it.
-            caller: Class and account of the caller. None for an engine on this host, whose class is that of
-                `request.app`.
-            budget_share: Share that already counts the bytes of the inputs. By default the bytes of
+            caller: Class and account of the caller. None for an engine on this host, whose class is
+                determined by `request.app`.
+            budget_share: Budget share that already counts the bytes of the inputs. By default, the bytes of
                 `request.inputs` are counted until the reply.
         """
         qos = self.classes.of_app(request.app) if caller is None else caller.qos
@@ -204,9 +203,9 @@ class EncoderCore:
         return pending.future
 
     def answer_cached(self, request: EncodeRequest, *, inline: bool, caller: QosCaller) -> EncodeReply | None:
-        """Return the reply if the store has the embedding, or else None. Does not need the request's inputs.
+        """Return the reply if the store has the embedding, else None. The request's inputs are not needed.
 
-        A miss is not counted, because the caller then calls `submit`.
+        A miss is not counted, because the caller calls `submit` next.
         """
         model = self.registry.by_identity(request.identity)
         if model is None:
@@ -223,7 +222,7 @@ class EncoderCore:
         return self._replies.answer(pending, "cached", stored=True, tensor=found.tensor)
 
     def _reserve_bytes(self, pending: PendingRequest) -> bool:
-        """Count the bytes of a request's inputs in the budget until its reply. If they do not fit, reject the
+        """Count the bytes of a request's inputs in the budget until the reply. If they do not fit, reject the
         request and return False."""
         share = self.budget.share(pending.qos)
         try:
@@ -235,8 +234,8 @@ class EncoderCore:
         return True
 
     def predicted_of(self, qos: ServiceClass) -> float:
-        """Return the predicted seconds until a tower would reply to a new request of this class. Does not
-        include the time for decoding."""
+        """Return the predicted seconds until a tower has processed a new request of this class. Decoding is
+        not included."""
         return self._admission.predicted_of(qos, self._batcher)
 
     def _predicted_s(self) -> dict[str, float]:
@@ -245,9 +244,9 @@ class EncoderCore:
         return {name: seconds + decoding.get(name, 0.0) for name, seconds in towers.items()}
 
     def precheck(self, qos: ServiceClass, deadline_s: float) -> AdmissionRefusal | None:
-        """Return why a request of this class with this deadline must be rejected, or None.
+        """Return why a request of this class with this deadline must be rejected, or None if it may continue.
 
-        Uses only what is known before the medium is decoded.
+        Uses only information that is available before the media item is decoded.
         """
         return self._admission.precheck(qos, deadline_s, self._batcher)
 
@@ -265,36 +264,36 @@ class EncoderCore:
         return self._dispatcher.alive()
 
     def start_decoding(self) -> None:
-        """Start the decoding processes, so that the first media do not wait for them."""
+        """Start the decoding processes, so that the first media items do not wait for them."""
         if self.decode_lanes is not None:
             self.decode_lanes.start_processes()
 
     def stop_decoding(self) -> bool:
-        """Stop all decoding, and reject the requests whose media are not decoded yet. Return False if an
-        image processor is still running."""
+        """Stop all decoding, and reject the requests whose media items are not decoded yet. Return False if
+        an image processor is still running."""
         return self.decode_lanes is None or self.decode_lanes.close()
 
     def decoding_ready(self) -> bool:
-        """Return whether a new medium would be decoded soon."""
+        """Return whether a new media item would soon be decoded."""
         return self.decode_lanes is None or self.decode_lanes.ready()
 
     def reload(self, name: str | None = None) -> tuple[ServedModel, ...]:
-        """Load the weights that are now on disk for the model `name`, or for all models, and serve them.
+        """Load and serve the weights that are now on disk, for the model `name` or for all models if None.
 
-        Blocks while the weights load, but requests continue. The result and the errors are the same as for
+        Blocks while the weights load. Requests continue. The result and the errors are the same as for
         `WeightReloader.reload`.
         """
         return self._reloader.reload(name)
 
     def drain(self, deadline_s: float) -> bool:
-        """Stop admitting requests, and wait for the replies to the admitted requests. Return False if the
+        """Stop admitting requests, and wait for the replies to admitted requests. Return False if the
         deadline passes first."""
         return self._queue_limit.drain(deadline_s)
 
     def close(self) -> bool:
         """Reject the remaining requests, then end the threads. A running pass ends after its current layer.
 
-        Returns False if a thread is still computing after about 2 s. Then the process must be killed.
+        Returns False if a thread is still computing after about 2 s. The process must then be killed.
         """
         if self._ended is None:
             self._queue_limit.drain(0.0)
@@ -320,7 +319,7 @@ class EncoderCore:
                 item = model.tower.prepare(inputs)
         except EncoderRefused as e:
             return self._replies.refuse(pending, "bad_input", str(e))
-        # From here on only the item is needed, so free the request's inputs.
+        # Only the item is needed from here on, so free the request's inputs.
         request = pending.request = msgspec.structs.replace(request, inputs={})
         feature_key = self._feature_key(request, model, item)
         if pending.due_s <= time.monotonic():
@@ -328,7 +327,7 @@ class EncoderCore:
         key = (request.key, request.identity)
         joins = self._batcher.has(key)
         if not joins and self._answer_from_store(pending, model):
-            # Since the first lookup, a job with this key has stored its result and finished.
+            # Between the two lookups, a job with this key has stored its result and finished.
             return self._admission.record_cache_outcome(hit=True)
         self.observer.queued(pending, item.tokens)
         job = EncodeJob(
@@ -350,7 +349,7 @@ class EncoderCore:
     def _feature_key(self, request: EncodeRequest, model: LoadedModel, item: TowerItem) -> bytes:
         """Return a key that is equal for jobs that can share the features of one tower pass."""
         if not self.registry.shares_features(model):
-            # No other job could use these features, and computing their digest would read tens of megabytes.
+            # No other job could use these features. Computing their digest would read tens of megabytes.
             return identity.digest("cornplug-own-features-v1", request.key, request.identity)
         return identity.feature_key(
             self._secret, model.tower_fp, model.tower_spec_fp, item.digests, request.cache_salt
@@ -363,7 +362,7 @@ class EncoderCore:
         return found is not None
 
     def _report_failure(self, done: Future[None], pending: PendingRequest) -> None:
-        """Reject a request if its admission failed, or did not start before the service stopped."""
+        """Reject a request whose admission failed, or did not start before the service stopped."""
         if done.cancelled():
             self._replies.refuse(pending, "overloaded", "the service is stopping", 1.0)
         elif (error := done.exception()) is not None:

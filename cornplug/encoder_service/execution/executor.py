@@ -2,7 +2,7 @@
 
     EncodeBatch (items, cached features, wanted embeddings) ──BatchExecutor.run──> BatchResult (on the CPU)
 
-`InProcessExecutor` runs batches in the caller's thread, and `replicas.ReplicaExecutor` in another process.
+`InProcessExecutor` runs batches in the caller's thread, and `replica.ReplicaExecutor` in another process.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ _LONG_TOKENS: Final = 16_384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeBatch:
-    """One batch. It needs at most one pass of the tower, then one pass of each projector."""
+    """One batch. It needs at most one pass of the tower, and then one pass of each projector."""
 
     items: tuple[TowerItem, ...]
-    """Media to compute, all different, for one tower."""
+    """Media items to compute, all different, for one tower."""
     features: tuple[torch.Tensor | None, ...]
     """Cached features of each item, on the CPU. None for an item for which the tower must run."""
     wanted: tuple[tuple[LoadedModel, int], ...]
-    """Embeddings to compute, each as a model and the index of an item. All models share one tower."""
+    """Embeddings to compute, as (model, index of an item). All models share one tower."""
     keep: bool
     """Whether to return `BatchResult.features`."""
     urgent: bool = False
-    """Whether the batch may pause a running batch between two layers. One urgent batch runs at a time."""
+    """Whether the batch may pause a running batch between two layers. Only one urgent batch runs at a
+    time."""
     share: float = 0.0
     """Fraction of the device's time that this batch gets while urgent batches run."""
     abandoned: Callable[[], bool] = bool
@@ -48,7 +49,7 @@ class BatchResult:
     """Output of a batch. `BatchExecutor.run` returns contiguous tensors on the CPU."""
 
     features: dict[int, torch.Tensor]
-    """Features of the items that the tower ran for, by index. Empty unless `EncodeBatch.keep` is set."""
+    """Features of the items for which the tower ran, by index. Empty unless `EncodeBatch.keep` is set."""
     embeddings: tuple[torch.Tensor, ...]
     """Embeddings in the order of `EncodeBatch.wanted`."""
     waited_s: float = 0.0
@@ -58,15 +59,15 @@ class BatchResult:
 
 
 class BatchExecutor(Protocol):
-    """Executor of batches on one device. Thread-safe."""
+    """Interface of objects that run batches on one device. Thread-safe."""
 
     @property
     def lanes(self) -> int:
-        """Number of concurrent calls of `run`. It is 2 if the inputs of one batch are copied while another
-        batch runs."""
+        """Number of concurrent calls of `run`. The number is 2 if the inputs of one batch are copied while
+        another batch runs."""
 
     def ready(self) -> bool:
-        """Return whether `run` would start a batch immediately, or after the running batch."""
+        """Return whether `run` would start a batch immediately or after the running batch."""
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until `ready` returns True, for at most `timeout_s` seconds, and return its value."""
@@ -79,18 +80,18 @@ class BatchExecutor(Protocol):
         """
 
     def load(self, models: Sequence[LoadedModel]) -> None:
-        """Load more models. If this raises CheckpointError, the executor is unchanged."""
+        """Load additional models. If this raises CheckpointError, the executor is unchanged."""
 
     def drop(self, models: Sequence[LoadedModel]) -> None:
-        """Free the memory of models that no batch will use any more."""
+        """Free the memory of models that no later batch will use."""
 
     def close(self) -> None:
         """Close the executor. Running batches may be lost."""
 
 
 class InProcessExecutor:
-    """Executor that runs one batch at a time in the caller's thread. Urgent batches run between the layers of
-    other batches.
+    """Runs one batch at a time in the caller's thread. Urgent batches run between the layers of other
+    batches.
 
     On CUDA it has two lanes and three streams. While one batch runs, the results of the previous batch are
     copied to pinned memory, and the inputs of the next batch are copied from pinned memory. At most two
@@ -119,10 +120,10 @@ class InProcessExecutor:
         return True
 
     def load(self, models: Sequence[LoadedModel]) -> None:
-        """Do nothing, because a `LoadedModel` of this process contains its weights."""
+        """Do nothing, because a `LoadedModel` in this process already has its weights."""
 
     def drop(self, models: Sequence[LoadedModel]) -> None:
-        """Do nothing, because weights are freed with the last batch that uses them."""
+        """Do nothing, because the memory of weights is freed with the last batch that uses them."""
 
     def close(self) -> None:
         """Do nothing."""
@@ -136,23 +137,23 @@ class InProcessExecutor:
         with torch.cuda.stream(inputs):
             on_device = replace(batch, items=tuple(_to_device(item, self._device) for item in batch.items))
             copied = inputs.record_event()
-        # Set the device, because it defaults to 0 in a new thread, and a kernel may query it.
+        # Set the device. In a new thread, the device is 0 by default, and a kernel may query it.
         with self._taken(batch) as turn, torch.cuda.device(self._device):
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied)
-            # The inputs were allocated on another stream. Keep their memory until this stream has read it.
+            # The inputs were allocated on another stream. Keep their memory until this stream has read them.
             for tensor in (t for item in on_device.items for t in item.tensors if t.is_cuda):
                 tensor.record_stream(stream)
             made = compute(on_device)
             computed = stream.record_event()
-        # The lock is released here, so that the next batch starts on the device when these kernels end.
+        # The lock is released here. The next batch starts on the device when these kernels end.
         with torch.cuda.stream(results):
             results.wait_event(computed)
             on_host = _to_host(made)
-            # Use a blocking event, because a thread that waits for another event keeps a core busy.
+            # Use a blocking event. A thread that waits for any other event keeps a core busy.
             copied_back = torch.cuda.Event(blocking=True)
             copied_back.record(results)
-        # `made` must exist until here, because its memory could be reused by the computing stream.
+        # Keep `made` alive until here. Otherwise the computing stream could reuse its memory.
         copied_back.synchronize()
         return replace(on_host, waited_s=turn.waited_s, paused_s=turn.paused_s)
 
@@ -162,8 +163,8 @@ class InProcessExecutor:
 
         def abandoned() -> bool:
             if long:
-                # Otherwise all kernels of this batch would be queued within milliseconds, ahead of the
-                # kernels of urgent batches.
+                # Otherwise all kernels of this batch would be queued within milliseconds, before the kernels
+                # of urgent batches.
                 layer = torch.cuda.Event(blocking=True)
                 layer.record(torch.cuda.current_stream(self._device))
                 layer.synchronize()
@@ -212,8 +213,8 @@ def _present(features: torch.Tensor | None) -> torch.Tensor:
 
 
 def _to_device(item: TowerItem, device: torch.device) -> TowerItem:
-    """Return the item with its float tensors on the device. Integer tensors, which towers read as shapes,
-    stay on the CPU."""
+    """Return the item with its float tensors on the device. Integer tensors stay on the CPU, because towers
+    read them as shapes."""
     return replace(
         item,
         tensors=tuple(
@@ -224,7 +225,7 @@ def _to_device(item: TowerItem, device: torch.device) -> TowerItem:
 
 @torch.inference_mode()
 def _to_host(made: BatchResult) -> BatchResult:
-    """Return the result with contiguous tensors on the CPU. Tensors on a GPU are copied to pinned memory, on
+    """Return the result with contiguous tensors on the CPU. Tensors on a GPU are copied to pinned memory on
     the current stream."""
     return BatchResult(
         embeddings=tuple(map(_on_host, made.embeddings)),

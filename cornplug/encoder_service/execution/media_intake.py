@@ -2,9 +2,9 @@
 
 `/v1/encode` and SGLang's route use it.
 
-A medium is queued by an estimate of its decoding cost. For an image, the estimate is the number of pixels in
-the header. For other media it is computed from the length in bytes, and `Batcher.raise_cost` corrects it when
-the header has been read. The estimate only affects the order of the queue.
+A media item is queued with an estimate of its decoding cost. For an image, the estimate is the number of
+pixels in the header. For other media, it is computed from the length in bytes, and `Batcher.raise_cost`
+corrects it when the header has been read. The estimate affects only the order of the queue.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from cornplug.qos import QosCaller, ServiceClass
 from cornplug.settings import MAX_DEADLINE_S
 
 _FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG")
-"""Formats whose size Pillow reads in Python from the first bytes of a file, without running a decoder."""
+"""Formats whose image size Pillow reads in Python from the first bytes of a file, without a decoder."""
 _HEAD_BYTES: Final = 64 << 10
 _WORK_A_BYTE: Final[Mapping[Modality, float]] = {"image": 8.0, "video": 50.0, "audio": 3.0}
 """Number of pixels or samples per byte of a typical file."""
@@ -66,12 +66,12 @@ def _pixels(data: bytes) -> int | None:
 
 
 def limited_deadline_s(asked_s: float) -> float:
-    """Return the requested deadline, at most MAX_DEADLINE_S seconds."""
+    """Return the requested deadline, limited to MAX_DEADLINE_S seconds."""
     return min(asked_s, MAX_DEADLINE_S)
 
 
 class MediaIntake:
-    """Intake of media. Use it from one event loop."""
+    """Checks, decodes and preprocesses media items. Use it from one event loop."""
 
     def __init__(self, encoder: EncoderCore, threads: Executor, config: EncoderConfig) -> None:
         self._encoder = encoder
@@ -79,9 +79,9 @@ class MediaIntake:
         self._decode_lanes = encoder.open_decode_lanes(config)
 
     def check(self, qos: ServiceClass, end_s: float) -> None:
-        """Raise EncoderRefused if a medium could not be decoded and encoded by `end_s`.
+        """Raise EncoderRefused if a media item could not be decoded and encoded by `end_s`.
 
-        Call it before fetching or decoding a medium. `end_s` is on the monotonic clock.
+        Call this before fetching or decoding an item. `end_s` is on the monotonic clock.
         """
         left_s = end_s - time.monotonic() - self._decode_lanes.predicted_of(qos)
         if (refusal := self._encoder.precheck(qos, left_s)) is not None:
@@ -98,11 +98,12 @@ class MediaIntake:
         end_s: float,
         budget_share: BudgetShare,
     ) -> PreprocessedMedium:
-        """Read a medium and return it, with the reply if it is cached, or else preprocessed for the tower.
+        """Read a media item and return it: with the reply if it is cached, or else preprocessed for the
+        tower.
 
-        A file that was decoded before, and whose embedding is cached, does not use a decoding lane. Once the
-        medium's header is known, `budget_share` counts its bytes. Raises EncoderRefused, and errors of `read`
-        and of `preparer`.
+        A file that was decoded before, and whose embedding is cached, is not decoded again. Once the item's
+        header is known, `budget_share` counts its bytes. Raises EncoderRefused, and the same errors as `read`
+        and `preparer`.
         """
 
         def look_up(request: EncodeRequest) -> EncodeReply | None:
@@ -125,7 +126,7 @@ class MediaIntake:
             return found
         medium, modality, cost = found
         self.check(caller.qos, end_s)
-        # Leave the time that the tower is predicted to need.
+        # Reserve the predicted time of the tower.
         deadline_s = end_s - time.monotonic() - self._encoder.predicted_of(caller.qos)
         turn = self._decode_lanes.submit(
             modality,

@@ -1,13 +1,13 @@
-"""Cache of results: embeddings and features in the host's store, if there is one, and a few features in this
-process.
+"""Cache of results: embeddings and features (a tower's output before the projector) in the host's store, if
+there is one, and a few features in this process.
 
-If the store fails, an embedding is computed again, but no request fails. `ResultCache` counts the failure and
+If the store fails, an embedding is computed again, and no request fails. `ResultCache` counts the failure and
 raises no exception.
 
-`StoreQuota` limits the share of the store that one account fills. Above the limit, the account's oldest
-entries are deleted. The store itself evicts the least recently used entries of all accounts, so without a
-quota new media from one caller could evict the entries of all other callers. An account is a tenant, or a
-class for callers without a tenant. Engines on the unix socket have no account, and no limit.
+`StoreQuota` limits the share of the store that one account fills. At the limit, the account's oldest entries
+are deleted. The store itself evicts the least recently used entries of all accounts. Without a quota, new
+media of one caller could therefore evict the entries of all other callers. An account is a tenant, or a
+service class for callers without a tenant. Engines on the unix socket have no account and no limit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from cornplug.store.payload import NewPayload, get_payload, put_payload, recalle
 
 _CAPACITY_TTL_S: Final = 30.0
 _MAX_ENTRIES: Final = 1 << 17
-"""Maximum number of entries of one account. Above it, the account's oldest entries are deleted."""
+"""Maximum number of entries per account. Above it, the account's oldest entries are deleted."""
 KEPT_BYTES: Final = 256 << 20
 _NO_SPACE: Final = ("growing", "full", "too_large", "pending")
 
@@ -114,8 +114,8 @@ class ResultCache:
         Args:
             store: The host's store, or None.
             deadline_s: Deadline in seconds of each call to the store.
-            kept_bytes: Maximum bytes of features that are cached in this process.
-            account_fraction: Maximum fraction of the store for one account's entries.
+            kept_bytes: Maximum total bytes of features cached in this process.
+            account_fraction: Maximum fraction of the store that the entries of one account may fill.
         """
         self.on_failure: Callable[[str], None] = lambda reason: None
         self._store = store
@@ -132,8 +132,8 @@ class ResultCache:
         return self._store is not None
 
     def present(self, key: bytes) -> bool:
-        """Return whether the store has this entry in memory. An entry on the store's disk is recalled
-        first."""
+        """Return whether the store has this entry in memory. If the entry is on the store's disk, it is first
+        read into memory."""
         if self._store is None:
             return False
         try:
@@ -154,8 +154,8 @@ class ResultCache:
         return None if tensor is None else StoredEmbedding(to_wire(tensor))
 
     def fetch(self, kind: PayloadKind, key: bytes, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a verified tensor of shape (rows, width) from the store, or None if the store does not have
-        it."""
+        """Return a verified tensor of shape (rows, width) from the store. Return None if the store does not
+        have it."""
         if self._store is None:
             return None
         try:
@@ -184,10 +184,10 @@ class ResultCache:
         account: str | None = None,
         cost_s: float = 0.0,
     ) -> bool:
-        """Put a CPU tensor into the store for the app, counted on the account's quota (`StoreQuota`).
+        """Save a CPU tensor in the store for the app. It counts towards the account's quota (`StoreQuota`).
 
-        `cost_s` is the time in seconds that the tensor took to compute, or 0 if unknown. Returns whether the
-        store now has the tensor.
+        `cost_s` is the time in seconds that computing the tensor took, or 0 if unknown. Returns whether the
+        store has the tensor now.
         """
         if self._store is None or self._quota is None:
             return False
@@ -218,7 +218,7 @@ class ResultCache:
         return outcome in ("stored", "present")
 
     def keep(self, key: bytes, features: torch.Tensor) -> None:
-        """Cache features in this process, and drop the least recently used features if there are too many."""
+        """Cache features in this process. Drop the least recently used features if there are too many."""
         size = features.nbytes
         if size > self._kept_bytes:
             return
@@ -230,7 +230,7 @@ class ResultCache:
                 self._used_bytes -= self._kept.popitem(last=False)[1].nbytes
 
     def features(self, key: bytes, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return features cached in this process, or else in the store, or None if neither has them."""
+        """Return features from this process or from the store, or None if neither has them."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None:

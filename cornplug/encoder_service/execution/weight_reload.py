@@ -1,11 +1,11 @@
-"""Reload of replaced weights without a restart, either in all executors or in none.
+"""Reloads replaced weights without a restart, in all executors or in none.
 
     read fingerprints ─> load changed models ─> every executor ─> one assignment
                               (a failure up to here changes nothing)    └─> old models freed
                                                                             when unused
 
-Requests in progress complete with the weights with which they started. Their results are published under the
-keys of those weights.
+Requests in progress complete with the weights with which they started. Their results are saved under the keys
+of those weights.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import CheckpointError, EncoderRefused
 
 MAX_RETIRED_S: Final = 600.0
-"""Maximum seconds for which replaced weights stay loaded for earlier requests."""
+"""Maximum seconds for which replaced weights stay loaded for requests that started before the reload."""
 _POLL_S: Final = 0.1
 
 log = logging.getLogger(__name__)
 
 
 class WeightReloader:
-    """Reloader of a registry's models, one reload at a time. Thread-safe."""
+    """Reloads the models of a registry, one reload at a time. Thread-safe."""
 
     def __init__(
         self, registry: ModelRegistry, executors: Sequence[BatchExecutor], in_use: Callable[[], Set[bytes]]
@@ -42,11 +42,11 @@ class WeightReloader:
         self._reloading = threading.Lock()
 
     def reload(self, name: str | None) -> tuple[ServedModel, ...]:
-        """Load the weights that are now on disk for the model `name`, or for all models, and serve them.
+        """Load and serve the weights that are now on disk, for the model `name` or for all models if None.
 
-        Returns the new descriptions of the models that changed. Raises EncoderRefused: "unknown_model", or
-        "overloaded" during another reload. Raises CheckpointError if a model cannot be loaded. Then all
-        models are served as before.
+        Returns the new descriptions of the models that changed. Raises EncoderRefused("unknown_model"), or
+        EncoderRefused("overloaded") during another reload. Raises CheckpointError if a model cannot be
+        loaded. In this case, all models are served as before.
         """
         if name is not None and self._registry.by_name(name) is None:
             raise EncoderRefused(f"model: {name!r} is not served", reason="unknown_model")
@@ -72,7 +72,7 @@ class WeightReloader:
         old = self._registry.replace(changed)
         for loaded in changed:
             row = loaded.served
-            log.info("%s: epoch %d, identity %s", row.name, row.epoch, row.identity.hex()[:12])
+            log.info("reloaded %s: epoch %d, identity %s", row.name, row.epoch, row.identity.hex()[:12])
         if old:
             threading.Thread(
                 target=self._free_unused, args=(old,), name="cornplug-forget", daemon=True

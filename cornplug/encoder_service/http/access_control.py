@@ -31,9 +31,9 @@ from cornplug.errors import EncoderRefused
 from cornplug.qos import QosClasses, ServiceClass
 
 SEAL: Final = "cornplug.engine_seal"
-"""Key of the ASGI scope under which the seal of an engine's request is kept once its proof is checked."""
+"""Key in the ASGI scope for the seal of an engine's request, after its proof has been checked."""
 ENGINES: Final = ServiceClass(name="/v1/engine")
-"""Class of requests to /v1/engine until the sealed body, which contains the app, has been opened."""
+"""Class of a request to /v1/engine before its sealed body, which contains the app, is opened."""
 OPEN: Final = ("/health", "/ready")
 _READING: Final = ("GET", "HEAD", "OPTIONS")
 _FORMS: Final = "/v1/encode"
@@ -42,7 +42,7 @@ _FORMS: Final = "/v1/encode"
 async def json_only(request: Request) -> None:
     """Reject a POST request unless its body is JSON or has another content type that the route accepts.
 
-    Browsers let pages of other sites send some content types, such as text/plain, without a CORS preflight.
+    Without a CORS preflight, browsers let pages of other sites send some content types, such as text/plain.
     Raises EncoderRefused("media_type").
     """
     if request.method in _READING:
@@ -138,7 +138,8 @@ class AccessControlMiddleware:
     def _foreign(self, headers: Headers) -> str | None:
         """Return the first Host header that is not a name of this service, or None.
 
-        A request without a Host header is accepted, because browsers always send one.
+        A request without a Host header is accepted. It does not come from a browser, because browsers always
+        send a Host header.
         """
         for said in headers.getlist("host"):
             name = _name(said)
@@ -148,7 +149,7 @@ class AccessControlMiddleware:
 
 
 def _from_other_site(headers: Headers) -> bool:
-    """Return whether a browser sent the request for a page of another site."""
+    """Return whether a browser sent the request on behalf of a page of another site."""
     if headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
         return True
     origin = headers.get("origin")

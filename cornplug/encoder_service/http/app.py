@@ -1,13 +1,13 @@
-"""HTTP API, which turns media into embeddings. The service computes every digest and key itself.
+"""HTTP API that returns embeddings of media. The service computes every digest and key itself.
 
-    POST /v1/encode   one medium: see `requests`, `responses`
-    POST /v1/engine   sealed requests from engines of other hosts that have the secret: see `engines`
+    POST /v1/encode   one media item: see `requests`, `responses`
+    POST /v1/engine   sealed requests from engines of other hosts that have the secret: see `encode`
     POST /v1/reload   for the operator: see `models`
     GET  /v1/models   GET /health   GET /ready   GET /metrics   GET /openapi.json
     GET  /            status page: see `models`   GET /v1/status
     POST /encode ...  SGLang's language-only servers, with `encoder.sglang`: see `sglang_server`
 
-Clients send no ids. Media are fetched only from hosts that the operator allows, see `url_fetcher`.
+Clients send no ids. Media are fetched only from hosts that the operator allows (see `url_fetcher`).
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from cornplug.errors import EncoderRefused, MediaError
 def create_app(
     encoder: EncoderCore, config: EncoderConfig, *, secret: bytes, gate: DrainState | None = None
 ) -> FastAPI:
-    """Create the ASGI application for an encoder, with the limits in `config`. Closing `gate` drains the
-    application."""
+    """Create the ASGI application for an encoder, with the limits in `config`. When `gate` is closed, the
+    application drains."""
     gate = gate or DrainState()
     preparer = MediaPreparer(encoder.registry, secret=secret, limits=MediumLimits.of(config))
-    # These threads parse JSON, base64 and headers. Longer work is done in the decode lanes, after admission.
+    # These threads parse JSON, base64 and headers. Longer work runs in the decode lanes, after admission.
     threads = ThreadPoolExecutor(config.prepare_threads, "cornplug-read")
     parser = BodyParser(threads)
     door = MediaIntake(encoder, threads, config)
@@ -72,7 +72,7 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        # Start the processes before the port is open, so that the first media do not wait for them.
+        # Start the processes before the port is open, so that the first media items do not wait for them.
         await asyncio.to_thread(encoder.start_decoding)
         async with (
             parts.running() if config.sglang else contextlib.nullcontext(),
@@ -100,7 +100,7 @@ def create_app(
         held=held,
         count=encoder.meters.refused,
     )
-    # Receivers register at this path for a part that is in flight, so it stays open while draining.
+    # Receivers register at this path while a part is in flight, so the path stays open during a drain.
     app.add_middleware(
         DrainMiddleware, gate=gate, still=("/scheduler_receive_url",), count=encoder.meters.refused
     )
@@ -118,11 +118,11 @@ def create_app(
 
     @app.post("/v1/encode", response_model=EncodeAnswer, responses=openapi.ENCODE, openapi_extra=openapi.BODY)
     async def encode(request: Request) -> Response:
-        """Return the embedding of a medium."""
+        """Return the embedding of one media item."""
         return await encodes(request)
 
-    # Without the package cryptography the path does not exist. An engine's client reports which extra is
-    # missing.
+    # Without the package cryptography, the path does not exist. An engine's client then reports which package
+    # to install.
     if importlib.util.find_spec("cryptography") is not None:
         route = EngineRoute(encoder, threads, parser, encodes)
 
@@ -165,7 +165,7 @@ def create_app(
 
 
 def _answer_errors(app: FastAPI, encoder: EncoderCore, audit: AuditLog) -> None:
-    """Register handlers that convert every exception into an `ErrorAnswer`."""
+    """Register handlers that convert every exception to an `ErrorAnswer`."""
 
     @app.exception_handler(EncoderRefused)
     @app.exception_handler(MediaError)
@@ -188,5 +188,5 @@ def _answer_errors(app: FastAPI, encoder: EncoderCore, audit: AuditLog) -> None:
 
     @app.exception_handler(Exception)
     async def fault(_: Request, e: Exception) -> Response:
-        # Starlette raises the exception again after this reply, so that the server logs it.
+        # Starlette raises the exception again after this reply, so that the server logs the exception.
         return refused(FailedMedium(reason="internal", message=A_FAULT))

@@ -17,7 +17,7 @@ CLOSED: Final = FailedMedium(
 
 
 class DrainState:
-    """Counter of requests in flight. Use it from one event loop. Requests and streams that started before
+    """Counts the requests in flight. Use it from one event loop. Requests and streams that started before
     `close` may finish."""
 
     def __init__(self) -> None:
@@ -32,7 +32,8 @@ class DrainState:
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """Count one request as in flight. The context must last until the last byte of the reply is sent."""
+        """Count one request as in flight. The context must last until the last byte of the reply has been
+        sent."""
         self._in_flight += 1
         self._idle.clear()
         try:
@@ -56,9 +57,9 @@ class DrainState:
 
 
 class DrainMiddleware:
-    """ASGI middleware that counts POST requests as in flight, or refuses them after `close`.
+    """ASGI middleware that counts POST requests in flight. After `close`, it refuses new POST requests.
 
-    `still` contains suffixes of paths that are never refused, because requests in flight depend on them.
+    `still` contains path suffixes that are never refused, because requests in flight depend on them.
     """
 
     def __init__(

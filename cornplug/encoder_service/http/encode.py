@@ -1,14 +1,15 @@
-"""Route `POST /v1/encode`, which fetches, prepares and submits a medium. It also handles media from engines
-without a tower.
+"""Route `POST /v1/encode`, which fetches, preprocesses and submits a media item. The route also serves
+engines without a tower.
 
-The work on a request is cancelled when its client disconnects, because uvicorn does not do this.
+If a client disconnects, this module cancels the work on its request, because uvicorn does not do so.
 
     read ─> fetch or decode base64 ─> MediaIntake: prepare ─> EncoderCore.submit ─> Outcome
 
-Also the route `POST /v1/engine`, for engines on other hosts that have the secret. Its requests and replies
-are sealed (`wire.messages`), and `access_control` has checked the proof in their headers. The service trusts
-the embedding keys that these engines send. It returns the embedding itself, because the engines use another
-store. Engines without a tower send the medium and get the handle and the embedding.
+The module also has the route `POST /v1/engine`, for engines on other hosts that have the secret. Its requests
+and replies are sealed (`wire.messages`), and `access_control` has checked the proof in their headers. The
+service trusts the embedding keys that these engines send. The reply contains the embedding itself, because
+the engines use another store. Engines without a tower send the media item and receive the handle and the
+embedding.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ from cornplug.qos import QosCaller
 
 ResultT = TypeVar("ResultT")
 _MARGIN_S: Final = 1.0
-"""Seconds after the deadline in which work that started in time may still finish."""
+"""Seconds after the deadline during which work that started in time may still finish."""
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
@@ -129,8 +130,8 @@ class EncodeRoute:
     async def __call__(self, request: Request) -> Response:
         """Return the reply to a request.
 
-        Raises EncoderRefused or MediaError if the request is invalid, and ClientDisconnect. An error of the
-        medium is a reply.
+        Raises EncoderRefused or MediaError if the request is invalid, and ClientDisconnect. For an error in
+        the media item, the result is a reply.
         """
         caller = self._encoder.classes.of_headers(request.headers)
         asked = await requests.read(request, self._parser, caller.qos)
@@ -146,7 +147,7 @@ class EncodeRoute:
         return responses.reply(outcome, request.headers.get("accept", ""))
 
     async def of_engine(self, asked: MediumRequest) -> MediumReply | MediumRefusal:
-        """Return the reply to an engine that has proved that it has the secret. Its `cache_salt` is
+        """Return the reply to an engine that has proved that it has the secret. The engine's `cache_salt` is
         trusted."""
         loaded = self._encoder.registry.by_identity(asked.identity)
         if loaded is None:
@@ -157,7 +158,7 @@ class EncodeRoute:
             )
         decoding = messages.known_decoding(asked.decoding)
         if decoding is None:
-            # The medium may be valid, and another service may support this decoding.
+            # The item may be valid, and another service may support this decoding rule.
             return MediumRefusal(
                 reason="unknown_model",
                 message=f"unknown image decoding {asked.decoding[:100]}; update this service",
@@ -194,7 +195,7 @@ class EncodeRoute:
             failed = FailedMedium(
                 reason="too_late", message=f"{job.asked.source.field}: no result before the deadline"
             )
-        # The encoder counts its own refusals. Count those that occur before a medium is submitted to it.
+        # The encoder counts its own refusals. Count refusals that occur before an item is submitted to it.
         self._encoder.meters.refused(failed.reason, job.caller.qos.name)
         return failed
 
@@ -259,7 +260,7 @@ class EncodeRoute:
         self, job: _HttpRequest, source: RequestMedium, fetched: bytes | None, budget_share: BudgetShare
     ) -> PreprocessedMedium:
         asked = job.asked
-        # Whether this is a video that was sent as images.
+        # Whether the item is a video that was sent as images.
         as_frames = source.modality == "video" and source.is_frames
 
         def read() -> MediumSource:
@@ -300,13 +301,13 @@ def _decoding(name: str) -> Decoding:
 
 
 def _without_pixels(prepared: PreprocessedMedium) -> PreprocessedMedium:
-    """Return the medium with its grid only, so that the encoder can free the pixels when it is done."""
+    """Return the media item with only its grid, so that the encoder can free the pixels when it is done."""
     kept = {name: tensor for name, tensor in prepared.inputs.items() if name.endswith("_grid_thw")}
     return replace(prepared, inputs=kept)
 
 
 class EngineRoute:
-    """Route for engines on other hosts. Use it from one event loop."""
+    """Route `POST /v1/engine`, for engines on other hosts. Use it from one event loop."""
 
     def __init__(
         self,
@@ -347,8 +348,8 @@ class EngineRoute:
         return msgspec.structs.replace(answer, stored=False) if isinstance(answer, EncodeReply) else answer
 
     def _read(self, seal: EngineSeal, body: bytes) -> messages.HttpRequest | EncodeRefusal | None:
-        """Decode a sealed request. Returns None if the engine uses another protocol version. The engine then
-        gets an empty reply."""
+        """Decode a sealed request. Return None if the engine uses another protocol version, in which case the
+        engine gets an empty reply."""
         try:
             message = seal.open_request(body)
         except SealBroken as e:

@@ -1,7 +1,7 @@
-"""Limit on concurrent URL fetches, with reserved slots and a bounded queue for each class.
+"""Limits concurrent URL fetches. Each service class has reserved slots and a bounded queue.
 
-Each class reserves its share of the slots, and may use the unreserved slots too. A slow host that one class
-fetches from therefore does not delay other classes. The time limit of a fetch starts when it gets its slot.
+Each class reserves its share of the slots, and may also use the unreserved slots. If one class fetches from a
+slow host, this does not delay other classes. The time limit of a fetch starts when the fetch gets its slot.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _MIN_RETRY_S: Final = 0.1
 
 
 class FetchSlot:
-    """One slot. It stays occupied until all futures passed to `keep_until` are done, even if cancelled."""
+    """One slot. It stays occupied until all futures passed to `keep_until` are done, even after a
+    cancellation."""
 
     def __init__(self) -> None:
         self._until: list[asyncio.Future[Any]] = []
@@ -44,8 +45,8 @@ class FetchSlots:
     """Slots of all classes. Use them from one event loop."""
 
     def __init__(self, classes: Sequence[ServiceClass], slots: int, *, max_waiting: int) -> None:
-        """Create the slots. At most `max_waiting` fetches may wait, divided among the classes by their
-        shares.
+        """Create the slots. At most `max_waiting` fetches may wait. This number is divided among the classes
+        by their shares.
         """
         # Every class has at least one slot and one position in the queue.
         self._reserved: Mapping[ServiceClass, int] = {q: max(1, math.floor(q.share * slots)) for q in classes}
@@ -60,7 +61,7 @@ class FetchSlots:
 
     @asynccontextmanager
     async def taken(self, qos: ServiceClass, field: str, *, deadline_s: float) -> AsyncIterator[FetchSlot]:
-        """Wait for a slot, and occupy it for the duration of the context. `field` is used in messages.
+        """Wait for a slot, and occupy it for the duration of the context. `field` is used in error messages.
 
         Raises EncoderRefused("fetches_full") if the queue is full, or if no slot becomes free in time.
         """
@@ -99,7 +100,7 @@ class FetchSlots:
                 await turn
         except BaseException as e:
             if turn.done() and not turn.cancelled():
-                self._give_back(qos)  # The slot was assigned just before this exception.
+                self._give_back(qos)  # The slot was assigned just before the exception.
             else:
                 queue.remove(turn)
             if isinstance(e, TimeoutError):
@@ -113,7 +114,7 @@ class FetchSlots:
 
     def _give_back(self, qos: ServiceClass) -> None:
         self._held[qos] -= 1
-        # Serve the highest-ranked class first. Classes that are skipped still have their reserved slots.
+        # Serve the highest-ranked class first. Skipped classes still have their reserved slots.
         for waiting, queue in self._queues.items():
             while queue and self._is_free(waiting):
                 self._held[waiting] += 1

@@ -1,11 +1,11 @@
-"""Route `GET /v1/models`, which lists the served models with the fingerprints of their parts, and route
-`POST /v1/reload`, which loads the weights that are on disk now.
+"""Route `GET /v1/models`, which lists the served models and the fingerprints of their parts. Also the route
+`POST /v1/reload`, which loads the weights that are now on disk.
 
-Only the operator may reload weights. If `encoder.admin_key` is set, a caller that sends this key is the
-operator. Otherwise a caller on this host is the operator. Only JSON is accepted, so that a web page in a
-browser on this host cannot send the request.
+Only the operator may reload weights. If `encoder.admin_key` is set, a caller that sends this key counts as
+the operator. Otherwise any caller on this host counts as the operator. The route accepts only JSON, so that a
+web page in a browser on this host cannot send the request.
 
-`GET /v1/status` describes the service's current state, and the page at `/` shows it. The page consists of
+`GET /v1/status` returns the service's current state, and the page at `/` displays it. The page consists of
 static files, without a build step and without external resources. Names that clients choose are inserted only
 as text nodes, and the content security policy forbids inline scripts.
 """
@@ -53,15 +53,15 @@ class ModalityRow(pydantic.BaseModel):
     name: Modality
     identity: str
     tower_fp: str
-    """Fingerprint of the tower that computes this modality. In a model with two towers, each modality has
-    its own."""
+    """Fingerprint of the tower that computes this modality. If a model has two towers, the modalities have
+    different fingerprints."""
     spec_fp: str
     rows: Rows
-    """Whether all media of the modality have embeddings with the same number of rows."""
+    """Whether all items of this modality have embeddings with the same number of rows."""
 
 
 class ModelRow(pydantic.BaseModel):
-    """One served model, with fingerprints in hex. Its embeddings have the shape (rows, hidden_size)."""
+    """One served model, with fingerprints in hex. Its embeddings have shape (rows, hidden_size)."""
 
     name: str
     family: str
@@ -87,14 +87,14 @@ class Status(pydantic.BaseModel):
 
 
 class ModelsRoute:
-    """Builds the list of served models. It tests once per model, with two blank images, whether all images
-    have the same number of rows."""
+    """Builds the list of served models. It determines once per model, with two blank images, whether all
+    images have the same number of rows."""
 
     def __init__(self, registry: ModelRegistry, preparer: MediaPreparer) -> None:
         self._registry = registry
         self._preparer = preparer
         self._rows: dict[bytes, Rows] = {}
-        self.listed()  # runs the tests now, before requests arrive
+        self.listed()  # run the tests now, before requests arrive
 
     def listed(self) -> ModelList:
         """Return all served models, in the order of the command line."""
@@ -134,7 +134,7 @@ class ModelsRoute:
         )
 
     def _alike(self, model: str) -> bool:
-        """Return whether images of different sizes produce tower inputs with the same shapes and grids."""
+        """Return whether images of different sizes produce tower inputs of the same shapes and grids."""
         try:
             square, wide = (self._blank(model, sides) for sides in _SIDES)
         except CornplugError:
@@ -151,7 +151,7 @@ class ModelsRoute:
 
 
 def as_modality(name: str) -> Modality:
-    """Return a modality's name, which is a plain string on the wire, as a `Modality`."""
+    """Return a modality's name as a `Modality`. On the wire, the name is a plain string."""
     return next(modality for modality in MODALITIES if modality == name)
 
 
@@ -173,7 +173,7 @@ class ReloadBody(pydantic.BaseModel):
 def reload_router(
     encoder: EncoderCore, models: ModelsRoute, config: EncoderConfig, audit: AuditLog
 ) -> APIRouter:
-    """Return the route `POST /v1/reload`, which is for the operator."""
+    """Return the route `POST /v1/reload`, which only the operator may use."""
     routes = APIRouter()
     key = config.admin_key.get_secret_value()
 
@@ -182,7 +182,7 @@ def reload_router(
         """Reload changed weights from disk and return the models that changed."""
         _allow(request, key)
         name = await _model(request)
-        # Use a thread, so that other requests do not wait while weights load.
+        # Use a thread, so that other requests do not wait while the weights load.
         try:
             changed = await asyncio.to_thread(encoder.reload, name)
         except CheckpointError as e:
@@ -252,7 +252,7 @@ _HEADERS: Final = {
 
 
 class AppRow(pydantic.BaseModel):
-    """Number of results sent to one app since the start."""
+    """Number of results that were sent to one app since the start."""
 
     app: str
     answers: int
@@ -272,7 +272,7 @@ class ExecutorsView(pydantic.BaseModel):
 
 
 class Overview(pydantic.BaseModel):
-    """Current state of the service. Its history is in Prometheus."""
+    """Current state of the service. Prometheus has its history."""
 
     instance: str = pydantic.Field(
         description="Random id that changes at each restart, when counts restart at 0."
@@ -282,15 +282,15 @@ class Overview(pydantic.BaseModel):
     now_s: float = pydantic.Field(description="Unix time of this response.")
     uptime_s: float
     executors: ExecutorsView
-    store: bool = pydantic.Field(description="Whether embeddings are saved in a store of the host.")
+    store: bool = pydantic.Field(description="Whether embeddings are saved in the host's store.")
     models: list[ModelRow]
-    waiting: int = pydantic.Field(description="Requests admitted and not yet answered.")
+    waiting: int = pydantic.Field(description="Number of admitted requests without a reply.")
     predicted_s: dict[str, float] = pydantic.Field(
-        description="Predicted seconds until a medium like the last one of its class is answered, by class. "
-        "0 if the class had no medium in the last 10 s."
+        description="Predicted seconds until the reply for an item like the last item of the class, by "
+        "class. 0 if the class had no item in the last 10 s."
     )
-    answers: dict[str, int] = pydantic.Field(description="Results since the start, by origin.")
-    tokens: int = pydantic.Field(description="Tokens computed by a tower since the start.")
+    answers: dict[str, int] = pydantic.Field(description="Number of results since the start, by origin.")
+    tokens: int = pydantic.Field(description="Number of tokens that towers computed since the start.")
     apps: list[AppRow] = pydantic.Field(description=f"The {APPS_SHOWN} apps with the most results.")
     refusals: list[RefusalRow]
 
@@ -342,13 +342,13 @@ class StatusReport:
 
 
 def status_router(report: StatusReport) -> APIRouter:
-    """Return the routes of `/v1/status` and of the page."""
+    """Return the routes for `/v1/status` and for the status page."""
     routes = APIRouter()
     files = {name: (_PAGE / name).read_bytes() for name in _TYPES}
 
     @routes.get("/v1/status", response_model=Overview)
     async def status() -> Response:
-        """Return the current state of the service, as the page at `/` shows it."""
+        """Return the service's current state, which the page at `/` displays."""
         body = msgspec.json.encode(report.overview())
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 

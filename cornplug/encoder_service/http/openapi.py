@@ -1,4 +1,5 @@
-"""Additions to `/openapi.json` that FastAPI cannot derive from the routes: bodies, statuses, media types."""
+"""Additions to `/openapi.json` that FastAPI cannot derive from the routes: bodies, statuses and media
+types."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ BODY: Final[Mapping[str, Any]] = {
 
 
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the OpenAPI description of the body of a route that parses its JSON itself."""
+    """Return the OpenAPI description of a JSON body that the route parses itself."""
     return {
         "requestBody": {
             "required": True,
@@ -110,7 +111,7 @@ def json_body(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def complete(app: FastAPI) -> None:
-    """Make `app.openapi` add the schemas and statuses that are not in any route's signature."""
+    """Make `app.openapi` include the schemas and statuses that are not in any route's signature."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -1,10 +1,10 @@
 """Schema and parsing of `POST /v1/encode` requests, and limits on the size, time, number and shape of bodies.
 
 Bodies are parsed on threads, because parsing tens of megabytes takes tenths of a second. Parsing also holds
-the GIL, so the large bodies of one class are parsed one after another, and the event loop and small bodies
-get their turn in between.
+the GIL. Therefore the large bodies of one class are parsed one after another, so that the event loop and the
+parsing of small bodies can run in between.
 
-The kernel ends a connection whose client does not read its reply, because `server.BoundListeners` sets
+If a client does not read its reply, the kernel ends the connection, because `server.BoundListeners` sets
 TCP_USER_TIMEOUT.
 """
 
@@ -42,11 +42,11 @@ _MAX_FIELD_BYTES: Final = 16 << 10
 _VIDEO_URL: Final = "data:video/jpeg;base64,"
 _IMAGE_URL: Final = "data:image/jpeg;base64,"
 _SHOWN: Final = 200
-"""Maximum number of characters of a client's value that a message repeats."""
+"""Maximum number of characters of a client's value in an error message."""
 
 
 class BodyParser:
-    """Parser that parses bodies on `threads`. Use it from one event loop."""
+    """Parses bodies on `threads`. Use it from one event loop."""
 
     def __init__(self, threads: Executor) -> None:
         self._threads = threads
@@ -67,8 +67,8 @@ class BodyParser:
 
 
 class _InMemory(MultiPartParser):
-    """Multipart parser that keeps media in memory instead of spooling to /tmp. `BodyGuard` bounds the
-    bytes."""
+    """Multipart parser that keeps media in memory instead of writing them to /tmp. `BodyGuard` limits the
+    number of bytes."""
 
     spool_max_size = 1 << 62
 
@@ -82,9 +82,9 @@ async def _closing(form: FormData) -> AsyncIterator[FormData]:
 
 
 class EncodeBody(pydantic.BaseModel):
-    """The medium to encode, in exactly one of the fields `image`, `video` and `audio`: base64, a base64
-    `data:` URL, or an `http(s)` URL of a host that the operator allows (by default every public host). In a
-    multipart form the medium is a file."""
+    """Media item to encode, in exactly one of the fields `image`, `video` and `audio`. The value is base64, a
+    base64 `data:` URL, or an `http(s)` URL of a host that the operator allows (by default every public host).
+    In a multipart form, the item is a file."""
 
     model_config = pydantic.ConfigDict(
         extra="forbid",
@@ -100,16 +100,18 @@ class EncodeBody(pydantic.BaseModel):
     audio: str = ""
     model: str = pydantic.Field(min_length=1, max_length=1024)
     cache_salt: str | None = pydantic.Field(default=None, max_length=256)
-    """Salt of the keys. Equal media with different salts never share a key."""
+    """Salt of the keys. Equal media items with different salts never share a key."""
     inline: bool = True
     """Whether to return the data if it is in the host's store. If false, the reply then contains only the
     `key`."""
     deadline_s: float | None = pydantic.Field(default=None, gt=0, le=600, allow_inf_nan=False)
-    """Deadline in seconds, from the receipt of the body. Values above 120 count as 120."""
+    """Deadline in seconds from the receipt of the body. Values above 120 count as 120."""
     fps: float | None = pydantic.Field(default=None, gt=0, le=1000, allow_inf_nan=False)
-    """Frames to sample per second of video. For a video sent as images, the frame rate of the images."""
+    """Number of frames to sample per second of video. For a video that is sent as images, their frame
+    rate."""
     num_frames: int | None = pydantic.Field(default=None, gt=0, le=100_000)
-    """Number of frames to sample from a video, instead of `fps`. By default as the model's engine does."""
+    """Number of frames to sample from a video, instead of `fps`. By default the same as in the model's
+    engine."""
 
     @pydantic.model_validator(mode="after")
     def _exactly_one(self) -> Self:
@@ -118,14 +120,14 @@ class EncodeBody(pydantic.BaseModel):
         return self
 
     def source(self) -> RequestMedium:
-        """Return the medium."""
+        """Return the media item."""
         (modality,) = (modality for modality in MODALITIES if modality in self.model_fields_set)
         return RequestMedium(modality=modality, content=getattr(self, modality))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMedium:
-    """One medium of a request, as a file's bytes or as a JSON string (base64 or a URL)."""
+    """Media item of a request: the bytes of a file, or a JSON string (base64 or a URL)."""
 
     modality: Modality
     content: bytes | str
@@ -134,7 +136,7 @@ class RequestMedium:
 
     @property
     def field(self) -> str:
-        """Name of the field that contains the medium, for messages."""
+        """Name of the field that contains the media item, for messages."""
         return self.modality + self.suffix
 
     def url(self) -> str | None:
@@ -145,7 +147,7 @@ class RequestMedium:
 
     @property
     def is_frames(self) -> bool:
-        """Whether a video was sent as images in vLLM's form, `data:video/jpeg;base64,FRAME,FRAME,...`."""
+        """Whether a video was sent as images, in vLLM's form `data:video/jpeg;base64,FRAME,FRAME,...`."""
         return isinstance(self.content, str) and self.content.startswith(_VIDEO_URL)
 
     def frames(self) -> list[bytes]:
@@ -157,7 +159,7 @@ class RequestMedium:
         return [medium_bytes(self.field, _IMAGE_URL + text) for text in each]
 
     def data(self) -> bytes:
-        """Return the medium's bytes from the request. Raises EncoderRefused("bad_input", "remote_url")."""
+        """Return the item's bytes from the request. Raises EncoderRefused("bad_input") or ("remote_url")."""
         return self.content if isinstance(self.content, bytes) else medium_bytes(self.field, self.content)
 
 
@@ -171,11 +173,11 @@ class ParsedRequest:
     inline: bool
     deadline_s: float | None
     sampling: FrameSampling
-    """Which frames to sample, if the medium is a video."""
+    """Frames to sample, if the media item is a video."""
 
 
 async def read(request: Request, parser: BodyParser, qos: ServiceClass) -> ParsedRequest:
-    """Read and parse the request. Raises EncoderRefused: "media_type" or "bad_input"."""
+    """Read and parse the request. Raises EncoderRefused("media_type") or EncoderRefused("bad_input")."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
         return await _read_form(request)
@@ -215,7 +217,7 @@ async def _read_form(request: Request) -> ParsedRequest:
         raise _bad(f"form: {e.message[:_SHOWN]}") from e
     if source is None:
         raise _bad("image: send the medium as a file named image, video or audio")
-    # The empty string replaces the medium, which is in a file, so this validates only the other fields.
+    # The media item is in a file. An empty string replaces it, so only the other fields are validated.
     return _parsed(_validate({**fields, source.modality: ""}), source)
 
 
@@ -249,32 +251,33 @@ def _bad(message: str) -> EncoderRefused:
 
 
 BODY_DEADLINE_S: Final = 30.0
-"""Maximum time in seconds for receiving the body of an HTTP request."""
+"""Maximum seconds for receiving the body of an HTTP request."""
 _HELD_BYTES: Final = 1 << 30
-"""Maximum bytes of all bodies in memory at the same time, unless `_LEAST_BODIES` bodies need more. Half is
-divided among the classes of service by their shares, and a quarter is reserved for engines."""
+"""Maximum total bytes of bodies in memory, unless `_LEAST_BODIES` bodies need more. Half of it is divided
+among the service classes by their shares, and a quarter is reserved for engines."""
 _LEAST_BODIES: Final = 4
-"""Minimum capacity of the budget, in bodies of the maximum size."""
+"""Minimum capacity of the budget, as a number of bodies of the maximum size."""
 MAX_VIDEO_IMAGES: Final = 4096
 """Maximum number of images in a video that is sent as images."""
 _FORM_OVERHEAD_BYTES: Final = 64 << 10
 _SMALL_BYTES: Final = 64 << 10
 """Maximum bytes of a body on a route that does not accept media."""
 _MAX_MEDIA: Final = 256
-"""Maximum number of media in one request. Only SGLang sends several (`sglang_delivery.EncodePart`)."""
+"""Maximum number of media items in one request. Only SGLang's servers send several
+(`sglang_delivery.EncodePart`)."""
 _QUOTES_A_MEDIUM: Final = 32
-"""Maximum number of quotation marks for one medium. It has at most five fields, each with four quotation
-marks for the name and the value."""
+"""Maximum number of quotation marks for one media item. An item has at most five fields, each with four
+quotation marks for its name and value."""
 _BRACKETS_A_MEDIUM: Final = 4
 _ENGINES_SHARE: Final = 0.25
 _CLASSES_SHARE: Final = 0.5
 
 
 class JsonShape:
-    """Counter of quotation marks, brackets and commas in a JSON text that arrives in pieces.
+    """Counts the quotation marks, brackets and commas in a JSON text that arrives in pieces.
 
-    The number of marks bounds the number and depth of the values. `add` raises EncoderRefused("too_large") if
-    there are more marks than a valid request can have.
+    The number of these marks limits the number and depth of the values. `add` raises
+    EncoderRefused("too_large") if there are more marks than a valid request can have.
     """
 
     def __init__(self) -> None:
@@ -295,7 +298,7 @@ class JsonShape:
 
 
 def body_budget(classes: QosClasses, config: EncoderConfig) -> ByteBudget:
-    """Return the budget for the bytes of incoming bodies."""
+    """Return the budget for the bytes of bodies in memory."""
     return ByteBudget(
         {qos: _CLASSES_SHARE * qos.share for qos in classes.all()} | {ENGINES: _ENGINES_SHARE},
         max(_HELD_BYTES, _LEAST_BODIES * (config.max_body_bytes + _FORM_OVERHEAD_BYTES)),
@@ -307,9 +310,9 @@ class BodyGuard:
     """Middleware that limits bodies. A refused request gets a JSON reply, and its connection is closed.
 
     head   Content-Length must not exceed the path's limit.
-    body   Each piece is checked before it is kept: the bytes of the body, the bytes of all bodies of its
-           class, and for JSON the number of values, because a parser makes objects of fifty times their
-           size.
+    body   Each piece is checked before it is kept. Limited are the bytes of the body, the bytes of all bodies
+           of its class, and for JSON the number of values, because a parser's objects are fifty times as
+           large as the text.
     time   The whole body must arrive within `BODY_DEADLINE_S` seconds.
     """
 
@@ -325,9 +328,10 @@ class BodyGuard:
         """Create the middleware.
 
         Args:
-            held: Budget that counts the bytes of bodies in memory.
+            held: Budget for the bytes of bodies in memory.
             max_bytes: Maximum bytes of a body with media.
-            count: Called with the reason of each request that is refused because of its Content-Length.
+            count: Function that is called with the reason if a request is refused because of its
+                Content-Length.
         """
         self._app = app
         self._count = count
@@ -355,7 +359,7 @@ class BodyGuard:
         async def counted() -> Message:
             nonlocal seen, whole
             if whole:
-                # The body is complete, so this only waits for a disconnect, at any time before the reply.
+                # The body is complete. This call only waits for a disconnect, at any time before the reply.
                 return await receive()
             try:
                 async with asyncio.timeout_at(end):

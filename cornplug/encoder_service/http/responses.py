@@ -1,4 +1,4 @@
-"""HTTP replies: an embedding as JSON or as a safetensors file, and refusals as JSON."""
+"""HTTP replies: an embedding as JSON or as a safetensors file, or a refusal as JSON."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class EncodeAnswer(pydantic.BaseModel):
 
     key: str = pydantic.Field(examples=["5e" * 32])
     shape: list[int] | None = pydantic.Field(examples=[[576, 4096]])
-    """(rows, hidden_size), or null if `data` is omitted because the store has the entry."""
+    """(rows, hidden_size). Null if `data` is omitted because the store has the entry."""
     dtype: str = pydantic.Field(examples=["bfloat16"])
     origin: Literal["computed", "coalesced", "cached"]
     stored: bool
     service_time_s: float
     handle: str | None = None
-    """Embedding handle, which an engine with the same secret accepts in place of the image (see
+    """Embedding handle. An engine with the same secret accepts the handle in place of the image (see
     `EmbeddingRef.to_vllm_content_part`). Null if the model was reloaded during the request."""
     data: str | None = None
 
 
 class ErrorDetail(pydantic.BaseModel):
-    """A refusal. `reason` is one of a fixed set, and `message` names the field and the remedy."""
+    """Refusal. `reason` is one of a fixed set, and `message` names the field and the remedy."""
 
     reason: str = pydantic.Field(examples=["bad_input"])
     message: str = pydantic.Field(examples=["image: not base64"])
@@ -48,7 +48,7 @@ class ErrorAnswer(pydantic.BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedMedium:
-    """Reply with the embedding of one medium."""
+    """Reply with the embedding of one media item."""
 
     answer: EncodeReply
     dtype: str
@@ -76,7 +76,7 @@ class EncodedMedium:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedMedium:
-    """Refusal of one medium."""
+    """Refusal of one media item."""
 
     reason: str
     message: str
@@ -101,7 +101,7 @@ Outcome = EncodedMedium | FailedMedium
 
 
 def reply(outcome: Outcome, accept: str) -> Response:
-    """Return the HTTP response: a safetensors file if `accept` allows it, or else JSON."""
+    """Return the HTTP response: a safetensors file if `accept` allows it, otherwise JSON."""
     if isinstance(outcome, FailedMedium):
         return refused(outcome)
     tensor = outcome.answer.tensor

@@ -1,12 +1,12 @@
-"""Fetcher of media by URL, from public addresses and from addresses that the operator allows.
+"""Fetches media by URL, from public addresses and from addresses that the operator allows.
 
     url ─> scheme, port, host on the list ─> a slot ─> resolve once ─> every address public or listed
         ─> connect to this address ─> redirect? repeat all checks, at most three times ─> bytes
 
-A name is resolved once per fetch, and the connection goes to the address that was checked, so DNS rebinding
-has no effect. Connections are kept for the next fetch from the same host and address. Proxies, credentials
-and cookies are not used. Compression is not accepted, because the size of the content is unknown before it is
-decompressed. Cache keys contain a digest of the content, not the URL.
+A name is resolved once per fetch, and the connection goes to the address that was checked. Therefore DNS
+rebinding has no effect. Connections are kept for later fetches from the same host and address. Proxies,
+credentials and cookies are not used. Compression is not accepted, because the size of the content is unknown
+before decompression. Cache keys contain a digest of the content, not the URL.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 MAX_REDIRECTS: Final = 3
 MAX_FETCHES: Final = 64
-"""Maximum number of URLs that are fetched concurrently. Each class of service has a share of them."""
+"""Maximum number of concurrent URL fetches. Each service class has a share of them."""
 FETCH_DEADLINE_S: Final = 5.0
-"""Maximum time in seconds for fetching one URL, including redirects, without the wait for a slot."""
+"""Maximum seconds for fetching one URL, including redirects but not the wait for a slot."""
 _MAX_URL: Final = 4096
 _ANY_HOST: Final = "*"
 _IDLE_CONNECTIONS: Final = 8
 """Maximum number of idle connections to one host that are kept for later fetches."""
 _IDLE_S: Final = 15.0
 _MAX_HOSTS: Final = 64
-"""Maximum number of hosts whose connections are kept, unless more are in use."""
+"""Maximum number of hosts whose connections are kept, unless more hosts are in use."""
 _PORTS: Final = {"http": 80, "https": 443}
 _DEFAULT_PORTS: Final = frozenset(_PORTS.values())
-"""Allowed ports of a host that is listed in `encoder.allow_hosts` without a port."""
+"""Allowed ports for an entry of `encoder.allow_hosts` without a port."""
 _ENTRY_WITH_PORT: Final = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+):([0-9]{1,5})")
 _HOST: Final = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:.]+")
 _NAT64: Final = IPv6Network("64:ff9b::/96")
@@ -63,7 +63,7 @@ _NOT_PUBLIC: Final = (
     IPv4Network("192.0.0.0/24"),
     IPv4Network("168.63.129.16/32"),  # the platform's agent on every Azure machine
 )
-"""Networks that are not public, although `ipaddress` does not list them as such."""
+"""Networks that are not public, although `ipaddress` may treat them as public."""
 _HEADERS: Final = {"accept-encoding": "identity", "user-agent": f"cornplug/{__version__}", "accept": "*/*"}
 
 
@@ -72,14 +72,14 @@ class AllowedHost:
     """One entry of `encoder.allow_hosts`."""
 
     host: str
-    """Host in lower case: exact, "*.suffix" for all names below it, or "*" for every host."""
+    """Host in lower case: an exact name, "*.suffix" for all names below the suffix, or "*" for every host."""
     ports: frozenset[int] = _DEFAULT_PORTS
 
     @classmethod
     def of(cls, entry: str) -> AllowedHost:
         """Parse "HOST", "HOST:PORT", "[IPV6]" or "[IPV6]:PORT". Raises ConfigError for any other text."""
         word = entry.lower()
-        # An IPv6 address without brackets has several colons, and no port.
+        # An IPv6 address without brackets has several colons and no port.
         parts = _ENTRY_WITH_PORT.fullmatch(word)
         host, port = (parts[1], int(parts[2])) if parts else (word, None)
         host = host.strip("[]")
@@ -100,11 +100,11 @@ class AllowedHost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UrlRules:
-    """Rules for which URLs and addresses are allowed. Does not use sockets."""
+    """Rules that determine which URLs and addresses are allowed. Does not use sockets."""
 
     hosts: tuple[AllowedHost, ...]
     networks: tuple[Network, ...]
-    """Allowed addresses that are not public."""
+    """Networks that are allowed although they are not public."""
 
     @classmethod
     def of(cls, config: EncoderConfig) -> UrlRules:
@@ -117,7 +117,7 @@ class UrlRules:
         return cls(hosts=hosts, networks=networks)
 
     def allows_host(self, host: str) -> bool:
-        """Return whether the host's name is allowed. Call it before the name is resolved."""
+        """Return whether the host's name is allowed. Call this before resolving the name."""
         return any(entry.matches(host) for entry in self.hosts)
 
     def allows_port(self, host: str, port: int) -> bool:
@@ -135,7 +135,7 @@ class UrlRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
-    """URL that passed the rules, and the addresses that its host's name resolved to."""
+    """URL that passed the rules, and the addresses to which its host's name resolved."""
 
     url: httpx.URL
     host: str
@@ -147,17 +147,17 @@ class _Target:
 def _system_tls(_file: str | None, _folder: str | None) -> ssl.SSLContext:
     """Return a TLS context with this host's certificate authorities.
 
-    The arguments are the values of OpenSSL's environment variables for them, and only serve as the cache key.
-    The context is cached, because reading the authorities takes 30 ms of CPU.
+    The arguments are the values of OpenSSL's environment variables for these authorities. They serve only as
+    cache key. The context is cached, because reading the authorities takes 30 ms of CPU time.
     """
     return ssl.create_default_context()
 
 
 class _Connections:
-    """Pool of kept connections, by scheme, host name and port. Use it from one event loop.
+    """Pool of idle connections, by scheme, host name and port. Use it from one event loop.
 
-    A transport looks up connections by address only. With one transport for all hosts, a request could use a
-    connection to another host at the same address, for which another certificate was checked.
+    A transport finds connections only by address. With a single transport for all hosts, a request could use
+    a connection to another host at the same address, for which another certificate was checked.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class _Connections:
 
     @contextlib.asynccontextmanager
     async def of(self, target: _Target) -> AsyncIterator[httpx.AsyncHTTPTransport]:
-        """Yield the transport of the target's host. It is not closed during the context."""
+        """Yield the transport for the target's host. The transport is not closed during the context."""
         key = target.url.scheme, target.host, target.port
         if key not in self._kept:
             limits = httpx.Limits(
@@ -191,7 +191,8 @@ class _Connections:
 
 
 class UrlFetcher:
-    """Fetcher of media from URLs that the rules allow. Use it from one event loop, and `close` it there."""
+    """Fetches media from URLs that the rules allow. Use it from one event loop, and call `close` in that
+    loop."""
 
     def __init__(self, rules: UrlRules, slots: FetchSlots, *, max_bytes: int, deadline_s: float) -> None:
         self._rules = rules
@@ -202,7 +203,7 @@ class UrlFetcher:
 
     @classmethod
     def of(cls, config: EncoderConfig, classes: Sequence[ServiceClass]) -> UrlFetcher:
-        """Create a fetcher. Raises ConfigError as `UrlRules.of` does."""
+        """Create a fetcher. Raises the same errors as `UrlRules.of`."""
         return cls(
             UrlRules.of(config),
             FetchSlots(classes, MAX_FETCHES, max_waiting=MAX_WAITING),
@@ -213,12 +214,12 @@ class UrlFetcher:
     async def fetch(
         self, field: str, url: str, *, qos: ServiceClass, deadline_s: float, held: BudgetShare
     ) -> bytes:
-        """Fetch the bytes at `url`. `held` counts them, and error messages begin with `field`.
+        """Return the bytes at `url`. `held` counts them, and error messages begin with `field`.
 
-        Waits at most `deadline_s` seconds for a slot of the class. The time limit of the fetch starts when it
-        gets a slot. Raises EncoderRefused: "remote_url" (host, scheme, port, address or redirect not
-        allowed), "remote_failed" (no response, or a status other than 200), "remote_timeout", "too_large",
-        "fetches_full", and the errors of `BudgetShare.need`.
+        Waits at most `deadline_s` seconds for a slot of the class. The fetch's time limit starts when it gets
+        a slot. Raises EncoderRefused: "remote_url" if the host, scheme, port, address or redirect is not
+        allowed, "remote_failed" if there is no response or a status other than 200, "remote_timeout",
+        "too_large", or "fetches_full". Also raises the same errors as `BudgetShare.need`.
         """
         if not self._rules.hosts:
             raise EncoderRefused(
@@ -288,7 +289,7 @@ class UrlFetcher:
         addresses = tuple(
             dict.fromkeys(ipaddress.ip_address(str(row[4][0]).partition("%")[0]) for row in found)
         )
-        # Reject the URL if any address is not allowed, because such a reply is an attack or a mistake.
+        # Reject the URL if any of the addresses is not allowed. Such a reply is an attack or a mistake.
         if not addresses or not all(map(self._rules.allows_address, addresses)):
             raise EncoderRefused(
                 f"{field}: the URL's address is neither public nor in encoder.allow_networks",
@@ -297,7 +298,7 @@ class UrlFetcher:
         return _Target(url=url, host=host, port=port, addresses=addresses)
 
     async def _get(self, field: str, target: _Target, held: BudgetShare) -> bytes | str:
-        """Return the body as bytes, or the location of a redirect as text. Tries the addresses in turn."""
+        """Return the body as bytes, or the location of a redirect as text. Tries the addresses in order."""
         for address in target.addresses[:-1]:
             try:
                 return await self._get_from(field, target, address, held)
@@ -344,9 +345,9 @@ class UrlFetcher:
 
 
 async def _sent(transport: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
-    """Send the request, and return the response once its headers have arrived.
+    """Send the request, and return the response when its headers have arrived.
 
-    Retries once, because the host may have closed a kept connection.
+    Retries once, because the host may have closed an idle connection.
     """
     try:
         return await transport.handle_async_request(request)
@@ -355,7 +356,7 @@ async def _sent(transport: httpx.AsyncHTTPTransport, request: httpx.Request) -> 
 
 
 def _looked_up(host: str, port: int) -> asyncio.Future[list[Any]]:
-    """Resolve a name on a thread of its own. In a pool, all threads could wait for one slow name server."""
+    """Resolve a name on a separate thread. In a pool, a slow name server could block all threads."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[list[Any]] = loop.create_future()
 
@@ -386,7 +387,8 @@ def _words(text: str) -> list[str]:
 
 
 def _host(url: httpx.URL) -> str:
-    """Return the host in the form of `AllowedHost.host`: ASCII, in lower case, without a trailing dot."""
+    """Return the host in the same form as `AllowedHost.host`: ASCII, in lower case, without a trailing
+    dot."""
     return url.raw_host.decode("ascii").lower().rstrip(".")
 
 

@@ -1,1 +1,1 @@
-"""Decoding of image, video and audio bytes. Only `audio_resample` uses torch."""
+"""Decoders for image, video and audio bytes. Only `audio_resample` uses torch."""

@@ -1,15 +1,15 @@
-"""Decoding of audio files to the samples that an engine passes to its processor, and the digest of the
+"""Decodes audio files to the samples that an engine passes to its processor, and computes the digest of the
 samples.
 
-The rules are those of vLLM 0.32 (vllm/multimodal/media/audio.py), so that engines and the service compute the
-same digest for the same audio:
+The rules are the same as in vLLM 0.32 (vllm/multimodal/media/audio.py), so that engines and the service
+compute the same digest for the same audio:
 
-1. The first audio stream is used at its own rate. Other streams of the container are ignored.
-2. Integers are scaled to [-1, 1): divided by 2 to the (bits - 1).
-3. Channels are averaged to one, in float32.
+1. The first audio stream is used, at its own sample rate. Other streams in the container are ignored.
+2. Integers are scaled to [-1, 1), by division by 2 to the power of (bits - 1).
+3. Channels are averaged to a single channel, in float32.
 
-Resampling to the processor's rate happens later (`audio_resample`). The bytes are untrusted, so only listed
-containers and protocols are allowed. Otherwise a playlist could open files and URLs.
+`audio_resample` later resamples to the processor's rate. The bytes are untrusted, so only listed containers
+and protocols are allowed. Otherwise a playlist could open files and URLs.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ MIN_RATE: Final = 1_000
 MAX_RATE: Final = 384_000
 MAX_CHANNELS: Final = 32
 MAX_SAMPLES: Final = 1 << 26
-"""Maximum number of samples per channel, which take 256 MiB as float32."""
+"""Maximum number of samples per channel. As float32, they take 256 MiB."""
 DECODE_TIMEOUT_S: Final = 30.0
-"""Maximum time in seconds to decode one medium."""
+"""Maximum seconds to decode one media item."""
 _SHORT_BY: Final = 0.02
 """Fraction of the announced duration that may be missing before the file counts as truncated."""
 _PRIMING_S: Final = 0.1
 """Seconds of padding that an encoder may include in the announced duration."""
 _ENDLESS: Final = 0x7FFF_F000
-"""RIFF sizes of at least this value are placeholders, written by programs that stream and do not know the
-size yet."""
+"""Minimum value of a RIFF size that counts as a placeholder. Programs that stream write it, because they do
+not know the size yet."""
 _EXACT: Final = frozenset({"wav", "w64", "aiff", "flac", "mov,mp4,m4a,3gp,3g2,mj2"})
-"""Containers whose header contains the exact duration, not an estimate."""
+"""Containers whose header contains the exact duration instead of an estimate."""
 _SCALE: Final = {"u8": 1 << 7, "s16": 1 << 15, "s32": 1 << 31, "s64": 1 << 63}
 
-# PyAV raises FFmpegError for errors of FFmpeg, and various Python exceptions for an invalid header.
+# PyAV raises FFmpegError for FFmpeg's errors, and various Python exceptions for an invalid header.
 BROKEN: Final = (av.FFmpegError, ValueError, LookupError, OverflowError, TypeError, RuntimeError, MemoryError)
 
 Samples = npt.NDArray[np.float32]
 Before = Callable[[float, int], None]
-"""Function that is called before decoding with the duration in seconds and the sample rate. If the header has
-no duration, the maximum is passed. An exception stops the decoding."""
+"""Function that is called before decoding, with the duration in seconds and the sample rate. If the header
+has no duration, the maximum duration is passed. An exception stops the decoding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,19 +83,19 @@ def _no_objection(seconds: float, rate: int) -> None:
 
 
 def decode(data: bytes, *, max_s: float, before: Before = _no_objection) -> AudioSamples:
-    """Decode a whole audio file at its own rate.
+    """Decode a whole audio file at its own sample rate.
 
-    The limits are checked with the header before decoding, and again while decoding. If the header is wrong,
-    at most `max_s` seconds of samples are decoded.
+    The limits are checked against the header before decoding, and again while decoding. If the header is
+    wrong, at most `max_s` seconds of samples are decoded.
 
     Raises MediaError: "empty" (no bytes, or 0 s), "unknown_format", "no_audio", "sample_rate", "channels",
-    "too_long", "too_slow", "damaged" (truncated, inconsistent, not finite).
+    "too_long", "too_slow", or "damaged" (truncated, inconsistent or not finite).
     """
     riff = int.from_bytes(data[4:8], "little") if data[:4] == b"RIFF" else 0
-    # Many writers miscount by a header or a padding byte. This does not count as truncation.
+    # The size in many files is wrong by a header or a padding byte. This does not count as truncation.
     if riff < _ENDLESS and len(data) < riff * (1 - _SHORT_BY):
         raise MediaError(
-            f"the WAV file is truncated: it has {len(data)} bytes, fewer than its header says",
+            f"the WAV file is truncated: it has {len(data)} bytes, fewer than its header specifies",
             reason="damaged",
         )
     with opened(data, "audio") as container:
@@ -132,7 +132,7 @@ def opened(data: bytes, what: str, **options: str) -> Any:
         return av.open(
             io.BytesIO(data),
             metadata_errors="replace",
-            # "none" is not a protocol, so nothing inside the file can open another file.
+            # "none" is not a protocol, so no reference in the file can open another file.
             container_options={"format_whitelist": ",".join(FORMATS), "protocol_whitelist": "none"},
             options=options,
         )
@@ -189,7 +189,7 @@ def _mono(container: Any, stream: Any, max_s: float) -> Iterator[Samples]:
     rate, channels, total = stream.rate, stream.channels, 0
     most = min(math.floor(max_s * rate), MAX_SAMPLES)
     for frame in frames(container, stream, "audio"):
-        # The rate and the channels may change within a stream, but no engine supports this.
+        # The sample rate and the channels may change within a stream, but no engine supports this.
         if frame.sample_rate != rate or frame.layout.nb_channels != channels:
             raise MediaError("the audio changes its rate or channels within the stream", reason="damaged")
         total += frame.samples

@@ -1,9 +1,9 @@
-"""Resampling of audio to the rate of a model's processor, as in vLLM 0.32.
+"""Resamples audio to the sample rate of a model's processor, in the same way as vLLM 0.32.
 
 vLLM uses torchaudio's `Resample` with its defaults: a sinc filter with a Hann window, 6 zero crossings wide,
-which rolls off at 0.99 of the lower rate. The formula is J. O. Smith's
-(https://ccrma.stanford.edu/~jos/resample/). The order of the steps and the rounding follow torchaudio, so
-that an engine and the service compute the same bits and the same digest.
+which rolls off at 0.99 of the lower rate. The formula is from J. O. Smith
+(https://ccrma.stanford.edu/~jos/resample/). The order of the steps and the rounding are the same as in
+torchaudio, so that an engine and the service compute the same bits and the same digest.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from cornplug.errors import MediaError
 _ZERO_CROSSINGS: Final = 6
 _ROLLOFF: Final = 0.99
 _MAX_KERNEL: Final = 1 << 20
-"""Maximum number of values in the filters. Two rates without a common divisor could need billions."""
+"""Maximum number of values in the filters. Two rates without a common divisor could need billions of
+values."""
 _BLOCK: Final = 1 << 22
 """Approximate number of unfolded samples in memory at a time."""
 
 
 def resampled(audio: AudioSamples, rate: int) -> AudioSamples:
-    """Return the audio at another rate. Audio that already has this rate is returned unchanged.
+    """Return the audio at another sample rate. Audio that already has this rate is returned unchanged.
 
     Raises MediaError("sample_rate") if the common divisor of the two rates is too small.
     """
@@ -46,14 +47,14 @@ def resampled(audio: AudioSamples, rate: int) -> AudioSamples:
 
 
 def _reach(old: int, new: int) -> int:
-    """Return the number of samples on either side that a filter covers."""
+    """Return the number of samples on each side that a filter covers."""
     return math.ceil(_ZERO_CROSSINGS * old / (min(old, new) * _ROLLOFF))
 
 
 @lru_cache(maxsize=32)
 def _kernel(old: int, new: int) -> tuple[torch.Tensor, int]:
-    """Return (filters, reach): float32 of shape (new, old + 2 * reach), one filter per new sample of a
-    period."""
+    """Return (filters, reach). The filters are float32 of shape (new, old + 2 * reach), one per new sample in
+    a period."""
     reach, cutoff = _reach(old, new), min(old, new) * _ROLLOFF
     inputs = torch.arange(-reach, reach + old, dtype=torch.float64)[None] / old
     # The first term is float32, as in torchaudio. The sum is float64.

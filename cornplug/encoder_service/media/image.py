@@ -1,7 +1,8 @@
-"""Decoding of image files to the pixels that a processor receives, and the digest of the pixels.
+"""Decodes image files to the pixels that a processor receives, and computes the digest of the pixels.
 
-The rules are those of the engines, so that an engine and the service compute the same digest for an image.
-Only the first frame of an animation is used, and colour profiles are ignored. The rules differ in two points:
+The rules are the engines' rules, so that an engine and the service compute the same digest for an image. Only
+the first frame of an animation is used, and colour profiles are ignored. The engines' rules differ in two
+points:
 
 | rule (`wire.messages.Decoding`) | EXIF orientation | images with transparency |
 |---|---|---|
@@ -12,8 +13,8 @@ Only the first frame of an animation is used, and colour profiles are ignored. T
 Transparency is an alpha channel (RGBA, LA, PA), or a transparent colour of a palette, grey or RGB image. All
 other images go through Pillow's `convert("RGB")`.
 
-The digest covers the RGB pixels. A PNG, a lossless WebP and a BMP of the same image therefore have the same
-digest, and so does an image that the caller has already converted by these rules.
+The digest covers the RGB pixels. Therefore a PNG, a lossless WebP and a BMP of the same image have the same
+digest. An image that the caller has already converted by these rules also has this digest.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from cornplug.errors import MediaError
 from cornplug.identity import pixels_digest
 
 COMMON: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-"""Accepted formats. Each additional format would add a decoder that can be attacked."""
+"""Accepted formats. Each additional format would need a decoder, which can have vulnerabilities."""
 
 MAX_SCANS: Final = 100
-"""Maximum number of scans in a JPEG. A progressive JPEG has about ten, and each costs a pass over all
-pixels."""
+"""Maximum number of scans in a JPEG. A progressive JPEG has about ten scans. Each scan requires a pass over
+all pixels."""
 MAX_SEGMENTS: Final = 4096
 """Maximum number of segments in a JPEG, including its scans."""
 
@@ -52,9 +53,9 @@ _END_OF_IMAGE: Final = 0xD9
 _WITHOUT_LENGTH: Final = frozenset({0x01, *range(0xD0, 0xD9)})
 
 Before = Callable[[int, int], None]
-"""Function that is called with width and height before decoding. An exception stops the decoding."""
+"""Function that is called with the width and height before decoding. An exception stops the decoding."""
 
-# Exceptions that Pillow's readers raise for damaged files.
+# Exceptions that Pillow's readers raise for corrupt files.
 BROKEN: Final = (
     OSError,
     SyntaxError,
@@ -106,11 +107,11 @@ def decode(
 ) -> Image.Image:
     """Decode one image without converting it.
 
-    Before decoding, the number of pixels is checked and `before` is called, so for a decompression bomb only
-    the header is read.
+    The number of pixels is checked and `before` is called before decoding. For a decompression bomb, only the
+    header is read.
 
-    Raises MediaError with reason "empty" (no bytes), "unknown_format", "too_many_pixels", "too_many_scans" or
-    "damaged" (truncated or inconsistent).
+    Raises MediaError: "empty" (no bytes), "unknown_format", "too_many_pixels", "too_many_scans", or "damaged"
+    (truncated or inconsistent).
     """
     if not data:
         raise MediaError("the image has no bytes", reason="empty")
@@ -157,7 +158,7 @@ def check_scans(data: bytes) -> None:
             return
         at = found.end()
         if kind not in _WITHOUT_LENGTH:
-            # Skip the segment by its length, as a decoder does, even if the length is wrong.
+            # Skip the segment by its length, like a decoder, even if the length is wrong.
             at += int.from_bytes(data[at : at + 2], "big")
         scans += kind == _START_OF_SCAN
         if scans > MAX_SCANS:
@@ -172,7 +173,7 @@ def check_scans(data: bytes) -> None:
 
 
 def as_received(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
-    """Return the RGB image that an engine passes to its processor, by one of the rules of this module."""
+    """Return the RGB image that an engine passes to its processor, by one of this module's rules."""
     if decoding != "sglang-0.5.23":
         image = _upright(image)
         if _is_transparent(image) and not (image.mode == "RGB" and decoding == "vllm-0.32"):
@@ -199,5 +200,5 @@ def _upright(image: Image.Image) -> Image.Image:
         turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _TURNED
         return ImageOps.exif_transpose(image) if turned else image
     except BROKEN:
-        # If the EXIF data is damaged, ignore the orientation, as vLLM does.
+        # If the EXIF data is corrupt, ignore the orientation, like vLLM.
         return image

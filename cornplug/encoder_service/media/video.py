@@ -1,12 +1,13 @@
-"""Decoding of video files to sampled RGB frames with their times, and the digest of both.
+"""Decodes video files to sampled RGB frames with their times, and computes the digest of both.
 
-The rules are those of vLLM 0.32 (vllm/multimodal/video.py and video_decoders/opencv.py), so that engines and
-the service compute the same digest for a video:
+The rules are the same as in vLLM 0.32 (vllm/multimodal/video.py and video_decoders/opencv.py), so that
+engines and the service compute the same digest for a video:
 
 1. The first video stream is used. Frames are numbered in display order. A frame's time is its number divided
-   by the stream's rate. Time stamps are ignored.
-2. The model (`preprocess.prepared_media`) and the request determine the sampled frames.
-3. Pixels are converted as OpenCV does with FFmpeg, and rotated upright as the file's metadata specifies.
+   by the stream's frame rate. Time stamps in the file are ignored.
+2. The model (`preprocess.prepared_media`) and the request determine which frames are sampled.
+3. Pixels are converted in the same way as by OpenCV with FFmpeg, and rotated upright as the file's metadata
+   specifies.
 
 The digest covers the sampled frames and their times, not the sampling options.
 """
@@ -28,9 +29,9 @@ from cornplug.identity import frames_digest
 
 Frames = npt.NDArray[np.uint8]
 MAX_FRAMES: Final = 768
-"""Maximum number of frames sampled from a video."""
+"""Maximum number of frames that are sampled from a video."""
 _SHORT_BY: Final = 0.02
-"""Fraction of the announced frames that may be missing before the file counts as truncated."""
+"""Fraction of the announced frames that may be missing. If more are missing, the file counts as truncated."""
 _MAX_FPS: Final = 1000.0
 
 
@@ -77,14 +78,15 @@ class VideoLimits:
     max_s: float = 600.0
     max_frames: int = MAX_FRAMES
     max_pixels: int = 64_000_000
-    """Maximum number of pixels of one frame. All sampled frames together may have four times as many."""
+    """Maximum number of pixels per frame. All sampled frames together may have four times as many."""
 
 
 def decode(data: bytes, choose: Callable[[VideoHeader], Sequence[int]], limits: VideoLimits) -> VideoFrames:
     """Decode the frames whose numbers `choose` returns. Duration and size are checked before decoding.
 
     Raises MediaError: "empty", "unknown_format", "no_video", "too_long", "too_many_pixels",
-    "too_many_frames", "too_slow", "damaged" (truncated or inconsistent), and the errors of `choose`.
+    "too_many_frames", "too_slow", or "damaged" (truncated or inconsistent). Also raises the errors of
+    `choose`.
     """
     source = _source(data, limits)
     indices = sampled(source, choose(source), limits)
@@ -112,11 +114,11 @@ def decode_frames(
     decoding: Decoding = DEFAULT_DECODING,
     before: Callable[[VideoHeader], None] = _no_objection,
 ) -> VideoFrames:
-    """Decode all frames of a video that was sent as images of the same size, at `fps` frames per second.
+    """Decode all frames of a video that was sent as images of one size, at `fps` frames per second.
 
     `before` is called with the header before decoding. An exception stops the decoding.
 
-    Raises MediaError as `image.decode` does, and "too_many_frames", "too_many_pixels", "frame_size".
+    Raises the same MediaErrors as `image.decode`, and "too_many_frames", "too_many_pixels" and "frame_size".
     """
     if not images:
         raise MediaError("the video has no frames", reason="empty")
@@ -143,8 +145,8 @@ def decode_frames(
 def sampled(source: VideoHeader, chosen: Sequence[int], limits: VideoLimits) -> tuple[int, ...]:
     """Return the chosen frame numbers, ascending and without duplicates.
 
-    Raises MediaError("unprocessable") if no frame is chosen or a number is out of range, and the errors of
-    `check_room`.
+    Raises MediaError("unprocessable") if no frame is chosen or a number is out of range, and the same errors
+    as `check_room`.
     """
     indices = tuple(sorted({int(index) for index in chosen}))
     if not indices:
@@ -160,8 +162,7 @@ def sampled(source: VideoHeader, chosen: Sequence[int], limits: VideoLimits) -> 
 
 
 def _source(data: bytes, limits: VideoLimits) -> VideoHeader:
-    """Return the video's properties from the header, with the number of frames checked against the
-    packets."""
+    """Return the video's properties from the header. The number of frames is checked against the packets."""
     with opened(data, "video", max_pixels=str(limits.max_pixels)) as container:
         if not container.streams.video or container.streams.video[0].codec_context is None:
             raise MediaError("the file has no video stream of a known codec", reason="no_video")
@@ -180,7 +181,7 @@ def _source(data: bytes, limits: VideoLimits) -> VideoHeader:
             raise MediaError(
                 f"{announced_s:.0f} s of video exceed the limit of {limits.max_s:g} s", reason="too_long"
             )
-        # As in OpenCV, use the count in the header, or else duration times rate.
+        # As in OpenCV, use the frame count in the header. If it has none, use duration times frame rate.
         announced = stream.frames or (int(announced_s * fps + 0.5) if announced_s else 0)
         present = _packets(container, stream)
     if present < announced * (1 - _SHORT_BY) - 1:
@@ -202,7 +203,7 @@ def _packets(container: Any, stream: Any) -> int:
 
 
 def check_room(count: int, width: int, height: int, limits: VideoLimits) -> None:
-    """Check that `count` frames of this size are within the limits.
+    """Check that `count` frames of this size do not exceed the limits.
 
     Raises MediaError("too_many_frames", "too_many_pixels").
     """

@@ -1,1 +1,2 @@
-"""Preprocessors, one per modality. They turn a medium's bytes into its digest and the tower's inputs."""
+"""Preprocessors for each modality. They compute a media item's digest and the tower's inputs from its
+bytes."""

@@ -1,15 +1,15 @@
-"""Decoding and preprocessing of media in fair order, in lanes with one thread and one process each.
+"""Decodes and preprocesses media in fair order. Each lane consists of one thread and one process.
 
     submit ─ EncodeAdmission ─> Batcher ─take─> a lane: its process decodes, its thread preprocesses
                                                 one more lane, only for jobs of a better class than
                                                 all running jobs
 
-The queue is of the same kind as the queue for towers. A medium's cost is computed from its header, and the
-time that lanes take is measured. A medium that cannot be prepared in time is refused immediately.
+The queue is of the same kind as the queue for towers. A media item's cost is computed from its header, and
+the time that lanes need per cost is measured. An item that cannot be prepared in time is refused immediately.
 
 `ByteBudget` limits the bytes of incoming bodies and prepared media in memory, with a share reserved for each
-class. Before a medium is decoded, its bytes are estimated from the dimensions in its header and reserved. The
-reservation is corrected once the actual size is known, and released with the reply.
+service class. Before an item is decoded, its bytes are estimated from the dimensions in its header and
+reserved. The reservation is corrected when the actual size is known, and released with the reply.
 """
 
 from __future__ import annotations
@@ -37,39 +37,38 @@ from cornplug.errors import EncoderRefused
 from cornplug.qos import ServiceClass
 
 DECODE_DEADLINE_S: Final = 30.0
-"""Maximum time in seconds for decoding one medium. After that, the decoding process is killed and the medium
-is rejected (`too_slow`)."""
+"""Maximum seconds for decoding one media item. After that, the decoding process is killed and the item is
+rejected ("too_slow")."""
 STUCK_S: Final = 10.0
-"""Time in seconds after which the service is not ready if every lane is still in the same job."""
+"""Seconds after which the service is not ready if every lane is still running the same job."""
 _MAX_WORK: Final = 1 << 40
 _END_S: Final = 1.0
 """Maximum seconds that a stopping service waits for a running image processor."""
 _UNTIL_ANOTHER_S: Final = 1.0
 _MIN_DEADLINE_S: Final = 0.001
 _MIN_MEASURED: Final = 8
-"""Number of prepared media of a modality before a medium may be refused because of a prediction. The first
-media take longer, because they load and compile code.
-"""
+"""Number of prepared items of a modality after which predictions may cause refusals. The first items take
+longer, because they load and compile code."""
 _BASE_COST: Final = 1000
-"""Constant part of a medium's cost. For media of any size, the processor takes about as long as decoding a
-million pixels. Without this term, the times of small images would predict hours for a large image.
-"""
+"""Constant part of an item's cost. For an item of any size, the processor takes about as long as decoding a
+million pixels. Without this term, the measured times of small images would predict hours for a large
+image."""
 
 ResultT = TypeVar("ResultT")
 log = logging.getLogger(__name__)
 
 
 class _ModalityState:
-    """Modality, used in place of a tower in admission. Times are measured for each modality, because a pixel
-    of a video and a pixel of a PNG take different times."""
+    """State of one modality, which replaces a tower in admission. Times are measured for each modality,
+    because a pixel of a video and a pixel of a PNG take different times."""
 
     prepared = 0
-    """Number of prepared media of this modality."""
+    """Number of prepared media items of this modality."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _LaneTask:
-    """Work that a lane does for one medium."""
+    """Work of a lane for one media item."""
 
     run: Callable[[PreprocessContext], Any]
     budget_share: BudgetShare
@@ -78,7 +77,7 @@ class _LaneTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLimits:
-    """Limits for decoding one medium."""
+    """Limits for decoding one media item."""
 
     decode_s: float = DECODE_DEADLINE_S
     max_bytes: int = 4 << 30
@@ -86,7 +85,7 @@ class DecodeLimits:
 
 
 class QueueTurn(Generic[ResultT]):
-    """Queued or running work on a medium. Call `cancel` when the request is abandoned."""
+    """Queued or running work on a media item. Call `cancel` when the request is abandoned."""
 
     def __init__(self, future: Future[ResultT], cancel: Callable[[], None]) -> None:
         self.future = future
@@ -94,8 +93,8 @@ class QueueTurn(Generic[ResultT]):
 
 
 class DecodeLanes:
-    """Queue of media, and the lanes that decode and preprocess them. Thread-safe. Threads start with the
-    first medium, and `close` ends the threads and the processes."""
+    """Queue of media items, and the lanes that decode and preprocess them. Thread-safe. Threads start with
+    the first item, and `close` ends the threads and the processes."""
 
     def __init__(
         self,
@@ -126,7 +125,7 @@ class DecodeLanes:
         self._processes = [
             DecoderProcess(max_bytes=limits.max_bytes, on_killed=on_killed) for _ in range(lanes + 1)
         ]
-        # Preprocessing runs in this pool, so that the future catches its exceptions and the lane survives.
+        # Preprocessing runs in this pool, so that the future catches its exceptions and the lane continues.
         self._preprocessing = ThreadPoolExecutor(lanes + 1, "cornplug-preprocess")
         self._threads: list[threading.Thread] = []
         self._starting = threading.Lock()
@@ -144,11 +143,11 @@ class DecodeLanes:
         deadline_s: float,
         budget_share: BudgetShare,
     ) -> QueueTurn[ResultT] | AdmissionRefusal:
-        """Queue a medium, and call `run` in a lane when its turn comes.
+        """Queue a media item. A lane later calls `run`.
 
-        Returns an AdmissionRefusal if the medium cannot be prepared in time or the queue is full. `cost`
-        estimates `work_of` before the header is known. The future has the result or the error of `run`, or
-        EncoderRefused("too_late") if its turn did not come before the deadline.
+        Returns an AdmissionRefusal if the item cannot be prepared in time or if the queue is full. `cost` is
+        an estimate of `work_of` before the header is known. The future has the result or the error of `run`,
+        or EncoderRefused("too_late") if no lane began the work before the deadline.
         """
         if self._closed:
             return AdmissionRefusal(
@@ -189,8 +188,8 @@ class DecodeLanes:
         return QueueTurn(task.future, lambda: self._cancel(job, pending))
 
     def predicted_s(self) -> Mapping[str, float]:
-        """Return the predicted seconds until a new medium like the last submitted medium would be prepared,
-        by class."""
+        """Return the predicted seconds until a new media item would be prepared, by class. The new item is
+        assumed to be like the last item of the class."""
         return self._admission.predicted_s(self._classes, self._batcher)
 
     def predicted_of(self, qos: ServiceClass) -> float:
@@ -198,14 +197,15 @@ class DecodeLanes:
         return self._admission.predicted_of(qos, self._batcher)
 
     def queue(self) -> Queue:
-        """Return the (number of media, cost) that wait for a lane, by class. For the cost, see `work_of`."""
+        """Return (number of items, total cost) that wait for a lane, by class. For the cost, see
+        `work_of`."""
         return self._batcher.queue()
 
     def ready(self) -> bool:
-        """Return whether a new medium would be decoded soon.
+        """Return whether a new media item would soon be decoded.
 
-        True if a lane is free or has started a job within the last STUCK_S seconds, decoding processes start,
-        and the lanes are not closed.
+        True if a lane is free or has started a job within the last STUCK_S seconds, decoding processes can
+        start, and the lanes are not closed.
         """
         running = self._batcher.load().running
         now = self._clock()
@@ -217,15 +217,15 @@ class DecodeLanes:
         return [pid for process in self._processes if (pid := process.pid) is not None]
 
     def start_processes(self) -> None:
-        """Start the decoding processes, so that the first media do not wait for them. Raises
-        EncoderRefused."""
+        """Start the decoding processes, so that the first media items do not wait for them. Raises
+        EncoderRefused if a process does not start."""
         # With one class, no job could use the extra lane.
         wanted = self._processes if len(self._classes) > 1 else self._processes[: self._lanes]
         with ThreadPoolExecutor(len(wanted), "cornplug-start") as starting:
             list(starting.map(DecoderProcess.start, wanted))
 
     def close(self) -> bool:
-        """Stop all decoding, and end threads and processes. Returns False if an image processor is still
+        """Stop all decoding, and end the threads and processes. Return False if an image processor is still
         running."""
         self._closed = True
         for process in self._processes:
@@ -273,7 +273,7 @@ class DecodeLanes:
             self._replace(process)
 
     def _replace(self, process: DecoderProcess) -> None:
-        """Start a new process if the last job ended it, before this lane takes another job."""
+        """If the last job ended the process, start a new process before this lane takes another job."""
         if process.lost and not self._closed:
             try:
                 process.start()
@@ -335,18 +335,19 @@ class DecodeLanes:
 
 
 def work_of(header: MediumHeader) -> int:
-    """Return the cost of a medium: thousands of pixels or samples to decode, plus a constant."""
+    """Return the cost of a media item: thousands of pixels or samples to decode, plus a constant."""
     return _BASE_COST + round(header.work / 1000)
 
 
 class ByteBudget:
-    """Budget of all classes. Thread-safe. A class may use its own reserved bytes and unreserved bytes."""
+    """Budget of bytes, shared by all classes. Thread-safe. A class may use its own reserved bytes and all
+    unreserved bytes."""
 
     def __init__(self, fractions: Mapping[ServiceClass, float], max_bytes: int, *, purpose: str) -> None:
         """Create a budget of `max_bytes`, in which each class reserves a fraction.
 
-        `purpose` completes the message "5 bytes are needed ..." of refusals. With a single class, nothing is
-        reserved.
+        `purpose` completes the message "5 bytes are needed ..." of refusals. If there is a single class,
+        nothing is reserved.
         """
         self.max_bytes: Final = max_bytes
         self._purpose = purpose
@@ -356,7 +357,7 @@ class ByteBudget:
         self._held: Counter[ServiceClass] = Counter()
 
     def share(self, qos: ServiceClass) -> BudgetShare:
-        """Return a share for one medium or body, which initially holds 0 bytes."""
+        """Return a budget share for one media item or body. It initially holds 0 bytes."""
         return BudgetShare(self, qos)
 
     def held_bytes(self) -> int:
@@ -365,7 +366,8 @@ class ByteBudget:
             return sum(self._held.values())
 
     def adjust(self, qos: ServiceClass, more: int, total: int) -> None:
-        """Add `more` bytes to a share, which then holds `total` bytes. Release bytes if `more` is negative.
+        """Add `more` bytes to a share, which then holds `total` bytes. If `more` is negative, bytes are
+        released.
 
         Raises the same errors as `BudgetShare.need`.
         """
@@ -390,7 +392,7 @@ class ByteBudget:
 
 
 class BudgetShare:
-    """Bytes of the budget that one medium or body holds. A context manager that releases them.
+    """Bytes of the budget that one media item or body holds. The context manager releases them on exit.
     Thread-safe."""
 
     def __init__(self, budget: ByteBudget, qos: ServiceClass) -> None:
@@ -403,8 +405,8 @@ class BudgetShare:
     def need(self, size: int) -> None:
         """Change the number of bytes that this share holds to `size`.
 
-        If this raises EncoderRefused, the share is unchanged: "too_large_prepared" if `size` bytes can never
-        fit, "overloaded" if they do not fit now or the request was cancelled.
+        If this raises EncoderRefused, the share is unchanged. The reason is "too_large_prepared" if `size`
+        bytes can never fit. It is "overloaded" if they do not fit now or if the request was cancelled.
         """
         with self._lock:
             if not self._open:

@@ -1,12 +1,12 @@
-"""Messages between the service and a decoding process: msgpack on a SOCK_SEQPACKET pair, media in memfds.
+"""Messages between the service and a decoding process: msgpack on a SOCK_SEQPACKET pair, and media in memfds.
 
     ImageJob, AudioJob, VideoJob, FramesJob + a memfd of the bytes ──>
                          <── MediumOpened: the header
     DecodeGo, or DecodeStop ──>
                          <── MediumDecoded + a memfd of the result,  or DecodeFailed, at any time
 
-The service seals the memfd of a result, so that the decoding process can neither change nor shorten bytes
-that the service has checked.
+The service seals the memfd of a result. The decoding process can then neither change nor shorten bytes that
+the service has checked.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class VideoJob(msgspec.Struct, frozen=True, tag="video"):
 
 
 class FramesJob(msgspec.Struct, frozen=True, tag="frames"):
-    """Job to decode a video that was sent as images. The memfd contains the images one after another."""
+    """Job to decode a video that was sent as images. The memfd contains the images, one after another."""
 
     sizes: tuple[int, ...]
     fps: float
@@ -56,23 +56,23 @@ class FramesJob(msgspec.Struct, frozen=True, tag="frames"):
 
 
 class DecodeGo(msgspec.Struct, frozen=True, tag="go"):
-    """Request to decode the medium. For a video file, only the frames with these numbers."""
+    """Request to decode the media item. For a video file, only the frames with these numbers."""
 
     indices: tuple[int, ...] = ()
 
 
 class DecodeStop(msgspec.Struct, frozen=True, tag="stop"):
-    """Request to end the job without decoding the medium."""
+    """Request to end the job without decoding the media item."""
 
 
 class DecoderReady(msgspec.Struct, frozen=True, tag="ready"):
-    """Report that the process has started. `bars` are the restrictions in force (`jail.BARS`)."""
+    """Report that the process has started. `bars` are the active restrictions (`jail.BARS`)."""
 
     bars: tuple[str, ...]
 
 
 class MediumOpened(msgspec.Struct, frozen=True, tag="opened"):
-    """Report of the medium's header. Fields that do not apply to the modality are 0."""
+    """Report of the media item's header. Fields that do not apply to the modality are 0."""
 
     width: int = 0
     height: int = 0
@@ -84,7 +84,7 @@ class MediumOpened(msgspec.Struct, frozen=True, tag="opened"):
 
 
 class MediumDecoded(msgspec.Struct, frozen=True, tag="decoded"):
-    """Report that the medium was decoded. The shape is (height, width, 3), (frames, height, width, 3) or
+    """Report that the media item was decoded. The shape is (height, width, 3), (frames, height, width, 3) or
     (samples,)."""
 
     shape: tuple[int, ...]
@@ -109,9 +109,10 @@ def send(sock: socket.socket, message: ToDecoder | FromDecoder, fd: int | None =
 
 
 def receive(sock: socket.socket, kind: Any) -> tuple[Any, int | None]:
-    """Return the next message and the descriptor that came with it, or None. The caller must close it.
+    """Return (next message, its descriptor or None). The caller must close the descriptor.
 
-    Raises ConnectionResetError if the other side has disconnected, and TimeoutError as the socket does.
+    Raises ConnectionResetError if the other side has disconnected, and TimeoutError after the socket's
+    timeout.
     """
     body, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE, 1)
     fd = fds[0] if fds else None

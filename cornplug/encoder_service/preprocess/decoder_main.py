@@ -1,8 +1,8 @@
-"""Main module of a decoding process, which decodes untrusted media one after another. It does not need torch,
-and has no keys.
+"""Main module of a decoding process, which decodes untrusted media items one after another. It does not need
+torch, and has no keys.
 
 `DecoderProcess` starts the process with a memory limit in bytes and one end of a socket pair. The process
-ends when the other end closes, or when a job exceeds its time limit, so that it does not outlive a killed
+ends when the other end closes, or when a job exceeds its time limit. Therefore it does not outlive a killed
 service.
 """
 
@@ -30,27 +30,27 @@ _BAND_BYTES: Final = 256 << 10
 _KEPT_BLOCKS: Final = 2
 """Number of 16 MiB blocks that Pillow keeps for the next image."""
 _GRACE_S: Final = 2.0
-"""Seconds after a job's limit at which the process ends itself, if the service has not killed it."""
+"""Seconds after a job's time limit at which the process ends itself, if the service has not killed it."""
 
 
 class _JobStopped(Exception):
-    """Raised when the service has decided not to decode the medium."""
+    """Raised if the service has decided not to decode the media item."""
 
 
 class DecoderLoop:
-    """Loop that receives jobs from a socket and runs them one after another."""
+    """Receives jobs from a socket and runs them one after another."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
     def run(self, bars: Sequence[str]) -> None:
-        """Run jobs until the service disconnects, then raise OSError. `bars` are the restrictions to
-        report."""
+        """Run jobs until the service disconnects, then raise OSError. `bars` are the active restrictions,
+        which are reported to the service."""
         decoder_ipc.send(self._sock, decoder_ipc.DecoderReady(tuple(bars)))
         while True:
             job, fd = decoder_ipc.receive(self._sock, decoder_ipc.ToDecoder)
             if fd is None or isinstance(job, decoder_ipc.DecodeGo | decoder_ipc.DecodeStop):
-                continue  # ignore a decision about a job that has already failed
+                continue  # ignore the decision about a job that has already failed
             signal.setitimer(signal.ITIMER_REAL, job.limit_s + _GRACE_S)
             try:
                 self._answer(job, _read_all(fd))
@@ -74,7 +74,7 @@ class DecoderLoop:
             os.close(memory)
 
     def _decoded(self, job: decoder_ipc.Job, data: bytes) -> tuple[tuple[int, ...], int]:
-        """Decode the medium. Return the shape of the result, and a memfd that contains it."""
+        """Decode the media item. Return (shape of the result, memfd that contains the result)."""
         match job:
             case decoder_ipc.ImageJob():
                 rgb = self._image(job, data)
@@ -115,7 +115,7 @@ class DecoderLoop:
 
     def _confirm(self, opened: decoder_ipc.MediumOpened) -> tuple[int, ...]:
         """Send the header to the service, and wait for its decision. Return the numbers of the frames to
-        decode. Raises _JobStopped if the service decides not to decode the medium."""
+        decode. Raises _JobStopped if the service decides not to decode the media item."""
         decoder_ipc.send(self._sock, opened)
         answer, fd = decoder_ipc.receive(self._sock, decoder_ipc.ToDecoder)
         if fd is not None:
@@ -156,7 +156,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Ignore Ctrl-C, because the service ends this process after draining.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Keep an image's memory for the next image, because fresh pages cost a fifth of a JPEG's decoding time.
+    # Keep an image's memory for the next image, because new pages would take a fifth of a JPEG's decoding
+    # time.
     _imaging.set_blocks_max(_KEPT_BLOCKS)
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # there is already one process per core
     Image.init()  # imports the decoders while files are readable

@@ -1,6 +1,7 @@
-"""Handle of a decoding process, which is started on demand and killed when it is late.
+"""Decoding process as seen by the service. It is started on demand and killed when it is late.
 
-`SandboxedDecoder` decodes one medium in a decoding process, and validates everything that the process sends.
+`SandboxedDecoder` decodes one media item in a decoding process, and validates everything that the process
+sends.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from cornplug.errors import EncoderRefused, MediaError
 START_S: Final = 60.0
 """Maximum seconds to start a process."""
 _POLL_S: Final = 0.1
-"""Interval in seconds at which a thread that waits for a result checks whether the request was cancelled."""
+"""Seconds between checks whether the request was cancelled, while a thread waits for a result."""
 _PASSED_ON: Final = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
-"""Environment variables that are passed to the process. They contain no settings of cornplug and no keys."""
+"""Environment variables that the process receives. They contain neither cornplug's settings nor keys."""
 _KEPT_HEAP: Final = str(16 << 20)
-"""Bytes of freed memory that glibc keeps for the process's next medium. By default, glibc returns buffers to
-the kernel, and a JPEG of 1.2 megapixels then causes 900 page faults."""
+"""Bytes of freed memory that glibc keeps for the process's next media item. By default, glibc returns buffers
+to the kernel, and a JPEG of 1.2 megapixels then causes 900 page faults."""
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ OnKilled = Callable[[str], None]
 
 
 class DecoderProcess:
-    """Handle of a decoding process. Use it from one thread at a time. Any thread may call `stop`."""
+    """Controls one decoding process. Use it from one thread at a time. Any thread may call `stop`."""
 
     def __init__(self, *, max_bytes: int, on_killed: OnKilled) -> None:
         self._max_bytes = max_bytes
@@ -63,7 +64,7 @@ class DecoderProcess:
 
     @property
     def lost(self) -> bool:
-        """Whether a process was started, and none is running now."""
+        """Whether a process was started but is not running now."""
         return self._was_started and self._process is None
 
     def start(self) -> None:
@@ -81,7 +82,7 @@ class DecoderProcess:
         with child_end:
             self._process = subprocess.Popen(
                 [
-                    # -P: use the packages of this process, not modules in the working directory.
+                    # -P: import the same packages as this process, not modules in the working directory.
                     *(sys.executable, "-P", "-m", "cornplug.encoder_service.preprocess.decoder_main"),
                     *(str(self._max_bytes), str(child_end.fileno())),
                 ],
@@ -105,11 +106,11 @@ class DecoderProcess:
         limit_s: float,
         wanted: Callable[[], bool],
     ) -> AssignedJob:
-        """Send a job to the process, and return a handle of the job.
+        """Send a job to the process, and return the assigned job.
 
-        The process is killed if it has not finished the job after `limit_s` seconds, or at `end_s` on the
-        monotonic clock, or when `wanted` returns False. Starts a process if none is running, and raises as
-        `start` does.
+        The process is killed if it has not finished the job after `limit_s` seconds, at `end_s` on the
+        monotonic clock, or when `wanted` returns False. If no process is running, this starts one and raises
+        the same errors as `start`.
         """
         for fresh in (False, True):
             self.start()
@@ -134,7 +135,7 @@ class DecoderProcess:
             process.kill()
 
     def close(self) -> None:
-        """Stop the process and close the socket. Call it when no thread uses this object any more."""
+        """Stop the process and close the socket. Call this when no other thread uses this object any more."""
         self.stop()
         self._discard()
 
@@ -154,7 +155,7 @@ class DecoderProcess:
 
 
 class AssignedJob:
-    """Handle of the job that a process is working on."""
+    """Job that a decoding process is running."""
 
     def __init__(
         self, process: DecoderProcess, end_s: float, limit_s: float, wanted: Callable[[], bool]
@@ -169,7 +170,7 @@ class AssignedJob:
         self._process.kill("crashed")
 
     def tell(self, message: decoder_ipc.DecodeGo | decoder_ipc.DecodeStop) -> None:
-        """Send the decision whether to decode the medium. Raises MediaError("crashed") if the process has
+        """Send the decision whether to decode the media item. Raises MediaError("crashed") if the process has
         ended, or EncoderRefused("overloaded") if the service is stopping."""
         assert self._process._sock is not None
         try:
@@ -178,7 +179,8 @@ class AssignedJob:
             raise self._crashed() from None
 
     def answer(self) -> tuple[decoder_ipc.MediumOpened | decoder_ipc.MediumDecoded, int | None]:
-        """Wait for the next message. Return it with the descriptor of its memfd, which the caller must close.
+        """Wait for the next message. Return (message, descriptor of its memfd or None). The caller must close
+        it.
 
         Raises the decoder's MediaError, or MediaError "too_slow", "too_much_memory" or "crashed". Raises
         EncoderRefused("too_late") if the request's own deadline passed first, or if the request was
@@ -228,8 +230,8 @@ class AssignedJob:
 
 @lru_cache(maxsize=1)
 def _report(bars: tuple[str, ...]) -> None:
-    """Log the restrictions of the decoding processes. The cache limits this to one line, because the
-    restrictions of all processes are the same."""
+    """Log the restrictions of the decoding processes. They are the same for all processes, and the cache
+    limits this to one log line."""
     absent = [bar for bar in jail.BARS if bar not in bars]
     if absent:
         log.warning(
@@ -251,7 +253,7 @@ def _environment() -> dict[str, str]:
 
 
 class SandboxedDecoder:
-    """Decoder of one medium in a separate process. The process is killed after `limit_s` seconds, at `end_s`
+    """Decodes one media item in a separate process. The process is killed after `limit_s` seconds, at `end_s`
     on the monotonic clock, or when `wanted` returns False.
     """
 
@@ -368,7 +370,7 @@ def _read_header(assigned: AssignedJob) -> decoder_ipc.MediumOpened:
 
 
 def _decide(assigned: AssignedJob, accept: Callable[[], None], indices: Sequence[int] = ()) -> None:
-    """Let the process decode the medium, unless `accept` raises."""
+    """Let the process decode the media item, unless `accept` raises an exception."""
     going = False
     try:
         accept()

@@ -1,4 +1,4 @@
-"""Interface between preprocessors and the sandbox that decodes untrusted bytes, and a decoder without
+"""Interface between preprocessors and the sandbox that decodes untrusted bytes, and a decoder without a
 sandbox."""
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _FRAME_BYTES: Final = 3
 _SAMPLE_BYTES: Final = 4 + 4
 """Bytes per sample at the original rate, plus bytes per sample at the model's rate."""
 _SAMPLE_WORK: Final = 1.0
-"""Work to decode a sample, in pixels. A sample and a pixel each take a few bytes in a codec."""
+"""Work to decode one sample, in pixels. A codec uses a few bytes for a sample as well as for a pixel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediumHeader:
-    """Size of a decoded medium, computed from its header."""
+    """Size of a decoded media item, computed from its header."""
 
     held_bytes: int
     """Bytes of memory for the decoded pixels or samples that are used."""
     work: float
     """Number of pixels or samples that must be decoded. For a video, all frames up to the last sampled frame
-    count."""
+    are counted."""
     pixels: int = 0
     """Number of pixels of all sampled frames."""
     seconds: float = 0.0
@@ -58,8 +58,8 @@ OnHeader = Callable[[MediumHeader], None]
 
 
 class MediumDecoder(Protocol):
-    """Decoder of media. Methods raise MediaError as `media.image`, `media.audio` and `media.video` do, and
-    errors of `on_header`."""
+    """Decoder of media. Methods raise the same MediaErrors as `media.image`, `media.audio` and `media.video`,
+    and the errors of `on_header`."""
 
     def image(
         self,
@@ -69,7 +69,7 @@ class MediumDecoder(Protocol):
         *,
         decoding: Decoding = DEFAULT_DECODING,
     ) -> RgbPixels:
-        """Return the pixels of an image, decoded by one of the rules of `media.image`."""
+        """Return the pixels of an image, decoded by one of `media.image`'s rules."""
 
     def audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples: ...
 
@@ -143,9 +143,10 @@ def choose_frames(
     limits: VideoLimits,
     on_header: OnHeader,
 ) -> tuple[int, ...]:
-    """Return the numbers of the sampled frames, ascending, after calling `on_header` with the resulting size.
+    """Return the numbers of the sampled frames, ascending. Calls `on_header` with the resulting size first.
 
-    Raises MediaError("unprocessable", "too_many_frames", "too_many_pixels"), and errors of both functions.
+    Raises MediaError("unprocessable"), ("too_many_frames") or ("too_many_pixels"), and the errors of both
+    functions.
     """
     indices = video.sampled(source, choose(source), limits)
     on_header(MediumHeader.of_video(source, indices))

@@ -78,8 +78,8 @@ SYSCALLS: Final = {
     "write": (1, 64),
     "writev": (20, 66),
 }
-"""System calls that decoding needs, with their numbers. None of them acts on another process, or opens or
-changes a file by name."""
+"""System calls that decoding needs, with their numbers. None of these calls acts on another process, or opens
+or changes a file by name."""
 OPENAT: Final = (257, 56)
 CLONE: Final = (56, 220)
 CLONE3: Final = (435, 435)
@@ -120,9 +120,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def confine() -> tuple[str, ...]:
-    """Apply every restriction that the kernel supports, and return the names of those in force.
+    """Apply every restriction that the kernel supports, and return the names of the active restrictions.
 
-    Call it in a process with a single thread, after importing all modules that the process needs.
+    Call this in a process with a single thread, after importing all modules that the process needs.
     """
     found = [NO_NEW_PRIVS] if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 else []
     # Landlock and seccomp restrict only the calling thread.
@@ -135,7 +135,7 @@ def confine() -> tuple[str, ...]:
 
 
 def readable_folders() -> list[Path]:
-    """Return the folders with the public code that may be imported during decoding."""
+    """Return the folders with public code that decoding may import."""
     libraries = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
     packages = {Path(path) for name in _PACKAGES for path in sys.modules[name].__path__}
     return sorted(libraries | packages)
@@ -155,7 +155,7 @@ def call_filter(column: int, architecture: int, *, may_open: bool) -> bytes:
     for number in allowed:
         program += [(_IF_EQUAL, 0, 1, number), (_RETURN, 0, 0, _RET_ALLOW)]
     program += [
-        # A filter cannot read clone3's arguments. After ENOSYS, glibc calls clone instead.
+        # A filter cannot read clone3's arguments. If clone3 fails with ENOSYS, glibc calls clone instead.
         (_IF_EQUAL, 0, 1, CLONE3[column]),
         (_RETURN, 0, 0, _RET_ERRNO | _ENOSYS),
         (_IF_EQUAL, 0, 3, CLONE[column]),
@@ -171,7 +171,8 @@ def _restrict_files(folders: Sequence[Path]) -> bool:
     version = _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(_LANDLOCK_VERSION))
     if version < 1:
         return False
-    # Later versions of Landlock added access rights for files, TCP ports, signals and abstract sockets.
+    # Later versions of Landlock have additional access rights for files, TCP ports, signals and abstract
+    # sockets.
     files = 13 + sum(version >= since for since in (2, 3, 5))
     rules = struct.pack("=QQQ", (1 << files) - 1, 0b11 if version >= 4 else 0, 0b11 if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8

@@ -1,7 +1,7 @@
-"""Preprocessing of images, videos and audio: the decoding rules of the model's engine, and the checkpoint's
-processor.
+"""Preprocesses images, videos and audio, by the decoding rules of the model's engine and with the
+checkpoint's processor.
 
-Images are decoded by an engine's rule (`media.image`). Of a video, the same frames are sampled as by the
+Images are decoded by an engine's rule (`media.image`). For a video, the same frames are sampled as in the
 engine. Audio is resampled to the model's rate.
 """
 
@@ -39,15 +39,15 @@ from cornplug.errors import CheckpointError, MediaError
 
 _SIDES: Final = (64, 1024)
 """Sides in pixels of two square test images. They show how large a processor's outputs are for small and
-large images.
-"""
+large images."""
 _MOST_A_PIXEL: Final = 24
-"""Maximum bytes of inputs per pixel. Families that do not resize need this many: three float32 values, stored
-twice, as two frames."""
+"""Maximum bytes of inputs per pixel. Families without resizing need this many bytes: three float32 values,
+stored twice, as two frames."""
 _SHAPES: Final = 4096
 """Maximum number of shapes whose grid is cached."""
 _PIXELS_NOT_SIDES: Final = 100_000
-"""A "longest_edge" above this value is a number of pixels, as in the Qwen families, instead of a side."""
+"""Threshold above which a "longest_edge" is a number of pixels, as in the Qwen families, instead of a
+side."""
 
 
 class ImagePreprocessor:
@@ -139,7 +139,7 @@ def _processor(loaded: LoadedModel) -> Any:
 
 def _most_pixels(processor: Any) -> int | None:
     """Return the maximum number of pixels of an image after resizing, or None if the processor's settings do
-    not limit it.
+    not limit the number.
     """
     size: Any = getattr(processor, "size", None) or {}
     longest = size.get("longest_edge")
@@ -176,8 +176,8 @@ class VideoPreprocessor:
             whole = WholeProcessor(loaded, "video")
             check_encodes(loaded, whole)
             self._sampler, self._processor = _by_transformers(whole), whole
-            # The processor's settings determine the frames, so the model must not share `FileMemo` entries
-            # with other models.
+            # The processor's settings determine the frames. Therefore the model must not share `FileMemo`
+            # entries with other models.
             self._kind = (loaded.served.identity_for("video") or b"").hex()
             return
         kind = checkpoint.family.preprocess_spec_of("video")(checkpoint.preprocessors["video"])["kind"]
@@ -202,8 +202,8 @@ class VideoPreprocessor:
         decoding: Decoding,
         context: PreprocessContext,
     ) -> DecodedMedium:
-        """Decode the video as `MediaPreprocessor.decode` does. If it was sent as images, `sampling.fps` is
-        the frame rate (default 1).
+        """Decode the video (see `MediaPreprocessor.decode`). If it was sent as images, `sampling.fps` is the
+        frame rate (default 1).
         """
         on_header = context.on_header(_video_bytes)
         if form == "images":
@@ -227,7 +227,7 @@ class VideoPreprocessor:
 
     def _grid_of(self, shape: tuple[int, ...]) -> Inputs | None:
         if isinstance(self._processor, WholeProcessor):
-            return {}  # Only SGLang's route uses the grid, and it does not serve generic families.
+            return {}  # Only SGLang's route uses the grid, and it has no generic families.
         frames, height, width = shape
         nothing = torch.empty((frames, 3, height, width), dtype=torch.uint8, device="meta")
         return grid_of(self._processor, videos=[nothing], do_sample_frames=False)
@@ -255,8 +255,8 @@ def _video_bytes(header: MediumHeader) -> int:
 
 
 def _qwen2(source: VideoHeader, sampling: FrameSampling) -> Sequence[int]:
-    """Sample whole temporal patches at even steps, as vLLM's Qwen2VLVideoBackend does. `num_frames` is
-    rounded as in transformers.
+    """Sample whole temporal patches at even steps, like vLLM's Qwen2VLVideoBackend. `num_frames` is rounded
+    in the same way as in transformers.
     """
     total = source.total
     most = min(_MAX_FRAMES, total) // _PATCH * _PATCH
@@ -267,13 +267,13 @@ def _qwen2(source: VideoHeader, sampling: FrameSampling) -> Sequence[int]:
     count = math.floor(min(max(wanted, _MIN_FRAMES), most) / _PATCH) * _PATCH
     if count < _PATCH:  # The video has only one frame.
         return range(total)
-    # Use torch's float32 steps, because other libraries would round to other frames.
+    # Use float32 steps from torch, because other libraries round to other frames.
     found = torch.arange(0, total, total / count).int().clamp(max=total - 1)
     return [int(index) for index in found]
 
 
 def _qwen3(source: VideoHeader, sampling: FrameSampling) -> Sequence[int]:
-    """Sample from the first frame to the last at even steps, as vLLM's Qwen3VLVideoBackend does."""
+    """Sample from the first frame to the last at even steps, like vLLM's Qwen3VLVideoBackend."""
     total = source.total
     if sampling.num_frames is not None:
         count = sampling.num_frames
@@ -299,8 +299,8 @@ _PADDED_S: Final = 30.0
 class AudioPreprocessor:
     """Audio preprocessor of one model.
 
-    The digest covers the samples that the feature extractor receives, as in the engine: mono, at its rate.
-    Raises CheckpointError("bad_config") if the checkpoint has no feature extractor.
+    The digest covers the samples that the feature extractor receives, as in the engine: one channel, at the
+    extractor's rate. Raises CheckpointError("bad_config") if the checkpoint has no feature extractor.
     """
 
     def __init__(self, loaded: LoadedModel, limits: MediumLimits) -> None:

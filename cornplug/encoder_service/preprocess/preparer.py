@@ -1,4 +1,4 @@
-"""Preparation of media: turns a file's bytes into a request to the encoder. Cached results skip steps.
+"""Preparation of media: computes a request to the encoder from a file's bytes. Cached results skip steps.
 
 recall:   file's digest ─FileMemo─> media digest ─> key ─> cached? reply
 prepare:  decode ─> media digest ─> key ─> cached? reply, or else preprocess
@@ -8,8 +8,9 @@ prepare:  decode ─> media digest ─> key ─> cached? reply, or else preproce
     file's bytes, decoding rule, versions, limits, tenant ─SHA-256─> (media digest, shape)
 
 An entry is added only after a file has passed every check and was decoded. The name of an entry depends on
-everything that affects the result, so the same file with other limits or another rule has another entry.
-Entries are kept only in the memory of this process, so that the entries of another service are never trusted.
+everything that affects the result. Therefore the same file with other limits or another rule has another
+entry. Entries are kept only in the memory of this process, so that a service never has to trust another
+service's entries.
 """
 
 from __future__ import annotations
@@ -52,19 +53,18 @@ from cornplug.errors import CheckpointError, EncoderRefused
 
 REMEMBERED_FILES: Final = 32_768
 """Default maximum number of entries in `FileMemo`. An entry takes about 400 bytes, regardless of the length
-of the tenant's salt.
-"""
+of the tenant's salt."""
 _MAX_TENANTS: Final = 1024
 _CODECS: Final = ("jpg", "libjpeg_turbo", "webp", "zlib")
 _BASE64_SLICE: Final = 1 << 20
-"""Number of base64 characters to decode at a time. Other threads can run between two slices."""
+"""Number of base64 characters to decode at a time. Other threads can run between two such steps."""
 APP: Final = "http"
 """Default app of requests for media that arrive over HTTP."""
 SGLANG: Final = "sglang"
 """App of requests from SGLang's servers."""
 log = logging.getLogger(__name__)
 LookUp = Callable[[EncodeRequest], EncodeReply | None]
-"""Function that returns the reply to a request if its embedding is cached, or else None."""
+"""Function that returns the reply to a request if its embedding is cached, else None."""
 ENGINE_SAMPLING: Final = FrameSampling()
 PREPROCESSORS: Final[Mapping[Modality, Callable[[LoadedModel, MediumLimits], MediaPreprocessor]]] = {
     "image": ImagePreprocessor,
@@ -84,12 +84,12 @@ class DecodedFile:
 
 
 class FileMemo:
-    """Memo of decoded files, with at most `max_files` entries. Thread-safe. A tenant that fills the memo
+    """Digests of decoded files, with at most `max_files` entries. Thread-safe. A tenant that fills the memo
     loses its own oldest entries.
     """
 
     def __init__(self, max_files: int = REMEMBERED_FILES) -> None:
-        """Create an empty memo. With `max_files` 0, nothing is remembered."""
+        """Create an empty memo. If `max_files` is 0, nothing is remembered."""
         self._max_files = max_files
         self._lock = threading.Lock()
         self._files = 0
@@ -110,8 +110,8 @@ class FileMemo:
             return found
 
     def remember(self, tenant: str | None, name: bytes, decoded: DecodedFile) -> None:
-        """Add an entry. If there are too many entries, the tenant with the most entries loses its least
-        recently used entry.
+        """Add an entry. If there are too many entries, drop the least recently used entry of the tenant with
+        the most entries.
         """
         if self._max_files == 0:
             return
@@ -136,8 +136,8 @@ class FileMemo:
 
 
 def _tenant_key(salt: str | None) -> bytes | None:
-    """Return the tenant's key in the memo, or None without a salt. It is a digest, because SGLang's protocol
-    does not limit the length of a salt.
+    """Return the tenant's key in the memo, or None without a salt. The key is a digest, because SGLang's
+    protocol does not limit the length of a salt.
     """
     return None if salt is None else hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
 
@@ -145,8 +145,8 @@ def _tenant_key(salt: str | None) -> bytes | None:
 def file_name(spec: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
     """Return the name (32 bytes) of a file, or of the images of a video, for `FileMemo`.
 
-    `spec` contains everything that determines the decoded content, except the bytes and the decoders'
-    versions, as JSON values.
+    `spec` contains everything that determines the decoded content, as JSON values, except the bytes and the
+    decoders' versions.
     """
     hashes = [hashlib.sha256(part).digest() for part in parts]
     return identity.digest("cornplug-file-v1", identity.canonical({**spec, **_versions()}), *hashes)
@@ -162,26 +162,26 @@ def _versions() -> Mapping[str, Any]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreprocessedMedium:
     request: EncodeRequest
-    """Request to the encoder. Its own `inputs` are empty."""
+    """Request to the encoder. The request's own `inputs` are empty."""
     inputs: Inputs
-    """Tower's inputs as tensors in this process, or only the patch grid if `answer` is set."""
+    """Tower inputs as tensors in this process. If `answer` is set, only the patch grid."""
     dtype: str
-    """Name of the embedding's dtype in torch."""
+    """Name of the embedding's torch dtype, without the "torch." prefix."""
     media_digest: bytes
     """Media digest, 32 bytes."""
     answer: EncodeReply | None = None
-    """Reply with the embedding if it was cached, in which case the processor did not run. Otherwise None."""
+    """Reply with the embedding if it was cached, else None. If it was cached, the processor did not run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediumSource:
-    """One medium of a request, before decoding."""
+    """One media item of a request, before decoding."""
 
     model: str
     modality: Modality
     form: MediumForm = "file"
     parts: Sequence[bytes]
-    """Bytes of the file, or of each image of a video."""
+    """Bytes of the file, or bytes of each image of a video."""
     salt: str | None
     deadline_s: float
     sampling: FrameSampling = ENGINE_SAMPLING
@@ -195,7 +195,7 @@ class MediumSource:
 
 
 class MediaPreparer:
-    """Preparer of media for all models of a registry. Thread-safe.
+    """Prepares media for all models of a registry. Thread-safe.
 
     Preprocessors are created when a model is loaded. They do not run code from checkpoints. Raises
     CheckpointError("bad_config") if a checkpoint has no processor that loads.
@@ -213,15 +213,15 @@ class MediaPreparer:
         self._secret = secret
         self._limits = limits
         self._files = FileMemo(remembered_files)
-        # Keyed by model identity, because a reload may change which model has a name.
+        # The keys are model identities, because a reload may change which model has a name.
         self._preprocessors: dict[bytes, MediaPreprocessor] = {}
         registry.on_load(self._add_preprocessors)
 
     def open(self, source: MediumSource) -> OpenMedium:
-        """Check the request and return the medium, which is not decoded yet.
+        """Check the request and return the media item, which is not decoded yet.
 
-        Raises EncoderRefused: "unknown_model", "modality" if the model does not accept the modality, or
-        "bad_input".
+        Raises EncoderRefused("unknown_model"), ("bad_input"), or ("modality") if the model does not accept
+        the modality.
         """
         if source.modality != "video" and source.sampling != ENGINE_SAMPLING:
             raise EncoderRefused(
@@ -248,8 +248,8 @@ class MediaPreparer:
         return model_identity in self._preprocessors
 
     def prepare(self, source: MediumSource, context: PreprocessContext = IN_PROCESS) -> PreprocessedMedium:
-        """Decode and preprocess a medium as its model's engine does, without looking it up in caches. Raises
-        as `open` and `OpenMedium.prepare` do."""
+        """Decode and preprocess a media item in the same way as its model's engine, without a cache lookup.
+        Raises the same errors as `open` and `OpenMedium.prepare`."""
         return self.open(source).prepare(context)
 
     def _add_preprocessors(self, loaded: LoadedModel) -> None:
@@ -260,7 +260,7 @@ class MediaPreparer:
             try:
                 self._preprocessors[model_identity] = PREPROCESSORS[modality](part, self._limits)
             except CheckpointError as e:
-                # In a generic family, some modalities may work and others not.
+                # In a generic family, some modalities may work and others may not.
                 if (
                     not loaded.checkpoint.family.generic
                     or modality == loaded.checkpoint.family.first_modality
@@ -270,8 +270,8 @@ class MediaPreparer:
 
 
 class OpenMedium:
-    """One medium, not decoded yet. Call `recall` first, and `prepare` if it returns None. Use it from one
-    thread at a time."""
+    """One media item that is not decoded yet. Call `recall` first, and `prepare` if the result is None. Use
+    it from one thread at a time."""
 
     def __init__(
         self,
@@ -291,18 +291,18 @@ class OpenMedium:
         self._name: bytes | None = None
 
     def recall(self, look_up: LookUp) -> PreprocessedMedium | None:
-        """Return the medium with its reply if this tenant sent the same file before and the embedding is
-        cached, or else None. Does not decode the medium."""
+        """Return the item with its reply if this tenant sent the same file before and the embedding is
+        cached. Otherwise return None. Does not decode the item."""
         decoded = self._files.recall(self._source.salt, self._file_name())
         return None if decoded is None else self._cached(decoded, look_up)
 
     def prepare(
         self, context: PreprocessContext = IN_PROCESS, look_up: LookUp | None = None
     ) -> PreprocessedMedium:
-        """Decode the medium. Return it with its reply if `look_up` returns one, or else preprocessed.
+        """Decode the item. Return it with its reply if `look_up` returns one, otherwise preprocessed.
 
-        `context` decodes the medium, and may refuse it. Raises MediaError as the modality's preprocessor
-        does.
+        `context` decodes the item, and may refuse it. Raises the same MediaErrors as the modality's
+        preprocessor.
         """
         source = self._source
         medium = self._preprocessor.decode(
@@ -352,7 +352,7 @@ class OpenMedium:
 def unknown_model(model: str) -> EncoderRefused:
     """Return the refusal for a model that is not served.
 
-    Its message does not list other models, because names are often folders, which only callers with access to
+    The message does not list other models. Their names are often folders, which only callers with access to
     the model list may see.
     """
     return EncoderRefused(
@@ -362,7 +362,8 @@ def unknown_model(model: str) -> EncoderRefused:
 
 
 def medium_bytes(field: str, text: str) -> bytes:
-    """Return a medium's bytes from JSON text: base64, or a data URL with base64. Remote URLs are not fetched.
+    """Return a media item's bytes from JSON text: base64, or a data URL with base64. Remote URLs are not
+    fetched.
 
     Raises EncoderRefused("bad_input") or ("remote_url").
     """

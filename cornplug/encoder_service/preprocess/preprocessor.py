@@ -1,5 +1,5 @@
-"""Common interface of the preprocessors of all modalities: bytes -> digest -> tower inputs, the same as in
-the model's engine.
+"""Common interface of the preprocessors for all modalities. From an item's bytes, they compute its digest and
+tower inputs, in the same way as the model's engine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MediumLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameSampling:
-    """Which frames of a video to use. By default the frames that the model's engine uses.
+    """Frames of a video to use. The default is the frames that the model's engine uses.
 
     Raises EncoderRefused("bad_input") if both fields are set, or if a value is 0 or less.
     """
@@ -61,20 +61,20 @@ class FrameSampling:
 Inputs = Mapping[str, torch.Tensor]
 """Inputs of a tower, by the names that the processor uses."""
 MediumForm = Literal["file", "images"]
-"""Form in which a medium was sent: as a file, or (for a video) as images."""
+"""Form in which a media item was sent: as a file, or (only a video) as images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedMedium:
-    """One decoded medium, before the model's processor runs."""
+    """One decoded media item, before the model's processor runs."""
 
     digest: bytes
     """Media digest, 32 bytes."""
     shape: tuple[int, ...]
-    """Shape of the medium, as in `preparer.DecodedFile`."""
+    """Shape of the item (see `preparer.DecodedFile`)."""
     preprocess: Callable[[], Inputs]
-    """Function that runs the processor. Raises MediaError("unprocessable") if it does not accept the
-    medium."""
+    """Function that runs the processor. Raises MediaError("unprocessable") if the processor does not accept
+    the item."""
 
 
 def _admit_any(header: MediumHeader, prepared_bytes: int) -> None:
@@ -83,7 +83,7 @@ def _admit_any(header: MediumHeader, prepared_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreprocessContext:
-    """Decoder to use, and a function that checks each medium's header."""
+    """Decoder to use, and a function that checks the header of each media item."""
 
     decoder: MediumDecoder
     admit: Callable[[MediumHeader, int], None] = _admit_any
@@ -91,13 +91,13 @@ class PreprocessContext:
     An exception stops the preprocessing."""
 
     def on_header(self, prepared_bytes: Callable[[MediumHeader], int]) -> OnHeader:
-        """Return a function that calls `admit`, in the form that a decoder needs. `prepared_bytes` returns
+        """Return a function that calls `admit`, in the form that a decoder expects. `prepared_bytes` returns
         the maximum bytes of the tower's inputs for a header."""
         return lambda header: self.admit(header, prepared_bytes(header))
 
 
 IN_PROCESS: Final = PreprocessContext(decoder=InProcessDecoder())
-"""Context that decodes in this process, for trusted media."""
+"""Context for decoding in this process, for trusted media."""
 
 
 class MediaPreprocessor(Protocol):
@@ -111,30 +111,30 @@ class MediaPreprocessor(Protocol):
         decoding: Decoding,
         context: PreprocessContext,
     ) -> DecodedMedium:
-        """Decode a medium.
+        """Decode a media item.
 
-        `parts` has the bytes of one file, or of each image of a video. `sampling` applies to videos,
-        `decoding` to images and to the images of a video. Raises MediaError as the modality's `decode` does,
-        and errors of `context`.
+        `parts` has the bytes of one file, or of each image of a video. `sampling` applies to videos.
+        `decoding` applies to images and to the images of a video. Raises the same MediaErrors as the
+        modality's `decode`, and the errors of `context`.
         """
 
     def decode_spec(self, form: MediumForm, sampling: FrameSampling, decoding: Decoding) -> Mapping[str, Any]:
-        """Return everything that determines the result of `decode`, except the bytes and the decoders'
-        versions, as JSON values."""
+        """Return everything that determines the result of `decode`, as JSON values, except the bytes and the
+        decoders' versions."""
 
     def shape_inputs(self, shape: tuple[int, ...]) -> Inputs | None:
-        """Return the inputs that depend only on a medium's shape: its patch grid, or {} if the model does not
-        use a grid.
+        """Return the inputs that depend only on an item's shape: its patch grid, or {} if the model uses no
+        grid.
 
-        Returns None if the processor cannot compute the grid without a medium.
+        Returns None if the processor cannot compute the grid without the item.
         """
 
 
 def grid_of(processor: Callable[..., Mapping[str, Any]], **medium: Any) -> Inputs | None:
-    """Return the patch grid of a medium that is on torch's device "meta", so it has a shape but no content.
+    """Return the patch grid of an item on torch's device "meta", which has a shape but no content.
 
     The processor's own code computes the grid. The grid cannot depend on the content, because reading a value
-    on "meta" raises. Returns None if the processor fails.
+    on "meta" raises an error. Returns None if the processor fails.
     """
     try:
         made = processor(**medium, return_tensors="pt")

@@ -1,6 +1,6 @@
-"""Preprocessing of one modality with a checkpoint's whole transformers processor, for generic families.
+"""Preprocesses one modality with a checkpoint's complete transformers processor, for generic families.
 
-The modality's own processor would lack arguments that the whole processor adds, such as a patch size.
+The modality's own processor would lack arguments that the complete processor adds, such as a patch size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cornplug.errors import CheckpointError, EncoderRefused, MediaError
 Inputs = Mapping[str, torch.Tensor]
 
 _TRIED: Final = (96, 64)
-"""Width and height in pixels of the image with which a model is tested when it is loaded."""
+"""Width and height in pixels of the image with which a model is tested at load time."""
 _TRIED_S: Final = 1.3
 _TRIED_FRAMES: Final = 4
 _ARGUMENTS: Final[Mapping[Modality, str]] = {"image": "images", "video": "videos", "audio": "audio"}
@@ -43,9 +43,9 @@ _WORD: Final = "a"
 
 
 class WholeProcessor:
-    """Processor that computes a tower's inputs from one medium. Thread-safe.
+    """Computes a tower's inputs from one media item, with a transformers processor. Thread-safe.
 
-    Raises CheckpointError("bad_config") if the checkpoint has no processor that accepts a single medium.
+    Raises CheckpointError("bad_config") if the checkpoint has no processor that accepts a single item.
     """
 
     def __init__(self, loaded: LoadedModel, modality: Modality) -> None:
@@ -58,7 +58,7 @@ class WholeProcessor:
         self.names = method.names
         self._method: EncodeMethod = method
         self._modality: Modality = modality
-        # A fast tokenizer must not be used by two threads at a time.
+        # Two threads must not use a fast tokenizer at the same time.
         self._lock = threading.Lock()
         try:
             self._processor: Any = transformers.AutoProcessor.from_pretrained(
@@ -71,7 +71,7 @@ class WholeProcessor:
 
     @property
     def size(self) -> Any:
-        """Value of the image processor's setting `size`, or None if it has no such setting."""
+        """Value of the image processor's setting `size`, or None if the processor has no such setting."""
         return getattr(getattr(self._processor, "image_processor", self._processor), "size", None)
 
     @property
@@ -109,7 +109,7 @@ class WholeProcessor:
         processor cannot sample the video.
         """
         processor = self._processor.video_processor
-        # Use the settings that the whole processor passes to its video processor in
+        # Use the settings that the complete processor passes to its video processor in
         # `BaseVideoProcessor.preprocess`.
         settings = {name: getattr(processor, name, None) for name in processor.valid_kwargs.__annotations__}
         settings |= self._processor.valid_processor_kwargs._defaults.get("videos_kwargs", {})
@@ -131,8 +131,8 @@ class WholeProcessor:
             ) from e
 
     def _working_text(self, path: Path) -> str | None:
-        """Return the text that must be passed to this processor with a medium, which contains a placeholder.
-        Returns None if no text is needed.
+        """Return the text to pass to this processor with an item. The text contains a placeholder. Return
+        None if the processor needs no text.
 
         Raises CheckpointError if the processor does not work with any of the possible texts.
         """
@@ -160,11 +160,11 @@ class WholeProcessor:
         for name in _PLACEHOLDERS[self._modality]:
             mark = getattr(self._processor, name, None)
             if isinstance(mark, str):
-                # Add a word, because the medium's rows cannot be recognised in a prompt without other tokens.
+                # Add a word, because the item's rows cannot be recognised in a prompt without other tokens.
                 yield f"{mark}{_WORD}" if prompt else mark
 
     def of_trial(self) -> Inputs:
-        """Return the tower's inputs for a test medium."""
+        """Return the tower's inputs for a test item."""
         if self._modality == "audio":
             return self.extract(np.sin(np.arange(round(_TRIED_S * self.rate)) / 9, dtype=np.float32))
         image = Image.new("RGB", _TRIED, "gray")
@@ -191,13 +191,13 @@ _NOT_SAMPLING: Final = frozenset(
 
 
 def check_encodes(loaded: LoadedModel, processor: WholeProcessor) -> None:
-    """Encode a test medium, to check a model that cornplug's tests may not cover.
+    """Encode a test item, to check a model that cornplug's tests may not cover.
 
-    Raises CheckpointError("unknown_family") if this fails, or if the model's decoder could not use the
-    embedding.
+    Raises CheckpointError("unknown_family") if the encoding fails, or if the model's decoder could not use
+    the embedding.
     """
     if loaded.device.type == "meta":
-        return  # only the replicas have the weights
+        return  # Only the replicas have the weights.
     name, wanted = loaded.served.name, loaded.projector.hidden_size
     try:
         made = processor.of_trial()

@@ -1,11 +1,12 @@
-"""Admission: predicts when a request would be done, and rejects it immediately if that is after its deadline.
+"""Admission: predicts when a request would be done, and rejects it immediately if its deadline would be
+missed.
 
     seconds until done = rest of the running batches + batches that the fair queue serves first
                          + the batch that contains the request
 
-`BatchLatencyModel` predicts the time of batches, `ArrivalRate` measures the load of each class, and
-`WeightedFairQueue` orders the queue. Every request is admitted while its tower has not been measured, and
-while the service is idle, so that a wrong measurement cannot make an idle service reject everything.
+`BatchLatencyModel` predicts the time of batches, `ArrivalRate` measures the load of each service class, and
+`WeightedFairQueue` orders the queue. Every request is admitted while its tower has not been measured or the
+service is idle. Therefore a wrong measurement cannot make an idle service reject everything.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from cornplug.encoder_service.scheduling.fair_queue import QueuedJob
 from cornplug.qos import ServiceClass
 
 _FORGET: Final = 0.9
-"""Weight of earlier batches after each new batch, so that about ten batches count."""
+"""Factor by which the weight of earlier batches decreases per new batch, so that about ten batches count."""
 _WARM_UP: Final = 2
 """Number of first batches whose measurements are discarded when a later batch is measured. The first batches
 allocate memory and compile code."""
 _SURPRISE: Final = 3.0
-"""Limit for the time of one measured batch, as a multiple of its predicted time or of the mean time,
-whichever is larger. An outlier then has little effect, but the model follows a tower that has become slow
+"""Limit for the measured time of one batch, as a multiple of its predicted time or of the mean time,
+whichever is larger. An outlier thus has little effect, but the model adapts to a tower that has become slow
 within a few batches."""
 _FORGET_S: Final = 2.0
 _MIN_AGE_S: Final = 0.05
@@ -45,14 +46,14 @@ _MIN_HEADROOM: Final = 1.05
 _MAX_HEADROOM: Final = 2.0
 _MISSED_STEP: Final = 0.15
 _KEPT_STEP: Final = 0.004
-"""Steps by which the headroom factor grows after a prediction that was too short, and shrinks after any other
-prediction. They balance when one prediction in 38 is too short."""
+"""Step by which the headroom factor grows after a prediction that was too short, and step by which it shrinks
+after any other prediction. The steps balance if one prediction in 38 is too short."""
 _HIGH_HIT_RATE: Final = 0.2
 _HIT_RATE_STEP: Final = 0.05
 _MIN_RETRY_S: Final = 0.05
 _DEADLINE_FRACTION: Final = 0.25
-"""Maximum batch duration, as a fraction of the shortest recent deadline, because the next request with that
-deadline may have to wait for the batch."""
+"""Maximum batch duration, as a fraction of the shortest recent deadline. The next request with that deadline
+may have to wait for the batch."""
 _REMEMBER_S: Final = 10.0
 """Seconds for which a deadline counts as recent."""
 _UNMEASURED_S: Final = 1.0
@@ -79,7 +80,7 @@ class BatchLatencyModel:
         return self.batches > 0
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Fit the model to a batch of `tokens` that took `seconds`."""
+        """Fit the model to a batch with `tokens` tokens that took `seconds`."""
         if tokens <= 0:
             return
         self.batches += 1
@@ -111,7 +112,8 @@ class BatchLatencyModel:
 
     def _fit(self) -> None:
         spread = self._n * self._xx - self._x * self._x
-        # If all batches have the same size, the terms cannot be separated. Attribute all time to the tokens.
+        # If all batches have the same size, the terms cannot be separated, so all time counts as time per
+        # token.
         self.token_s = self._xy / self._xx
         self.fixed_s = 0.0
         if spread > 1e-3 * self._x * self._x:
@@ -130,7 +132,7 @@ class ArrivalRate:
     def __init__(self) -> None:
         self._began_s: float | None = None
         self._counted: dict[ServiceClass, tuple[float, float]] = {}
-        """For each class, the decayed sum of tokens at the time of the last request, and that time."""
+        """(decayed sum of tokens at the time of the last request, that time), by class."""
 
     def count(self, qos: ServiceClass, tokens: int, now_s: float) -> None:
         """Count an admitted request with this number of tokens."""
@@ -143,8 +145,8 @@ class ArrivalRate:
         if self._began_s is None:
             return {}
         age_s = max(_MIN_AGE_S, now_s - self._began_s)
-        # Over a short time the weights sum to less than _FORGET_S. Without this, early rates would be too
-        # low.
+        # Over a short time, the weights sum to less than _FORGET_S. Early rates would be too low without this
+        # correction.
         weight_s = _FORGET_S * -math.expm1(-age_s / _FORGET_S)
         return {qos: self._faded(qos, now_s) / weight_s for qos in self._counted}
 
@@ -160,12 +162,12 @@ class AdmissionRefusal:
     reason: Literal["overloaded", "over_share"]
     message: str
     retry_after_s: float
-    """Predicted seconds until the request would be admitted if no other request arrives."""
+    """Predicted seconds until the request would be admitted if no other request arrived."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Probe:
-    """Hypothetical job for which a prediction is made."""
+    """Hypothetical job for a prediction."""
 
     qos: ServiceClass
     tower: object
@@ -176,7 +178,7 @@ class _Probe:
 
 
 class EncodeAdmission:
-    """Admission of requests to one queue. Thread-safe."""
+    """Admits or refuses the requests for one queue. Thread-safe."""
 
     def __init__(
         self,
@@ -195,21 +197,21 @@ class EncodeAdmission:
         self._arrivals = ArrivalRate()
         self._last: dict[ServiceClass, tuple[float, Callable[[], object | None], int, str]] = {}
         """Time, tower, tokens and app of each class's last job. A refused job counts only if it is smaller
-        than the last job, because otherwise one huge medium would keep the small media of its class out."""
+        than the last job. Otherwise one huge item would cause refusals of all small items in its class."""
         self._hit_rate = 0.0
-        """Fraction of recent requests that were cached or joined another request's job."""
+        """Fraction of recent requests that were cached or that joined another request's job."""
         self._headroom: dict[ServiceClass, float] = {}
         """Factor by which predictions are multiplied before they are compared with a deadline, by class.
-        Predictions are too short if better classes arrive in bursts or threads wait for each other. The
-        factor is learned from the outcomes of earlier predictions."""
+        Predictions are too short if requests of better classes arrive in bursts, or if threads wait for each
+        other. The factor is learned from earlier predictions and their outcomes."""
         self._shortest_deadlines: dict[ServiceClass, tuple[float, float]] = {}
-        """For each class, the shortest deadline of recently admitted requests, and when it was admitted."""
+        """(shortest deadline of recently admitted requests, time of its admission), by class."""
 
     def computed(self, batch: Sequence[EncodeJob[Any]], seconds: float) -> None:
         """Record that an executor ran a batch for `seconds`.
 
-        Media with cached features count with all their tokens, so the time per token reflects how often
-        features are cached.
+        Items with cached features count with all their tokens. The time per token therefore reflects how
+        often features are cached.
         """
         tokens = sum({job.feature_key: job.tokens for job in batch}.values())
         with self._lock:
@@ -220,7 +222,8 @@ class EncodeAdmission:
         if pending.predicted_answer_s is None:
             return
         with self._lock:
-            # Learn only from predictions near the deadline, because only those decide about admission.
+            # Learn only from predictions near the deadline, because only these predictions decide about
+            # admission.
             headroom = self._headroom.get(pending.qos, _HEADROOM)
             if headroom * pending.predicted_answer_s > pending.request.deadline_s / 2:
                 moved = headroom + (
@@ -263,10 +266,10 @@ class EncodeAdmission:
     def precheck(
         self, qos: ServiceClass, deadline_s: float, batcher: Batcher[Any]
     ) -> AdmissionRefusal | None:
-        """Return why a new medium of this class must be refused before any work is done on it, or None.
+        """Return why a new media item of this class must be refused before any work is done on it, or None.
 
-        Assumes that the medium resembles the last medium of its class. Always returns None while
-        many requests are cached or join other requests' jobs, because this depends on the medium's content.
+        Assumes that the item resembles the last item of its class. Always returns None while many requests
+        are cached or join other requests' jobs, because this depends on the item's content.
         """
         now = self._clock()
         with self._lock:
@@ -277,7 +280,7 @@ class EncodeAdmission:
         return self._evaluate(probe, deadline_s, batcher, now)[0]
 
     def record_cache_outcome(self, *, hit: bool) -> None:
-        """Record whether a request needs no tower, because it was answered from the store or joined another
+        """Record whether a request needs no tower, because the store had its embedding or it joined another
         request's job."""
         with self._lock:
             self._hit_rate += _HIT_RATE_STEP * (hit - self._hit_rate)
@@ -285,7 +288,7 @@ class EncodeAdmission:
     def _evaluate(
         self, job: QueuedJob, deadline_s: float, batcher: Batcher[Any], now: float
     ) -> tuple[AdmissionRefusal | None, float]:
-        """Return the refusal or None, and the predicted seconds until the job would be done."""
+        """Return (refusal or None, predicted seconds until the job would be done)."""
         ahead = batcher.ahead(job, self._demand(job.tower, now))
         busy = ahead.load.running or len(ahead.tokens_by_class) > 0
         expected_s = self._done_s(ahead, job, now)
@@ -310,8 +313,8 @@ class EncodeAdmission:
         return self._done_s(batcher.ahead(job, self._demand(job.tower, now)), job, now)
 
     def predicted_s(self, classes: Sequence[ServiceClass], batcher: Batcher[Any]) -> dict[str, float]:
-        """Return the predicted seconds, by class, until a new medium would be done that is like the last
-        medium of the class. 0 if there was no medium recently."""
+        """Return the predicted seconds until a new item would be done that is like the last item of its
+        class, by class. 0 if the class had no item recently."""
         probes = {qos.name: self._like_the_last(qos) for qos in classes}
         return {name: 0.0 if probe is None else self.done_s(probe, batcher) for name, probe in probes.items()}
 
@@ -320,11 +323,11 @@ class EncodeAdmission:
         return self.predicted_s([qos], batcher)[qos.name]
 
     def _like_the_last(self, qos: ServiceClass, due_s: float = math.inf) -> _Probe | None:
-        """Return a job like the last one of this class.
+        """Return a job like the last job of this class.
 
         Returns None if the class had no job in the last `_REMEMBER_S` seconds, or if the job's tower is no
-        longer loaded. Media that are rejected before they are decoded do not become the last job, so this
-        limit lets them in again.
+        longer loaded. The time limit is needed because items that are rejected before decoding do not become
+        the last job.
         """
         with self._lock:
             last = self._last.get(qos)
@@ -371,7 +374,8 @@ class EncodeAdmission:
         return seconds
 
     def _batch_tokens(self, tokens: int, items: int) -> float:
-        """Return the expected tokens of a batch from a queue with this number of tokens and items."""
+        """Return the expected number of tokens in a batch from a queue with this number of tokens and
+        items."""
         return max(1.0, min(tokens, self._max_tokens, self._max_items * tokens / items))
 
     def _batch_token_limit(self, tower: object, deadline_s: float) -> float:

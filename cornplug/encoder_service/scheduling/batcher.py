@@ -1,5 +1,5 @@
-"""Queue of jobs for the towers: joins duplicates, forms batches, drops late requests. Uses neither torch nor
-I/O.
+"""Queue of jobs for the towers. It joins duplicates, forms batches, and drops late requests. It uses neither
+torch nor I/O.
 
 submit ──join_or_add──> queue of EncodeJobs ──take──> a batch for one tower ──finish──> replies
                             │ same key: one job, several requests (also while it runs)
@@ -47,7 +47,8 @@ class ServiceLoad:
 
     @classmethod
     def of(cls, queue: Iterable[QueuedJob], running: Iterable[RunningBatch]) -> Self:
-        """Create the load from a queue and running batches. `running` may contain a batch several times."""
+        """Create the load from a queue and running batches. `running` may contain the same batch several
+        times."""
         waiting: dict[object, tuple[int, int]] = {}
         for job in _distinct(queue):
             tokens, items = waiting.get(job.tower, (0, 0))
@@ -57,7 +58,7 @@ class ServiceLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backlog:
-    """Load of a service if one more job is queued, and the work ahead of that job."""
+    """Load of a service after one more job is queued, and the work ahead of that job."""
 
     load: ServiceLoad
     tokens_until_served: float
@@ -83,7 +84,7 @@ def backlog_ahead(
             apps[job.app] = apps.get(job.app, 0) + job.tokens
         elif job.qos == new.qos and job.due_s <= new.due_s:
             own += job.tokens
-    # Apps take turns, so while one app's tokens are served, every other app gets as many tokens.
+    # Apps are served alternately. While one app's tokens are served, every other app gets as many tokens.
     own += sum(min(own, tokens) for tokens in apps.values())
     return Backlog(
         load=ServiceLoad.of((*queue, new), running),
@@ -106,11 +107,11 @@ class PendingRequest:
     inline: bool = False
     """Whether the reply must contain the tensor even if the store has it."""
     account: str | None = None
-    """Account whose quota in the store the result counts against (`StoreQuota`), or None without a quota."""
+    """Account to whose store quota the result counts (`StoreQuota`), or None without a quota."""
     future: Future[Answer] = field(default_factory=Future)
     span: Span = INVALID_SPAN
     queued_s: float | None = None
-    """Time at which the request joined the queue, by `time.monotonic`. Set by the observer."""
+    """Time at which the request joined the queue, by `time.monotonic`. The observer sets it."""
 
     predicted_answer_s: float | None = None
     """Seconds from receipt to reply, as predicted at admission, or None without a prediction."""
@@ -134,22 +135,22 @@ class EncodeJob(Generic[PayloadT]):
 
     key: tuple[bytes, bytes]
     """(embedding key, model identity). Requests with equal values share a job, even if their inputs differ.
-    The processors of two engines may round an image differently, but a later request would use the entry that
-    is published under the key anyway."""
+    The processors of two engines may round an image differently. However, a later request would in any case
+    use the entry that is saved under the key."""
     feature_key: bytes
-    """Key of the features. Jobs with the same key share one tower output."""
+    """Key of the features. Jobs with the same key share a tower output."""
     tower: object
     """Tower that computes the features. Only jobs with the same tower object can share a batch."""
     tokens: int
     payload: PayloadT
     requests: list[PendingRequest]
     qos: ServiceClass = field(init=False)
-    """Best class of `requests`. If a request of a better class joins, the job gets that class."""
+    """Best service class of `requests`. If a request of a better class joins, the job gets that class."""
     app: str = field(init=False)
     due_s: float = field(init=False)
     """Earliest deadline of `requests`, on the batcher's clock."""
     shortest_deadline_s: float = field(init=False)
-    """Shortest deadline of `requests`, in seconds from a request's receipt."""
+    """Shortest deadline of `requests`, in seconds from the receipt of the request."""
 
     def __post_init__(self) -> None:
         self.update_order()
@@ -181,13 +182,15 @@ class Batcher(Generic[PayloadT]):
         Args:
             max_items: Maximum number of jobs with distinct features in a batch.
             max_tokens: Maximum number of tokens in a batch, unless its first job has more.
-            clock: Returns the time in seconds.
-            on_late: Called, outside the lock, with each request that is dropped because its deadline passed.
-            batch_token_limit: Returns the maximum number of tokens of a batch, given its tower and the
-                deadline in seconds of one of its jobs.
+            clock: Function that returns the time in seconds.
+            on_late: Function that is called, outside the lock, with each request that is dropped because its
+                deadline passed.
+            batch_token_limit: Function that returns the maximum number of tokens of a batch, from its tower
+                and the deadline in seconds of one of its jobs.
             has_urgent_lane: Whether a thread calls `take_urgent`, so that running batches do not delay jobs
                 of better classes.
-            is_long: Returns whether a running batch delays a job with this deadline (s) for too long.
+            is_long: Function that returns whether a running batch delays a job with this deadline (s) for too
+                long.
         """
         self._has_urgent_lane = has_urgent_lane
         self._is_long = is_long
@@ -226,7 +229,7 @@ class Batcher(Generic[PayloadT]):
             return False
 
     def take(self) -> list[EncodeJob[PayloadT]]:
-        """Wait for jobs, and return the next batch in fair order. Returns [] if the queue is closed and
+        """Wait for jobs, and return the next batch in fair order. Return [] if the queue is closed and
         empty."""
         while True:
             with self._changed:
@@ -243,15 +246,15 @@ class Batcher(Generic[PayloadT]):
                 return batch
 
     def take_urgent(self, lanes: int) -> EncodeJob[PayloadT] | None:
-        """Wait until all `lanes` run long batches of worse classes than a queued job, and return that job.
-        Returns None when the queue is closed.
+        """Wait until all `lanes` (threads that run batches) run long batches of worse classes than a queued
+        job. Return this job, or None when the queue is closed.
 
         One additional lane calls this, so that a long job of a worse class never delays a better class.
         """
         while True:
             with self._changed:
                 while (urgent := self._most_urgent(lanes)) is None and not self._closed:
-                    # Poll, because a running batch becomes long as time passes, without an event.
+                    # Poll, because a running batch becomes long as time passes, without any event.
                     self._changed.wait(_LOOK_S if self._queue else None)
                 if urgent is None:
                     return None
@@ -281,8 +284,8 @@ class Batcher(Generic[PayloadT]):
             return True
 
     def raise_cost(self, job: EncodeJob[PayloadT], tokens: int) -> None:
-        """Increase the cost of a running job to `tokens`, because the actual cost is known only after the
-        header of its medium was read."""
+        """Increase the cost of a running job to `tokens`. The actual cost is known only after the header of
+        its media item was read."""
         with self._changed:
             if (begun := self._running.get(job)) is None or tokens <= job.tokens:
                 return
@@ -291,7 +294,8 @@ class Batcher(Generic[PayloadT]):
             self._running[job] = RunningBatch(tower=begun.tower, tokens=tokens, begun_s=begun.begun_s)
 
     def finish(self, job: EncodeJob[PayloadT]) -> Sequence[PendingRequest]:
-        """Remove a job that is done, and return its requests. Later requests with its key start a new job."""
+        """Remove a finished job, and return its requests. Later requests with the same key start a new
+        job."""
         with self._changed:
             self._in_flight.pop(job.key, None)
             self._running.pop(job, None)
@@ -299,7 +303,7 @@ class Batcher(Generic[PayloadT]):
             return tuple(job.requests)
 
     def close(self) -> None:
-        """Close the queue. `take` still returns the queued jobs, and then []."""
+        """Close the queue. `take` first returns the jobs that are still queued, and then []."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -310,7 +314,7 @@ class Batcher(Generic[PayloadT]):
             return len(self._queue)
 
     def queue(self) -> dict[str, tuple[int, int]]:
-        """Return the numbers of requests and of tokens that wait for a batch, by class."""
+        """Return (number of requests, number of tokens) that wait for a batch, by class."""
         with self._changed:
             waiting: dict[str, tuple[int, int]] = {}
             for job in self._queue:
@@ -319,7 +323,7 @@ class Batcher(Generic[PayloadT]):
             return waiting
 
     def ahead(self, new: QueuedJob, demand: Mapping[ServiceClass, float]) -> Backlog:
-        """Return the backlog ahead of `new` if that job arrived now. For `demand`, see
+        """Return the backlog ahead of `new` if this job arrived now. For `demand`, see
         `WeightedFairQueue.tokens_until_served`."""
         with self._changed:
             queue, running = self._queue, list(self._running.values())
@@ -327,7 +331,7 @@ class Batcher(Generic[PayloadT]):
                 ahead = {j: b for j, b in self._running.items() if not self._overtakes(new, j, b)}
                 running = list(ahead.values())
                 if len(ahead) < len(self._running) and ahead.keys() <= self._urgent:
-                    # All usual lanes run batches that it overtakes, so the urgent lane takes it before the
+                    # All usual lanes run batches that this job overtakes. The urgent lane takes it before the
                     # queued jobs of worse classes.
                     queue = [job for job in queue if not _better(new.qos, job.qos)]
             return backlog_ahead(queue, running, self._fair_queue, new, demand)

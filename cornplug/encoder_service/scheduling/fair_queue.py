@@ -1,19 +1,19 @@
-"""Weighted fair queueing of classes. Each class gets its share, the surplus goes to the classes with the
-highest priority, and the apps of a class take turns. Uses no I/O.
+"""Weighted fair queueing of service classes. Each class gets its share. Surplus capacity goes to the classes
+with the highest priority. Within a class, apps are served alternately. Uses no I/O.
 
     share 0.5  ████████░░░░░░░░   guaranteed: by virtual time, the earliest finish of the eligible classes
     share 0.3  ░░░░░░░░█████░░░
     surplus    ░░░░░░░░░░░░░███   to the highest priority that has work; equal priorities by their shares
 
-The guarantee is that of WF2Q (Bennett and Zhang, "WF2Q: Worst-case Fair Weighted Fair Queueing", 1996),
-measured in tokens. A class is eligible while it has received less than its share since its queue was last
-empty. The next eligible class to be served is the class whose job would finish first at the class's own rate.
-Surplus service is not counted against a class later, as in H-FSC (Stoica, Zhang and Ng, 1997). Apps of a
-class take turns by start tags (Goyal, Vin and Chen, "Start-time Fair Queueing", 1996).
+The guarantee is the same as in WF2Q (Bennett and Zhang, "WF2Q: Worst-case Fair Weighted Fair Queueing",
+1996), measured in tokens. A class is eligible while it has received less than its share since its queue was
+last empty. Among the eligible classes, the class whose job would finish first at the class's own rate is
+served next. Surplus service does not count against a class later, as in H-FSC (Stoica, Zhang and Ng, 1997).
+The apps of a class alternate by start tags (Goyal, Vin and Chen, "Start-time Fair Queueing", 1996).
 
 A batch takes the first job regardless of its size. Other jobs fill the remaining tokens, so that small jobs
-do not wait for a large job. If a job is passed over, because it is too large or needs another tower, it is
-the first job of the next batch, so that no job starves.
+do not wait for a large job. A job that is skipped, because it is too large or needs another tower, is the
+first job of the next batch. Therefore no job starves.
 
 `QueueLimit` limits the number of waiting requests, with slots reserved for each class.
 """
@@ -37,14 +37,14 @@ from typing import Generic, Protocol, TypeVar
 MAX_WAITING: Final = 256
 """Default maximum number of waiting requests. Further requests are refused."""
 QueueFull = tuple[Literal["over_share", "overloaded"], str]
-"""Reason and message with which a request is refused if no slot is free."""
+"""Reason and message of the refusal if no slot is free."""
 
 
 class QueueLimit:
-    """Limit on the number of admitted requests that have no reply yet. Thread-safe.
+    """Limits the number of admitted requests without a reply. Thread-safe.
 
-    Each class reserves its share of the slots, which other classes cannot use. It may use unreserved slots
-    too.
+    Each class reserves its share of the slots, which other classes cannot use. A class may also use
+    unreserved slots.
     """
 
     def __init__(self, classes: Sequence[ServiceClass], slots: int) -> None:
@@ -56,8 +56,8 @@ class QueueLimit:
         self._stopping = False
 
     def enter(self, pending: PendingRequest) -> QueueFull | None:
-        """Take a slot for a request and return None, or return why no slot is free. `leave` releases the
-        slot."""
+        """Take a slot for a request and return None, or return the reason why no slot is free. `leave`
+        releases the slot."""
         with self._changed:
             if self._stopping:
                 return "overloaded", "the service is stopping"
@@ -65,7 +65,7 @@ class QueueLimit:
                 max(0, own - self._held[qos]) for qos, own in self._reserved.items() if qos != pending.qos
             )
             if len(self._waits) + kept >= self.slots:
-                # The class uses all its reserved slots, because otherwise a slot would be free for it.
+                # The class uses all its reserved slots. Otherwise a slot would be free for it.
                 if len(self._waits) > self._held[pending.qos]:
                     return (
                         "over_share",
@@ -77,7 +77,7 @@ class QueueLimit:
             return None
 
     def leave(self, pending: PendingRequest) -> None:
-        """Release a request's slot, because the request got its reply or was cancelled."""
+        """Release a request's slot, after the request got its reply or was cancelled."""
         with self._changed:
             if pending in self._waits:
                 self._waits.remove(pending)
@@ -92,7 +92,7 @@ class QueueLimit:
             return self._changed.wait_for(lambda: not self._waits, deadline_s)
 
     def identities(self) -> frozenset[bytes]:
-        """Return the identities of the models that the waiting requests use."""
+        """Return the model identities that the waiting requests use."""
         with self._changed:
             return frozenset(pending.request.identity for pending in self._waits)
 
@@ -110,13 +110,12 @@ class _ClassState:
     surplus: float = 0.0
     """Number of surplus tokens that the class has received, divided by its share."""
     virtual_time: float = 0.0
-    """Largest start tag of an app that was served."""
+    """Largest start tag among the apps that were served."""
     apps: dict[str, float] = field(default_factory=dict)
 
 
 class WeightedFairQueue:
-    """Scheduler that decides which class and app is served next. Not thread-safe, so the batcher calls it
-    under a lock."""
+    """Decides which class and app is served next. Not thread-safe, so the batcher calls it under a lock."""
 
     def __init__(self) -> None:
         self._served = 0.0
@@ -125,8 +124,8 @@ class WeightedFairQueue:
         self._backlogged: dict[ServiceClass, Collection[str]] = {}
 
     def set_backlogged(self, now: Mapping[ServiceClass, Collection[str]]) -> None:
-        """Set which classes and apps have queued work. A class or app does not accumulate turns while it has
-        no work."""
+        """Set which classes and apps have queued work. A class or app without work does not accumulate a
+        claim to service."""
         for qos, apps in now.items():
             state = self._states.setdefault(qos, _ClassState())
             before = self._backlogged.get(qos, ())
@@ -136,12 +135,12 @@ class WeightedFairQueue:
             for app in apps:
                 if app not in before:
                     state.apps[app] = max(state.apps.get(app, 0.0), state.virtual_time)
-            # An app without work keeps its tag only while it is ahead of its turn.
+            # An app without work keeps its tag only while the tag is ahead of the class's virtual time.
             state.apps = {a: tag for a, tag in state.apps.items() if a in apps or tag > state.virtual_time}
         self._backlogged = {qos: frozenset(apps) for qos, apps in now.items() if apps}
 
     def app_tag(self, qos: ServiceClass, app: str) -> float:
-        """Return the start tag of an app. The app of a class with the lowest tag is served next."""
+        """Return the start tag of an app. In a class, the app with the lowest tag is served next."""
         return self._states[qos].apps[app]
 
     def next_class(self, heads: Mapping[ServiceClass, int]) -> ServiceClass:
@@ -166,15 +165,16 @@ class WeightedFairQueue:
     def charge(self, qos: ServiceClass, app: str, tokens: int) -> None:
         """Count tokens that were served to an app of a class."""
         state = self._states[qos]
-        # While another class is eligible, filling a batch uses that class's time, so it counts as guaranteed
-        # service.
+        # While another class is eligible, filling a batch uses that class's time. Such tokens count as
+        # guaranteed service.
         if state.eligible_at <= self._served or self._any_due():
             state.eligible_at += tokens / qos.share
         else:
             self._surplus = max(self._surplus, state.surplus)
             state.surplus += tokens / qos.share
         self._served += tokens
-        # The app may have no tag, because a running job's additional cost is charged when its queue is empty.
+        # The app may have no tag. The additional cost of a running job is charged when the app's queue is
+        # empty.
         start = state.apps.get(app, state.virtual_time)
         state.virtual_time = max(state.virtual_time, start)
         state.apps[app] = start + tokens
@@ -191,7 +191,7 @@ class WeightedFairQueue:
 
         `others` has the number of queued tokens of each other class. `demand` has the arrival rate of each
         class, as a fraction of the total service rate. The result comes from a fluid model, which is exact to
-        within one job of each class.
+        within one job per class.
         """
         left = {q: float(tokens) for q, tokens in others.items() if tokens > 0 and q != qos}
         left[qos] = own
@@ -210,8 +210,8 @@ class WeightedFairQueue:
         return any(self._states[qos].eligible_at <= self._served for qos in self._backlogged)
 
     def _owed_in(self, qos: ServiceClass) -> float:
-        """Return how many tokens of all classes are served until the class is eligible, or 0 if the class has
-        no work. The value is negative or 0 if the class is eligible now."""
+        """Return how many tokens of all classes are served until the class is eligible. The result is 0 if
+        the class has no work, and 0 or negative if the class is eligible now."""
         state = self._states.get(qos)
         return 0.0 if state is None or qos not in self._backlogged else state.eligible_at - self._served
 
@@ -223,7 +223,7 @@ def _rates(
 ) -> dict[ServiceClass, float]:
     """Return the fraction of the next tokens that each class with queued work gets."""
     rates = {q: q.share if q in eligible_at else 0.0 for q in left}
-    # A class with an empty queue uses as much service as its arrivals need.
+    # A class with an empty queue gets as much service as its arrivals need.
     coming = {q: part for q, part in demand.items() if q not in left}
     free = 1.0 - math.fsum(rates.values()) - math.fsum(min(q.share, part) for q, part in coming.items())
     for priority in sorted({q.priority for q in (*left, *coming)}, reverse=True):
@@ -256,13 +256,13 @@ QueuesByApp = dict[ServiceClass, dict[str, list[JobT]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormedBatch(Generic[JobT]):
-    """Batch, and the first job that did not fit."""
+    """Formed batch, and the first job that did not fit."""
 
     batch: list[JobT]
     tokens: int
     """Number of tokens in the batch. Jobs with the same features count once."""
     passed_over: JobT | None
-    """Job that was next in order but did not fit, or None. Pass it as `first` to form the next batch."""
+    """Next job in order, which did not fit, or None. Pass it as `first` to form the next batch."""
 
 
 def form_batch(
@@ -312,7 +312,7 @@ def _accept_any(job: QueuedJob) -> bool:
 def _next_job(
     queues: QueuesByApp[JobT], fair_queue: WeightedFairQueue, fits: Callable[[JobT], bool]
 ) -> JobT | None:
-    """Return the next job in fair order among the jobs that fit, or None."""
+    """Return the next job in fair order that fits, or None if no job fits."""
     heads = {qos: head for qos in queues if (head := _head(queues, qos, fair_queue, fits)) is not None}
     return heads[fair_queue.next_class({qos: head.tokens for qos, head in heads.items()})] if heads else None
 
@@ -327,8 +327,8 @@ def _queues_by_app(queue: Sequence[JobT]) -> QueuesByApp[JobT]:
 def _head(
     queues: QueuesByApp[JobT], qos: ServiceClass, fair_queue: WeightedFairQueue, fits: Callable[[JobT], bool]
 ) -> JobT | None:
-    """Return the class's next job that fits, or None. Apps take turns, and within an app the job with the
-    earliest deadline is first."""
+    """Return the class's next job that fits, or None. Apps are served alternately. Within an app, the job
+    with the earliest deadline is first."""
     apps = queues[qos]
     for app in sorted(apps, key=lambda a: (fair_queue.app_tag(qos, a), apps[a][0].due_s)):
         if (head := next(filter(fits, apps[app]), None)) is not None:
@@ -337,8 +337,8 @@ def _head(
 
 
 def _take_with_duplicates(queues: QueuesByApp[JobT], chosen: JobT) -> list[JobT]:
-    """Remove `chosen` from the queues, and all jobs with the same features, because they add no work. Return
-    the removed jobs."""
+    """Remove `chosen` from the queues, and all jobs with the same features, because these jobs add no work.
+    Return the removed jobs."""
     out = [chosen]
     for qos, apps in list(queues.items()):
         for app, waiting in list(apps.items()):

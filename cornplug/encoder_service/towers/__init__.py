@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def architecture(family: ModelFamily, modalities: Sequence[Modality] = ()) -> TowerArchitecture:
-    """Return the architecture of the family's tower for these modalities, by default for the first
+    """Return the architecture of the family's tower for these modalities. The default is the family's first
     modality."""
     module, _, name = family.tower_class.partition(":")
     found = getattr(importlib.import_module(f"{__name__}.{module}"), name)
@@ -29,7 +29,7 @@ def architecture(family: ModelFamily, modalities: Sequence[Modality] = ()) -> To
 def feature_extractor(checkpoint: Checkpoint) -> LogMelFeatures:
     """Return the feature extractor that computes the inputs of this checkpoint's tower from audio samples.
 
-    Raises CheckpointError("bad_config") if the family does not support audio, or the checkpoint's feature
+    Raises CheckpointError("bad_config") if the family does not support audio, or if the checkpoint's feature
     extractor is not supported.
     """
     found = getattr(architecture(checkpoint.family), "feature_extractor", None)

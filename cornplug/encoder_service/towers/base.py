@@ -4,10 +4,11 @@
                               (CPU)                 (rows, width)         (rows, hidden)
                                   └─ shared by models ─┘       └─ per model ─┘
 
-`ModelFamily.tower_class` names the `TowerArchitecture` of a family. Several families may share one.
+`ModelFamily.tower_class` names the `TowerArchitecture` of a family. Several families may share an
+architecture.
 
-Modules are created on the meta device, and `fill_weights` reads only the tensors that they contain. The LLM
-and unused layers therefore take no memory.
+Modules are created on the meta device, and `fill_weights` reads only the tensors that they contain. Therefore
+the LLM and unused layers take no memory.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from cornplug.identity import array_digest
 
 _NAMED = 5
 TowerInput: TypeAlias = WireTensor | torch.Tensor
-"""Input of a tower: a tensor as bytes from another process, or a tensor that this process created."""
+"""Input of a tower: a tensor as bytes from another process, or a tensor from this process."""
 
 
 def fill_weights(
@@ -45,12 +46,12 @@ def fill_weights(
     """Load every parameter of `module` from the locations that `Checkpoint.locate` returned.
 
     Args:
-        located: File and name in the file of each tensor, by normalised name.
-        unused: Returns whether a tensor in the checkpoint is not needed by this module (layers after the
-        cut).
+        located: (file, name in the file) of each tensor, by normalised name.
+        unused: Function that returns whether this module does not need a tensor of the checkpoint. Examples
+            are the layers after the cut, which is the layer whose output is cached.
 
-    Raises CheckpointError: "bad_tensors" with the names of tensors that are missing, unknown, quantised or of
-    another shape, or "unreadable" for a damaged file.
+    Raises CheckpointError("bad_tensors") with the names of tensors that are missing, unknown, quantised or of
+    another shape, or CheckpointError("unreadable") if a file is corrupt.
     """
     wanted = module.state_dict()
     missing = sorted(wanted.keys() - located.keys())
@@ -105,15 +106,16 @@ def _some(names: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerItem:
-    """Validated inputs of one medium, in the tower's dtype, on the CPU."""
+    """Validated inputs of one media item, in the tower's dtype, on the CPU."""
 
     tensors: tuple[torch.Tensor, ...]
     tokens: int
-    """Number of rows that attention processes for this medium. The size of a batch is limited in tokens."""
+    """Number of rows that attention processes for this item. The size of a batch is limited in such
+    tokens."""
     geometry: tuple[int, ...] = ()
-    """Properties of the medium that the projector needs besides its features (tiles, image size)."""
+    """Properties of the item that the projector needs in addition to its features (tiles, image size)."""
     names_digest: bytes | None = None
-    """Digest of the tensors' names, or None if all media of a tower have the same names."""
+    """Digest of the tensors' names, or None if all items of the tower have the same names."""
 
     @property
     def digests(self) -> tuple[bytes, ...]:
@@ -128,21 +130,22 @@ class TowerItem:
 
 
 class Tower(Protocol):
-    """Part of the model up to the cut between tower and projector. Only one thread calls it, except
+    """Part of the model up to the cut between tower and projector. Only one thread calls its methods, except
     `prepare`.
 
     Each replica process loads the tower from the checkpoint (`replica_main`).
     """
 
     def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
-        """Validate one medium's inputs. Thread-safe.
+        """Validate one media item's inputs. Thread-safe.
 
-        The item may share the memory of tensors in `inputs`. Raises EncoderRefused("bad_input") with the name
-        of a field that is missing, unknown, not finite, or of the wrong dtype or shape.
+        The result may share the memory of tensors in `inputs`. Raises EncoderRefused("bad_input") with the
+        name of a field that is missing, unknown, not finite, or of the wrong dtype or shape.
         """
 
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        """Return each item's features, of shape (rows, width). They do not depend on the other items."""
+        """Return each item's features, of shape (rows, width). They do not depend on other items in the
+        batch."""
 
 
 class Projector(Protocol):
@@ -153,13 +156,13 @@ class Projector(Protocol):
         """Width of an embedding row."""
 
     def project(self, features: Sequence[torch.Tensor], items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        """Return the embeddings, each contiguous and of shape (rows, hidden_size). `items` has the media that
-        `features` were computed from."""
+        """Return the embeddings, each contiguous and of shape (rows, hidden_size). `items` has the items from
+        which `features` were computed."""
 
 
 class TowerArchitecture(Protocol):
-    """Loader of a family's towers and projectors. Both methods raise CheckpointError with the names of
-    missing or unknown tensors."""
+    """Loads a family's towers and projectors. Both methods raise CheckpointError with the names of missing or
+    unknown tensors."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Tower: ...
@@ -200,7 +203,7 @@ def bad_input(field: str, problem: str) -> EncoderRefused:
 def check_names(
     inputs: Mapping[str, TowerInput], wanted: Iterable[str], optional: Container[str] = ()
 ) -> None:
-    """Check that exactly the wanted fields are present, except that fields in `optional` may be absent.
+    """Check that exactly the wanted fields are present. Fields in `optional` may be absent.
 
     Raises EncoderRefused("bad_input").
     """
@@ -216,7 +219,7 @@ def check_names(
 def checked(field: str, value: TowerInput, accepted: tuple[str, ...]) -> torch.Tensor:
     """Validate an input and return it as a tensor. The bytes of a `WireTensor` are copied.
 
-    Raises EncoderRefused("bad_input") as `from_wire` does.
+    Raises the same errors as `from_wire`.
     """
     if isinstance(value, WireTensor):
         return from_wire(field, value, accepted)
@@ -229,8 +232,8 @@ def checked(field: str, value: TowerInput, accepted: tuple[str, ...]) -> torch.T
 def from_wire(field: str, tensor: WireTensor, accepted: tuple[str, ...]) -> torch.Tensor:
     """Validate a wire tensor and return it as a torch tensor that owns its memory.
 
-    Raises EncoderRefused("bad_input") if the dtype is not accepted, dimensions are missing or not positive,
-    the bytes do not fill the shape, or a value is NaN or infinite.
+    Raises EncoderRefused("bad_input") if the dtype is not accepted, if the shape has no dimensions or a
+    dimension that is not positive, if the bytes do not fill the shape, or if a value is NaN or infinite.
     """
     _check_dtype(field, tensor.dtype, accepted)
     dtype = DTYPES[tensor.dtype]
@@ -243,7 +246,7 @@ def from_wire(field: str, tensor: WireTensor, accepted: tuple[str, ...]) -> torc
     if dtype == torch.bool:
         # Convert the bytes, because bytes other than 0 and 1 would be invalid bools in torch.
         return torch.frombuffer(bytearray(tensor.data), dtype=torch.uint8).reshape(tensor.shape) != 0
-    # Copy the bytes, because the tensor may be written to and may outlive the frame that contains them.
+    # Copy the bytes, because the tensor may be modified and may outlive the frame that contains them.
     out = torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
     _check_finite(field, out)
     return out
@@ -262,7 +265,7 @@ def _check_shape(field: str, shape: tuple[int, ...]) -> None:
 def _check_finite(field: str, tensor: torch.Tensor) -> None:
     if not tensor.is_floating_point():
         return
-    # aminmax needs one pass and no temporary tensor. If there is a NaN, both results are NaN.
+    # aminmax needs one pass and no temporary tensor. If a value is NaN, both results are NaN.
     least, greatest = torch.aminmax(tensor)
     if not (math.isfinite(least) and math.isfinite(greatest)):
         raise bad_input(field, "has NaN or infinite values")
@@ -277,7 +280,7 @@ def concat_on_device(parts: Sequence[torch.Tensor], device: torch.device) -> tor
 
 
 def from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor that uses these bytes without a copy. Raises ValueError if they do not fill the
+    """Return a tensor that uses these bytes without a copy. Raises ValueError if the bytes do not fill the
     shape."""
     if len(data) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{len(data)} bytes do not fill {shape} of {dtype}")

@@ -1,17 +1,18 @@
-"""Loader of transformers' own model for a checkpoint, without the decoder, which is never allocated.
+"""Loads transformers' own model for a checkpoint, without the decoder, for which no memory is allocated.
 
     config.json ──transformers' class, on the meta device──> decoder, head, other modalities' tower replaced
                                                                  └─ filled with the tower's tensors only
-Only the tensors that the tower's fingerprint covers are loaded. A tower that needs other tensors is refused,
-because a change of those tensors would change embeddings but not their keys.
+Only the tensors that the tower's fingerprint covers are loaded. A tower that needs other tensors is refused.
+A change of those tensors would change embeddings but not their keys.
 
-`DecoderRecorder` replaces the decoder. It ends the forward pass and returns the decoder's input:
+`DecoderRecorder` replaces the decoder. It ends the forward pass and returns the rows that the decoder would
+receive:
 
-    whole model's forward ──> token embeddings ──medium's rows put in──> decoder
-                                   (a mark)                                 └─ raises DecoderReached(rows)
-A medium's rows are therefore read at the decoder's input, after everything that the family's code does with
-them. All token embeddings have a value that no tower computes, so the positions with other values belong to
-the medium.
+    whole model's forward ──> token embeddings ──the item's rows put in──> decoder
+                                   (a mark)                                   └─ raises DecoderReached(rows)
+The rows of a media item are therefore read at the decoder's input, after everything that the family's code
+does with them. All token embeddings have a value that no tower computes. The positions with other values
+therefore belong to the media item.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from cornplug.checkpoints.families.generic import NESTED, is_of_other
 from cornplug.errors import CheckpointError
 
 LEVELS: Final = "deepstack_visual_embeds"
-"""Name of a decoder's argument with outputs of several tower layers, which the decoder adds to the outputs of
+"""Name of a decoder's argument for outputs of several tower layers. The decoder adds them to the outputs of
 its own first layers."""
 _PLACES: Final = frozenset({"attention_mask", "position_ids"})
 """Names of a decoder's arguments that describe positions of rows, not their content."""
@@ -48,12 +49,12 @@ _NESTED_PREFIX: Final = f"{NESTED.removesuffix('_config')}."
 
 
 class DecoderReached(Exception):
-    """Raised in place of running the decoder, to end a model's forward pass."""
+    """Raised instead of running the decoder, to end a model's forward pass."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         super().__init__("the decoder was reached")
         self.rows = rows
-        """Rows of the medium, in the order of the prompt, of shape (rows, width). Deepstack levels are
+        """Rows of the media item in the order of the prompt, of shape (rows, width). Deepstack levels are
         concatenated along the width.
         """
 
@@ -82,8 +83,8 @@ class TokenMark(nn.Module):
 class DecoderRecorder(nn.Module):
     """Module that replaces a decoder, and raises `DecoderReached` when it is called.
 
-    Raises CheckpointError("unknown_family") if the decoder needs more data about a medium than rows in the
-    prompt and deepstack levels at the same positions.
+    Raises CheckpointError("unknown_family") if the decoder needs more data about a media item than rows in
+    the prompt and deepstack levels at the same positions.
     """
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
@@ -99,7 +100,7 @@ class DecoderRecorder(nn.Module):
         return self
 
     def get_per_layer_inputs(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing. Some models call this method of their decoder to look up additional inputs of
+        """Do nothing. Some models call this method of their decoder to look up additional inputs for
         tokens."""
 
     def forward(self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any) -> None:
@@ -128,7 +129,7 @@ class DecoderRecorder(nn.Module):
 
 
 class RemovedPart(nn.Module):
-    """Module that replaces a part of the model that this tower does not need. Calling it raises
+    """Module that replaces a part of the model that this tower does not need. A call of the module raises
     CheckpointError."""
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
@@ -150,8 +151,8 @@ def _numbers(value: Any) -> Iterator[bool]:
 def model_class(checkpoint: Checkpoint) -> tuple[type[transformers.PreTrainedModel], Any]:
     """Return transformers' multimodal class for this checkpoint's model_type, and the checkpoint's config.
 
-    Raises CheckpointError("unknown_family") if transformers has no multimodal class for it, or
-    CheckpointError("bad_config").
+    Raises CheckpointError("unknown_family") if transformers has no multimodal class for the model_type, and
+    CheckpointError("bad_config") if config.json cannot be read.
     """
     kind, path = checkpoint.family.name, checkpoint.path
     try:
@@ -182,9 +183,9 @@ def load(
 ) -> transformers.PreTrainedModel:
     """Load the model with the tower of a modality, in eval mode. On the device "meta" it has no weights.
 
-    Raises CheckpointError as `model_class` does, or "unknown_family" if decoder and tower cannot be
-    separated, "bad_tensors" with the names of tensors that are missing, quantised or of another shape, or
-    "unreadable".
+    Raises the same errors as `model_class`. Raises CheckpointError("unknown_family") if decoder and tower
+    cannot be separated, ("bad_tensors") with the names of tensors that are missing, quantised or of another
+    shape, or ("unreadable").
     """
     found, config = model_class(checkpoint)
     hollow = _without_decoder(
@@ -260,13 +261,13 @@ def _without_decoder(
 
 def _tensors(checkpoint: Checkpoint, modality: Modality) -> Mapping[str, torch.Tensor]:
     """Return the tower's tensors by their names in transformers' model. If the checkpoint's config contains
-    `NESTED`, this is the nested model, and the prefix of the names is removed."""
+    `NESTED`, the result is for the nested model, without the prefix of the names."""
     out: dict[str, torch.Tensor] = {}
     for file, name in checkpoint.locate("tower", modality).values():
         try:
             with safe_open(file, framework="pt") as stored:
-                # Copy to aligned memory, because on a CPU the last bits of results depend on the tensor's
-                # offset in the file.
+                # Copy to aligned memory. On a CPU, the last bits of results depend on the tensor's offset in
+                # the file.
                 tensor = stored.get_tensor(name).clone()
         except (OSError, SafetensorError) as e:
             raise CheckpointError(f"cannot read {file}: {e}", reason="unreadable") from e

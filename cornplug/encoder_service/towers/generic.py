@@ -1,14 +1,14 @@
-"""Tower for families without their own module. It runs transformers' own model on one medium at a time.
+"""Tower for families without their own module. It runs transformers' own model on one media item at a time.
 
     inputs ─┬─get_image_features, get_video_features──> pooler_output ─┬─> (rows, hidden_size)
             └─whole forward, with a prompt ──> DecoderRecorder ────────┘
 
-The first method is used if the decoder, in transformers' code, uses these outputs unchanged. The second
-method is used for all other families and for audio, because they have further steps between tower and decoder
-(masks, padding).
+The first method is used if transformers' code for the decoder uses these outputs unchanged. The second method
+is used for all other families and for audio, which have further steps between tower and decoder (masks,
+padding).
 
-The tower already computes the embedding, so the projector returns rows unchanged. Media are not batched,
-because batching may change the rows that an unknown tower computes.
+The tower already computes the embedding, so the projector returns rows unchanged. Items are not batched,
+because batching may change the rows of an unknown tower.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ACCEPTED: Final = (*base.FLOATS, *base.INTEGERS, base.BOOLEAN)
 
 
 class GenericArchitecture:
-    """Loader for any model_type for which transformers has a multimodal class."""
+    """Loads any model_type for which transformers has a multimodal class."""
 
     def __init__(self, modalities: tuple[Modality, ...]) -> None:
         self._modalities = modalities
@@ -57,7 +57,7 @@ class GenericArchitecture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeMethod:
-    """Method of a transformers model that computes the rows of a medium."""
+    """Method of a transformers model that computes the rows of a media item."""
 
     names: tuple[str, ...]
     """Names of the method's inputs."""
@@ -67,12 +67,12 @@ class EncodeMethod:
 
     @property
     def takes_prompt(self) -> bool:
-        """Whether the method requires a prompt that contains the medium."""
+        """Whether the method requires a prompt that contains the media item."""
         return PROMPT in self.needed
 
 
 class GenericTower:
-    """Tower that computes a medium's rows from its named inputs with transformers' whole model."""
+    """Computes a media item's rows from its named inputs with transformers' complete model."""
 
     def __init__(
         self, model: Any, modalities: Sequence[Modality], *, dtype: torch.dtype, device: torch.device
@@ -80,8 +80,8 @@ class GenericTower:
         """Create a tower. Raises CheckpointError("unknown_family") if the model does not accept the first of
         `modalities`."""
         found: dict[Modality, EncodeMethod] = {}
-        # Support all modalities of the class, not only `modalities`, because another model with the same
-        # weights shares this tower, and may accept more modalities.
+        # Support all modalities of the class, not only `modalities`. Another model with the same weights
+        # shares this tower, and may accept more modalities.
         for modality in _MODALITIES:
             try:
                 found[modality] = _encode_method(model, modality)
@@ -136,13 +136,13 @@ class NoProjector:
 
 
 def _fit(method: EncodeMethod, inputs: Mapping[str, Any]) -> tuple[bool, int]:
-    """Return whether the inputs are sufficient for a method, and how many inputs it would use."""
+    """Return (whether the inputs are sufficient for a method, number of inputs that it would use)."""
     return method.needed <= inputs.keys(), len(inputs.keys() & set(method.names))
 
 
 def _encode_method(model: Any, modality: Modality) -> EncodeMethod:
-    """Return the model's `get_*_features` if the decoder uses its rows unchanged, or else the whole forward
-    pass.
+    """Return the model's `get_*_features` if the decoder uses its rows unchanged, otherwise the complete
+    forward pass.
 
     Raises CheckpointError("unknown_family") if the model has no `get_*_features` for the modality.
     """
@@ -176,10 +176,10 @@ def _without_default(inputs: Mapping[str, inspect.Parameter]) -> frozenset[str]:
 
 
 def _named_inputs(model: Any, name: str) -> tuple[Any, dict[str, inspect.Parameter]]:
-    """Return the model or its inner model, whichever has a method `name` with named parameters, and these
-    parameters.
+    """Return (model or its inner model, parameters of its method `name`). The model that has this method with
+    named parameters is used.
 
-    Raises CheckpointError("unknown_family") if neither has.
+    Raises CheckpointError("unknown_family") if neither model has the method.
     """
     for owner in (model, model.base_model):
         method = getattr(owner, name, None)
@@ -191,7 +191,7 @@ def _named_inputs(model: Any, name: str) -> tuple[Any, dict[str, inspect.Paramet
 
 
 def rows_of(output: Any, name: str) -> torch.Tensor:
-    """Return the rows of one medium, of shape (rows, width), from the output of the method `name`.
+    """Return the rows of one media item, of shape (rows, width), from the output of the method `name`.
 
     Raises CheckpointError("unknown_family") if the output has no rows.
     """

@@ -1,5 +1,5 @@
-"""InternVL. The tower is a ViT whose output concatenates 2x2 neighbours. The projector is a norm and two
-linear layers."""
+"""InternVL. The tower is a ViT whose output joins 2x2 neighbours. The projector is a norm and two linear
+layers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from cornplug.encoder_service.towers.tiles import AnyTiles, TileTower
 
 
 class InternVl:
-    """Loader of an InternVL checkpoint in transformers' layout ("-hf")."""
+    """Loads an InternVL checkpoint in transformers' layout ("-hf")."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TileTower:
         config = InternVLConfig.from_dict(checkpoint.config)
         config.vision_config._attn_implementation = "sdpa"
-        # The mask token is used only in training, so it is not loaded.
+        # The mask token is used only in training. It is not loaded.
         config.vision_config.use_mask_token = False
         with torch.device("meta"):
             layers = _Layers(config)
@@ -94,7 +94,7 @@ class _Layers(nn.Module):
         return self._folded(hidden[:, 1:])
 
     def _folded(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows with neighbours concatenated along the width, in the order of transformers'
+        """Return the rows with neighbours concatenated along the width, in the same order as transformers'
         `pixel_shuffle`."""
         fold = self._fold
         down, across = self.embeddings.patch_embeddings.patch_shape

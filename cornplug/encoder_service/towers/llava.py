@@ -1,9 +1,9 @@
-"""Towers of CLIP and SigLIP: the LLaVA families and Gemma 3. The layers are transformers' own, with SDPA as
+"""CLIP and SigLIP towers: the LLaVA families and Gemma 3. The layers are transformers' own, with SDPA
 attention.
 
-LLaVA's projector is linear, activation, linear. After projection, LLaVA-NeXT and LLaVA-OneVision assemble an
-image's tiles, remove the rows of the image's padding, and end each line with a learned newline. Gemma 3
-averages patches, and its projector is a norm and one matrix.
+LLaVA's projector consists of a linear layer, an activation and a linear layer. After projection, LLaVA-NeXT
+and LLaVA-OneVision assemble an image's tiles, remove the rows of the image's padding, and end each line with
+a learned newline. Gemma 3 averages patches, and its projector is a norm and one matrix.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CONFIGS: Final[dict[str, Any]] = {
 
 
 class Llava:
-    """Loader of a LLaVA-1.5 checkpoint."""
+    """Loads a LLaVA-1.5 checkpoint."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TileTower:
@@ -56,7 +56,7 @@ class Llava:
 
 
 class LlavaTiles:
-    """Loader of a LLaVA-NeXT or LLaVA-OneVision checkpoint."""
+    """Loads a LLaVA-NeXT or LLaVA-OneVision checkpoint."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TileTower:
@@ -94,13 +94,13 @@ class LlavaProjector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPacking:
-    """Conversion of an image's projected tiles to rows for the LLM: first the rows of the downscaled whole
-    image, then the tiles line by line."""
+    """Converts an image's projected tiles to rows for the LLM: first the rows of the downscaled whole image,
+    then the tiles line by line."""
 
     patches_a_side: int
     most_tiles: int | None
-    """Maximum number of tiles. An image with more patches than these tiles contain is downscaled. None means
-    no limit."""
+    """Maximum number of tiles, or None for no limit. An image with more patches than these tiles contain is
+    downscaled."""
 
     def __call__(self, rows: torch.Tensor, geometry: tuple[int, ...], newline: torch.Tensor) -> torch.Tensor:
         """Return the rows of an image.
@@ -203,7 +203,7 @@ class VitLayers(nn.Module):
     tensor names.
 
     The output concatenates the hidden states after the layers in `taps` along the width. Layers are numbered
-    from 1, and tap 0 is the input of the first layer. `first_row` 1 drops CLIP's class row.
+    from 1, and tap 0 is the input of the first layer. If `first_row` is 1, CLIP's class row is dropped.
     """
 
     def __init__(
@@ -243,8 +243,8 @@ class VitLayers(nn.Module):
 
 
 def fill(layers: VitLayers, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-    """Load the tower's weights into layers that were created on the meta device. Raises the same
-    errors as `fill_weights`.
+    """Load the tower's weights into layers that were created on the meta device. Raises the same errors as
+    `fill_weights`.
     """
     fill_weights(layers, checkpoint.locate("tower"), dtype=dtype, device=device)
     # `position_ids` is not a weight, so it is still on the meta device.
@@ -256,7 +256,7 @@ def _norm(config: VitConfig) -> nn.LayerNorm:
 
 
 class Gemma3:
-    """Loader of a Gemma 3 checkpoint. An image is one tile, or several with pan and scan."""
+    """Loads a Gemma 3 checkpoint. An image is one tile, or several tiles with pan and scan."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TileTower:

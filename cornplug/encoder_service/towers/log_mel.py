@@ -1,4 +1,4 @@
-"""Feature extraction for Whisper towers. Calls transformers' feature extractor in the same way as the
+"""Feature extraction for Whisper towers. It calls transformers' feature extractor in the same way as the
 engines."""
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class LogMelFeatures(Protocol):
 
 
 class PaddedLogMel:
-    """Feature extractor of Qwen2-Audio. It pads audio with silence, or truncates it, to 30 s (vLLM passes
-    truncation=True)."""
+    """Feature extractor of Qwen2-Audio. It pads audio with silence or truncates it, to 30 s. vLLM passes the
+    same argument (truncation=True)."""
 
     def __init__(self, preprocessor: Mapping[str, Any]) -> None:
         self._extractor = whisper_extractor(preprocessor)
@@ -61,9 +61,9 @@ class PaddedLogMel:
 class ChunkedLogMel:
     """Feature extractor of Ultravox. The features are as long as the audio, in chunks of the tower's context.
 
-    It gives the same results as `UltravoxProcessor` on the hub (2025-02 and later), without running that
-    code. Audio is padded to at least two whole hops. If there are several chunks, the last chunk is padded
-    with zeros.
+    It gives the same results as `UltravoxProcessor` on the hub (2025-02 and later), without running the
+    processor's code. Audio is padded to at least two whole hops. If there are several chunks, the last chunk
+    is padded with zeros.
     """
 
     def __init__(self, preprocessor: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Qwen2-VL and Qwen2.5-VL. The tower has blocks for media of any resolution, and the projector is the 2x2
+"""Qwen2-VL and Qwen2.5-VL. The tower's blocks accept media of any resolution, and the projector is the 2x2
 merger. Blocks are transformers' own, except for attention (`varlen_attention`).
 
-The input is an image or a video as rows of patches, and its grid of (frames, height, width). Media of any
+The input is an image or a video as rows of patches, and its grid of (frames, height, width). Items of any
 size are concatenated in a batch without padding. Patches are ordered by frame. Within a frame, the 2x2
 patches that are merged into one row for the LLM are adjacent. In a grid, a frame consists of
 `temporal_patch_size` frames of the video. An image is one frame.
@@ -43,7 +43,7 @@ from cornplug.encoder_service.towers.varlen_attention import PackedAttention, Se
 
 
 class Qwen2Vl:
-    """Loader of a Qwen2-VL checkpoint."""
+    """Loads a Qwen2-VL checkpoint."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Qwen2VlTower:
@@ -68,7 +68,8 @@ class Qwen2Vl:
 
 
 class Qwen2VlTower:
-    """Tower for patches of an image or a video (`PatchInputs`) -> (patches, embed_dim)."""
+    """Tower for the patches of an image or a video (`PatchInputs`). Its output has shape (patches,
+    embed_dim)."""
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ _VIDEO: Final = ("pixel_values_videos", "video_grid_thw")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchInputs:
-    """Validation of the patches of media. Thread-safe."""
+    """Validates the patches of media items. Thread-safe."""
 
     values: int
     """Number of values per patch: channels * temporal patch * height * width."""
@@ -155,12 +156,12 @@ class PatchInputs:
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype) -> PatchInputs:
-        """Create the validation for a tower with this transformers vision config."""
+        """Create the validator for a tower with this transformers vision config."""
         values = config.in_channels * config.temporal_patch_size * config.patch_size**2
         return cls(values=values, merge=config.spatial_merge_size, dtype=dtype)
 
     def item(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
-        """Validate one medium's inputs and return its item.
+        """Validate one media item's inputs and return its `TowerItem`.
 
         The inputs are `pixel_values` (patches, values) and `image_grid_thw` (3,), or the equivalent fields of
         a video. Raises EncoderRefused("bad_input").
@@ -225,7 +226,7 @@ class RotaryTable(nn.Module):
 
 
 class Qwen25Vl:
-    """Loader of a Qwen2.5-VL checkpoint."""
+    """Loads a Qwen2.5-VL checkpoint."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Qwen25VlTower:
@@ -249,7 +250,8 @@ class Qwen25Vl:
 
 
 class Qwen25VlTower:
-    """Tower for patches of an image or a video (`PatchInputs`) -> (patches, hidden_size)."""
+    """Tower for the patches of an image or a video (`PatchInputs`). Its output has shape (patches,
+    hidden_size)."""
 
     def __init__(
         self,
@@ -287,7 +289,7 @@ class Qwen25VlTower:
         return list(hidden[back].split([item.tokens for item in items]))
 
     def _windows(self, grids: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """Return the order that sorts all items' patches by window, and the number of patches of each window.
+        """Return (order that sorts all items' patches by window, number of patches of each window).
 
         Within a frame, whole windows come before windows that are cut at an edge, so that windows of equal
         size are adjacent.

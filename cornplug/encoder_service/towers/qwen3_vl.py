@@ -1,5 +1,5 @@
-"""Qwen3-VL. The tower has learned positions and blocks. The projector has mergers for the last layer and for
-some earlier layers (deepstack).
+"""Qwen3-VL. The tower has learned positions and blocks. The projector has a merger for the last layer, and
+mergers for some earlier layers (deepstack).
 
     features   (patches, width * (1 + levels)):  last layer | level 1 | level 2 | ...
     embedding  (rows, hidden * (1 + levels)):    merged, in the same order
@@ -37,7 +37,7 @@ from cornplug.encoder_service.towers.varlen_attention import PackedAttention, Se
 
 
 class Qwen3Vl:
-    """Loader of a Qwen3-VL checkpoint, dense or with a mixture of experts."""
+    """Loads a Qwen3-VL checkpoint, dense or with a mixture of experts."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Qwen3VlTower:
@@ -59,7 +59,8 @@ class Qwen3Vl:
 
 
 class Qwen3VlTower:
-    """Tower for patches of an image or a video (`PatchInputs`) -> (patches, width * (1 + levels))."""
+    """Tower for the patches of an image or a video (`PatchInputs`). Output: (patches, width * (1 +
+    levels))."""
 
     def __init__(
         self,
@@ -128,8 +129,8 @@ class _Qwen3Blocks(nn.Module):
             block.attn = PackedAttention(config.hidden_size, config.num_heads)
 
     def positions(self, grids: torch.Tensor, merge: int) -> torch.Tensor:
-        """Return the learned square position table, interpolated to each grid: (patches, width) in
-        float32."""
+        """Return the learned position table, which is square, interpolated to each grid. The result has shape
+        (patches, width) and is float32."""
         table = self.pos_embed.weight
         rows, shares = get_vision_interpolation_indices_and_weights(
             grids,
@@ -139,7 +140,7 @@ class _Qwen3Blocks(nn.Module):
             spatial_merge_size=merge,
         )
         rows, shares = rows.to(table.device), shares.to(table.device)
-        # Add the neighbours one at a time, because a tensor of (patches, 4, width) would be the largest of
+        # Add one neighbour at a time. A tensor of shape (patches, 4, width) would be the largest tensor of
         # the batch.
         out = table[rows[:, 0]] * shares[:, :1]
         for neighbour in range(1, rows.shape[1]):
@@ -158,8 +159,8 @@ class _Mergers(nn.Module):
 
 
 def _merger_name(name: str) -> str:
-    """Return the name that a merger's tensor has in `_Mergers`. Without the published prefixes, only the
-    names of the levels' mergers begin with a number."""
+    """Return the name of a merger's tensor in `_Mergers`. Without the published prefixes, only the names for
+    the mergers of deepstack levels begin with a number."""
     return f"deepstack.{name}" if name[0].isdigit() else f"last.{name}"
 
 

@@ -43,7 +43,7 @@ class TilingRule(Protocol):
         """Return the number of tiles to compute, out of `tiles`, followed by the values that the projector
         needs.
 
-        Raises EncoderRefused("bad_input").
+        Raises EncoderRefused("bad_input") if the inputs do not follow the rule.
         """
 
 
@@ -62,10 +62,11 @@ class AnyTiles:
 
 @dataclass(frozen=True, slots=True)
 class PinpointTiling:
-    """Rule for inputs with one tile for the whole image, then the tiles of the best of several resolutions.
+    """Rule for inputs with one tile for the whole image, followed by the tiles of the best of several
+    resolutions.
 
     The geometry is (tiles, down, across, height, width). The input may end with empty tiles, because
-    processors pad all images of a batch to the largest number of tiles.
+    processors pad all images in a batch to the largest number of tiles.
     """
 
     resolutions: tuple[tuple[int, int], ...]
@@ -126,5 +127,5 @@ class TileTower:
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
         pixels = base.concat_on_device([item.tensors[0] for item in items], self._device)
         tiles = self._layers(pixels).split([len(item.tensors[0]) for item in items])
-        # Copy each item, so that a cached item does not keep the tensor of its whole batch in memory.
+        # Copy each item. Otherwise a cached item would keep the tensor of its whole batch in memory.
         return [item.flatten(0, 1).clone() for item in tiles]

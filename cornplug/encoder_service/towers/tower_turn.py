@@ -1,6 +1,7 @@
-"""Scheduler of tower passes on one device. One pass runs at a time, and can pause or end between two layers.
+"""Schedules tower passes on one device. One pass runs at a time. A pass can be paused or ended between two
+layers.
 
-Otherwise a pass for one huge image, which may take minutes, would block all other passes.
+Without pauses, a pass for one huge image, which may take minutes, would block all other passes.
 
     pass of a worse class   layer layer ┆ ─ paused ─ ┆ layer layer          abandoned by all its callers: ends
     pass of a better class              ┆layer…layer ┆
@@ -20,13 +21,13 @@ _thread: Final = threading.local()
 
 
 class PassAbandoned(Exception):
-    """Raised to end a pass because no caller waits for it any more."""
+    """Raised to end a pass for which no caller waits any more."""
 
 
 def between_layers(*_: Any) -> None:
-    """Allow this thread's pass to pause or end. Registered as a forward pre-hook of a tower's layers.
+    """Allow this thread's pass to be paused or ended. Registered as a forward pre-hook of a tower's layers.
 
-    Raises PassAbandoned.
+    Raises PassAbandoned if no caller waits for the pass any more.
     """
     current: TowerPass | None = getattr(_thread, "current", None)
     if current is not None:
@@ -62,8 +63,7 @@ class TowerPass:
 
 
 class TowerTurn:
-    """Scheduler of the passes on one device. Thread-safe. At most one urgent pass at a time may wait or
-    run."""
+    """Schedules the passes on one device. Thread-safe. At most one urgent pass at a time may wait or run."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock: Final = clock
@@ -77,13 +77,13 @@ class TowerTurn:
 
     @contextmanager
     def taken(self, *, urgent: bool, share: float, abandoned: Callable[[], bool]) -> Iterator[TowerPass]:
-        """Wait for the device, and occupy it for a pass on this thread for the duration of the context.
+        """Wait for the device, and occupy the device for this thread's pass for the duration of the context.
 
         Args:
             urgent: Whether this pass overtakes waiting passes, and pauses the running pass between two
                 layers.
             share: Fraction of the time that this pass gets while urgent passes run.
-            abandoned: Returns whether no caller waits for this pass any more.
+            abandoned: Function that returns whether no caller waits for this pass any more.
         """
         asked_s = self.clock()
         with self._changed:

@@ -4,8 +4,8 @@
     on CUDA, half precision                 one call of a variable-length kernel
     otherwise                               one call per run of equal lengths: [aaaaaa], [bb][bb][bb], [cccc]
 
-A tower with windows has hundreds of segments with only a few different lengths, so it places segments of
-equal length next to each other.
+A tower with windows has hundreds of segments with only a few different lengths. Therefore it places segments
+of equal length next to each other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Kernel = Callable[..., torch.Tensor]
 
 
 class SegmentOffsets:
-    """Offsets of the segments of a packed batch. Created once per batch and used by every layer."""
+    """Offsets of the segments in a packed batch. Created once per batch and used by every layer."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         """Compute the offsets of segments with these lengths in rows. Raises ValueError for a length below
@@ -76,7 +76,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segme
 def batched_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: SegmentOffsets
 ) -> torch.Tensor:
-    """Return the same as `attention`, computed with one batched SDPA call for each run."""
+    """Return the same result as `attention`, computed with one batched SDPA call per run."""
     made = []
     for length, rows in segments.runs:
         # (rows of the run, heads, dim) -> (segments, heads, length, dim), without a copy
@@ -88,8 +88,8 @@ def batched_attention(
 def _interruptible(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Return the SDPA of q, k and v.
 
-    On a CPU, long segments are computed in parts, so that another pass may run in between. One layer takes
-    minutes for an image of 12 megapixels.
+    On a CPU, long segments are computed in parts, so that another pass may run in between. For an image of 12
+    megapixels, one layer takes minutes.
     """
     rows = q.shape[-2]
     if q.is_cuda or rows <= _LONG_ROWS:
@@ -110,8 +110,8 @@ def suits_kernel(dtype: torch.dtype, head_dim: int, capability: tuple[int, int])
 
 @cache
 def kernel_attention() -> Kernel | None:
-    """Return a version of `attention` with torch's own kernel (2.10 and newer), or else with flash_attn's
-    kernel. Returns None if neither is installed."""
+    """Return a version of `attention` with torch's own kernel (2.10 and newer), or with flash_attn's kernel
+    if torch has none. Return None if neither is installed."""
     varlen = _function("torch.nn.attention.varlen", "varlen_attn")
     if varlen is None:
         varlen = _function("flash_attn", "flash_attn_varlen_func")
@@ -134,8 +134,7 @@ def _function(module: str, name: str) -> Any:
 
 
 class PackedAttention(nn.Module):
-    """Module that replaces `attn` in transformers' vision blocks. It has the same weights, but no loop over
-    segments.
+    """Replaces `attn` in transformers' vision blocks. It has the same weights, but no loop over segments.
 
     A block passes `SegmentOffsets` as `cu_seqlens`, and cosines and sines of shape (rows, head_dim / 2) in
     float32.
@@ -161,9 +160,10 @@ class PackedAttention(nn.Module):
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return `x` (rows, 2, heads, head_dim) with rotary embedding applied, which pairs the two halves of
-    head_dim. Computed in float32."""
-    # transformers first converts whole tensors. In a bfloat16 tower, this would take as long as attention.
+    """Return `x` (rows, 2, heads, head_dim) after rotary embedding, which pairs the two halves of head_dim.
+    Computed in float32."""
+    # transformers first converts whole tensors. In a bfloat16 tower, the conversion would take as long as
+    # attention.
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos[:, None, None], sin[:, None, None]
     out = torch.empty_like(x)

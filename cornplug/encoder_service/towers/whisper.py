@@ -1,7 +1,8 @@
 """Whisper's encoder for audio of any length, with the projectors of Qwen2-Audio and Ultravox.
 
-The rows of all media in a batch are concatenated without padding. Qwen2-Audio averages pairs of rows. Silence
-that a processor adds to fill 30 seconds is not computed if the reference masks it out.
+The rows of all items in a batch are concatenated without padding. Qwen2-Audio averages pairs of rows. A
+processor adds silence to fill 30 seconds. This silence is not computed if the reference implementation masks
+it out.
 
 Ultravox splits audio into chunks of up to 30 s:
 
@@ -9,7 +10,7 @@ Ultravox splits audio into chunks of up to 30 s:
 
 As in vLLM 0.32 (vllm/model_executor/models/ultravox.py), audio that fits in one chunk has only the rows of
 its own frames, and the last stack is padded with zeros. In longer audio, every chunk is padded to the tower's
-context. The rows of the padding attend only to each other, and a chunk's last stack may include some of them.
+context. The padding rows attend only to each other, and a chunk's last stack may include some of them.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _RMS_EPS: Final = 1e-6
 
 
 class Ultravox:
-    """Loader of an Ultravox checkpoint. If the checkpoint has a base checkpoint, the tower is loaded from
-    it."""
+    """Loads an Ultravox checkpoint. If the checkpoint has a base checkpoint, the tower is loaded from the
+    base."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> UltravoxTower:
@@ -125,8 +126,8 @@ class StackingProjector:
         return list(out.split([len(stack) for stack in stacks]))
 
     def _stacked(self, features: torch.Tensor, item: TowerItem) -> torch.Tensor:
-        """Concatenate every `stack` consecutive rows of an item, and drop the results that contain only
-        padding. Returns shape (tokens, width x stack)."""
+        """Concatenate every `stack` consecutive rows of an item, and drop results that contain only padding.
+        Return shape (tokens, width x stack)."""
         rows, *valid = item.geometry
         chunks = functional.pad(features.unflatten(0, (-1, rows)), (0, 0, 0, -rows % self._stack))
         stacks = chunks.unflatten(1, (-1, self._stack)).flatten(2)
@@ -273,7 +274,7 @@ class _WhisperAttention(nn.Module):
 
 
 class Qwen2Audio:
-    """Loader of a Qwen2-Audio checkpoint."""
+    """Loads a Qwen2-Audio checkpoint."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Qwen2AudioTower:
@@ -320,7 +321,7 @@ class Qwen2AudioTower:
         rows = (frames - 1) // 2 + 1
         if rows < 2:
             raise base.bad_input("feature_attention_mask", f"{frames} frames are too few for a row")
-        # The convolutions of the last row read its own two frames and the next frame.
+        # The convolutions for the last row read the row's own two frames and the next frame.
         mel = mel.reshape(want)[:, : 2 * rows + 1].to(self._dtype).contiguous()
         length = torch.tensor([rows])
         return TowerItem(

@@ -1,1 +1,1 @@
-"""Formats that the service shares with its clients and engines: messages, seals, handles, files."""
+"""Formats that the service shares with its clients and engines: messages, seals, handles and files."""

@@ -1,12 +1,14 @@
-"""Formats of an embedding outside the store: a safetensors file, and a handle. Does not need torch.
+"""Formats of an embedding outside the store: a safetensors file, and a handle. This module does not need
+torch.
 
 The file's tensor is named "embedding". The other fields of a reply are JSON, under "cornplug" in the file's
 metadata (https://github.com/huggingface/safetensors#format).
 
-A handle is a signed text that an app sends to an engine instead of an image. It contains the identity of the
-model, the digest of the medium, and the key of the embedding in the store. It is signed with the store's
-secret, so an app can read it but not change it, and every process that has the secret accepts it. The engine
-computes the embedding key itself, from the claims and the request's `cache_salt`.
+A handle is a signed text that an app sends to an engine instead of an image. It contains the model's
+identity, the digest of the media item, and the key of the embedding in the store. It is signed with the
+store's secret. An app can therefore read a handle but not change it, and every process that has the secret
+accepts it. The engine computes the embedding key itself, from the handle's claims and the request's
+`cache_salt`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ _ALIGNMENT_BYTES: Final = 8
 
 
 def pack(fields: Mapping[str, Any], tensor: WireTensor) -> bytes:
-    """Return the bytes of a file with the tensor and the other fields. The tensor's bytes are copied once."""
+    """Return the bytes of a file with the tensor and the other fields. The tensor's bytes are copied only
+    once."""
     header = msgspec.json.encode(
         {
             "__metadata__": {_FIELDS: msgspec.json.encode(fields).decode()},
@@ -51,7 +54,7 @@ def pack(fields: Mapping[str, Any], tensor: WireTensor) -> bytes:
 def unpack(file: bytes) -> tuple[dict[str, Any], bytes]:
     """Return the fields and the tensor's bytes of a file that `pack` returned.
 
-    Raises LookupError, TypeError or ValueError (which includes msgspec's errors) if the file is invalid.
+    Raises LookupError, TypeError or ValueError (including msgspec's errors) if the file is invalid.
     """
     size = int.from_bytes(file[:8], "little")
     header = msgspec.json.decode(file[8 : 8 + size])
@@ -67,19 +70,20 @@ _MAX_CHARS: Final = 4096
 
 
 class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """Claims of a handle about one embedding, and the model and medium that it was computed from."""
+    """Claims of a handle about one embedding, and about the model and media item from which it was
+    computed."""
 
     family: str
     modality: Modality
     identity: bytes
-    """`identity.model_identity` of the model, which includes its dtype and preprocessing."""
+    """`identity.model_identity` of the model. It includes the dtype and preprocessing."""
     media: bytes
-    """Digest of the medium that the embedding was computed from."""
+    """Digest of the media item from which the embedding was computed."""
     key: bytes
-    """Embedding key, which includes the `cache_salt` that the app sent to the service."""
+    """Embedding key. It includes the `cache_salt` that the app sent to the service."""
     dtype: str
     grid: tuple[int, ...]
-    """(frames, height, width) in patches if the model's placeholders depend on the grid, or else ()."""
+    """(frames, height, width) in patches if the model's placeholders depend on the grid, otherwise ()."""
     expires: float
     """Unix time in seconds at which the handle expires."""
 
@@ -93,7 +97,8 @@ class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
     def checked(cls, text: str, secret: bytes, *, now: float) -> Self:
         """Verify a handle's text with the secret, and return the claims. `now` is Unix time in seconds.
 
-        Raises CodecError: "handle_malformed", "handle_signature" (another secret) or "handle_expired".
+        Raises CodecError: "handle_malformed", "handle_signature" (signed with another secret) or
+        "handle_expired".
         """
         handle, claims, proof = cls._parsed(text)
         if not is_signed(proof, secret, _DOMAIN, claims):

@@ -1,4 +1,4 @@
-"""Sealing of engines' requests over HTTP. Only processes that have `store.secret_file` can send requests and
+"""Seals engines' requests over HTTP. Only processes that have `store.secret_file` can send requests and
 replies, and read them.
 
     engine  ── Authorization: Cornplug-Engine base64(time, salt, proof); body sealed under the salt ─> service
@@ -6,17 +6,17 @@ replies, and read them.
 
 The proof is a signature over time and salt. The service checks it before reading any of the body. Bodies are
 sealed with AES-256-GCM. Each body has its own key, HKDF-SHA256(secret, salts, direction), so a constant nonce
-is safe. A reply can be opened only with the seal of its request, and a request is not valid as a reply or
-vice versa. A body begins with the protocol's version. Needs the package "cryptography", which is imported at
-the first use, but not torch.
+is safe. A reply can be opened only with the seal of its request. A request is not valid as a reply, and a
+reply is not valid as a request. A body begins with the protocol's version. Needs the package "cryptography",
+which is imported at the first use, but not torch.
 
 `SignedClaim` is a statement about an embedding that the service sends to SGLang, whose socket is not
-authenticated. It contains the model identity and the media digests. The signature, made with the store's
-secret, also covers the embedding's bytes and the grids, which determine the positions of an image's tokens
-and therefore the KV. A receiver that has the secret may compute embedding keys from a valid statement, and
-share KV under these keys. An embedding without a valid statement is used as SGLang without cornplug uses it,
-and neither the embedding nor KV that depends on it is shared. `sign` and `is_signed` create and check the
-signatures of all signed formats of the service.
+authenticated. It contains the model identity and the media digests. The signature is made with the store's
+secret. It also covers the embedding's bytes and the grids, because the grids determine the positions of an
+image's tokens and therefore the KV. A receiver that has the secret may compute embedding keys from a valid
+statement, and share KV under these keys. An embedding without a valid statement is used as in SGLang without
+cornplug. Neither the embedding nor KV that depends on it is shared. `sign` and `is_signed` create and check
+the signatures in all of the service's signed formats.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ PATH: Final = "/v1/engine"
 MEDIA_TYPE: Final = "application/octet-stream"
 SCHEME: Final = "Cornplug-Engine "
 MAX_AGE_S: Final = 60.0
-"""Maximum difference in seconds between the time of a proof and the service's clock, in either direction."""
+"""Maximum difference in seconds between the time in a proof and the service's clock, in either direction."""
 MAX_SEEN: Final = 1 << 16
-"""Maximum number of salts that are remembered. A replay of a request whose salt is forgotten costs a tower
+"""Maximum number of remembered salts. If a request whose salt was forgotten is replayed, this costs a tower
 pass."""
 _PROOF_DOMAIN: Final = "cornplug-engine-proof-v1"
 _ASK: Final = b"cornplug engine request 1"
@@ -61,7 +61,8 @@ class SealBroken(Exception):
 
 
 class EngineSeal:
-    """Seal of one request and its replies. The engine and the service each have an object for the request."""
+    """Seal of one request and its replies. The engine and the service each have their own object for the
+    request."""
 
     def __init__(self, secret: bytes, head: bytes) -> None:
         """Create a seal. `head` is the time and salt in the request's header, which the proof covers."""
@@ -70,7 +71,7 @@ class EngineSeal:
 
     @classmethod
     def new(cls, secret: bytes) -> Self:
-        """Create the seal of a new request. Use it for one body only."""
+        """Create the seal for a new request. Use it for only one body."""
         return cls(secret, _HEAD.pack(time.time(), secrets.token_bytes(_SALT_BYTES)))
 
     @property
@@ -90,8 +91,8 @@ class EngineSeal:
         return message if version == PROTOCOL_VERSION else None
 
     def seal_answer(self, message: bytes) -> bytes:
-        """Return a reply's body, which contains the sealed message. Each call uses a new salt, because a
-        replayed request has several replies."""
+        """Return the body of a reply, which contains the sealed message. Each call uses a new salt, because a
+        replayed request gets several replies."""
         salt = secrets.token_bytes(_SALT_BYTES)
         return salt + self._seal(_ANSWER, self._head + salt, message)
 
@@ -131,7 +132,7 @@ class EngineSeal:
 
 
 class SealChecker:
-    """Checker of Authorization headers, which the service uses before it reads a body. Thread-safe."""
+    """Checks Authorization headers before the service reads a body. Thread-safe."""
 
     def __init__(self, secret: bytes, *, clock: Callable[[], float] = time.time) -> None:
         """Create a checker. `clock` returns Unix time in seconds."""
@@ -182,7 +183,7 @@ Grid = Sequence[Sequence[int]]
 
 
 def sign(secret: bytes, domain: str, *parts: bytes) -> bytes:
-    """Return a signature of these parts (32 bytes), which cannot be computed without the secret. `domain`
+    """Return a signature over these parts (32 bytes). It cannot be computed without the secret. `domain`
     identifies the format."""
     return keyed(secret, domain, *parts)
 
@@ -235,8 +236,8 @@ class SignedClaim:
 
     @classmethod
     def read(cls, fields: Mapping[str, object]) -> Self | None:
-        """Return the statement in a message's fields, or None if the message has no statement. Does not
-        verify the signature.
+        """Return the statement in a message's fields, or None if the message has no statement. The signature
+        is not verified.
 
         Raises CodecError("statement") if the fields are malformed.
         """
@@ -254,7 +255,7 @@ class SignedClaim:
 
 
 def salt_proof(secret: bytes, salt: str) -> str:
-    """Return a proof, in hex, with which an engine shows that it has the secret and sent this salt."""
+    """Return a proof, in hex, that an engine has the secret and sent this salt."""
     return sign(secret, _SALT_DOMAIN, salt.encode()).hex()
 
 

@@ -4,11 +4,11 @@
             <── Challenge: version, nonce, proof ──
             ── Proof ───────────────────────────>
 
-A proof is an HMAC over the side's name and both nonces, which are new for each connection. Recorded messages
-therefore cannot be replayed, and a side's proof cannot be sent back to it. Inputs and salts are sent only
+A proof is an HMAC over the side's name and both nonces, which are new for each connection. Therefore recorded
+messages cannot be replayed, and a side's proof cannot be sent back to it. Inputs and salts are sent only
 after both proofs have been checked. Each side also checks the user of the other process, which the kernel
-reports (`foreign_user`), so that another user cannot relay proofs between engine and service. Does not need
-torch.
+reports (`foreign_user`). Therefore another user cannot relay proofs between engine and service. This module
+does not need torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class EngineHello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class ServiceChallenge(msgspec.Struct, frozen=True, tag="challenge"):
-    """Second message, in which the service sends its proof, and a nonce for the engine's proof."""
+    """Second message, in which the service sends its proof and a nonce for the engine's proof."""
 
     version: int
     nonce: bytes
@@ -50,8 +50,8 @@ class ServiceChallenge(msgspec.Struct, frozen=True, tag="challenge"):
 
 
 class EngineProof(msgspec.Struct, frozen=True, tag="proof"):
-    """Third message, in which the engine sends its proof. The engine may send requests immediately after
-    it."""
+    """Third message, in which the engine sends its proof. The engine may send requests immediately after this
+    message."""
 
     proof: bytes
 
@@ -78,11 +78,12 @@ class EngineHandshake:
         return _encode(EngineHello(version=PROTOCOL_VERSION, nonce=self._nonce))
 
     def proof(self, frame: bytes) -> bytes:
-        """Check the service's proof in the `ServiceChallenge` in `frame`, and return the frame with this
-        engine's proof.
+        """Check the service's proof in the `ServiceChallenge` in `frame`. Return the frame with this engine's
+        proof.
 
-        Raises msgspec's errors if the frame contains another message, and EncoderUnavailable
-        ("encoder_version", or "encoder_untrusted" if the proof is invalid).
+        Raises msgspec's errors if the frame contains another message. Raises
+        EncoderUnavailable("encoder_version"), or EncoderUnavailable("encoder_untrusted") if the proof is
+        invalid.
         """
         challenge = _challenge(frame)
         if challenge.version != PROTOCOL_VERSION:
@@ -138,8 +139,8 @@ def check_user(sock: socket.socket) -> None:
 
 
 def _mac(secret: bytes, side: bytes, engines: bytes, services: bytes) -> bytes:
-    # Both nonces have the same length, and a side's name ends with a zero byte, so different arguments never
-    # result in the same bytes.
+    # Both nonces have the same length, and a side's name ends with a zero byte. Therefore different arguments
+    # never result in the same bytes.
     return hmac.digest(secret, _DOMAIN + side + b"\0" + engines + services, hashlib.sha256)
 
 

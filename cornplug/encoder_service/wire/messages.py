@@ -1,14 +1,16 @@
-"""Messages on the encoder's unix socket, and in the sealed bodies of `POST /v1/engine`. They are msgpack,
-never pickle.
+"""Messages on the encoder's unix socket, and in the sealed bodies of `POST /v1/engine`. They are encoded as
+msgpack, never as pickle.
 
-A frame on the socket is a u32 little-endian length and one msgpack-encoded message. A client may have many
-requests in flight on one connection. Replies contain the request's id and arrive in any order. The socket is
-for engines of the same user on the same host. First, both sides prove that they have the shared secret
-(`handshake`). The service trusts that the embedding key in a request belongs to its inputs. Other clients use
-HTTP, where the service computes every digest itself. `status_of` maps reasons to HTTP statuses.
+A frame on the socket consists of a u32 little-endian length and one msgpack-encoded message. A client may
+have many requests in flight on one connection. Replies contain the request's id and arrive in any order. The
+socket is for engines of the same user on the same host. First, both sides prove that they have the shared
+secret (`handshake`). The service trusts that the embedding key in a request belongs to the request's inputs.
+Other clients use HTTP, where the service computes every digest itself. `status_of` maps reasons to HTTP
+statuses.
 
-Releases of an engine may decode images differently, so a message names the rule by which the service decodes
-an image (`Decoding`, `media.image`): that of the engine that will use the embedding. Does not need torch.
+Releases of an engine may decode images differently. Therefore a message names the rule by which the service
+decodes an image (`Decoding`, `media.image`), which is the rule of the engine that will use the embedding.
+This module does not need torch.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ _TRACE_MAX: Final = 512
 _Shape = Annotated[tuple[int, ...], msgspec.Meta(max_length=16)]
 _TraceHeaders = Annotated[dict[str, str], msgspec.Meta(max_length=8)]
 
-# In requests, the size of every list and map is bounded, because a sender could otherwise fill it with
-# hundreds of millions of values. Unknown fields are refused, so a new field requires a new PROTOCOL_VERSION.
+# In requests, the size of every list and map is limited. Otherwise a sender could fill a list with hundreds
+# of millions of values. Unknown fields are refused, so a new field requires a new PROTOCOL_VERSION.
 
 
 class WireTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """C-contiguous little-endian tensor. `dtype` is the dtype's name in torch, without "torch."."""
+    """C-contiguous little-endian tensor. `dtype` is the name of the torch dtype without the "torch."
+    prefix."""
 
     dtype: str
     shape: _Shape
@@ -62,7 +65,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     name: str
     family: str
     identity: bytes
-    """Model identity of the model's first modality, computed from the three fields below
+    """Identity of the model for its first modality, computed from the three fields below
     (`cornplug.identity.model_identity`).
     """
     tower_fp: bytes
@@ -70,7 +73,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     spec_fp: bytes
     dtype: str
     hidden_size: int
-    """Width of an embedding row, as the LLM consumes it."""
+    """Width of an embedding row, as the LLM receives it."""
     modalities: tuple[ServedModality, ...] = ()
     """All modalities of the model, in the order of its family."""
     epoch: int = 0
@@ -89,7 +92,7 @@ class DescribeReply(msgspec.Struct, frozen=True, tag="described"):
 
 
 class EncodeRequest(msgspec.Struct, frozen=True, tag="encode", forbid_unknown_fields=True):
-    """Request to encode one medium, which the engine has already preprocessed with its own processor."""
+    """Request to encode one media item, which the engine has already preprocessed with its own processor."""
 
     id: int
     identity: bytes
@@ -100,7 +103,7 @@ class EncodeRequest(msgspec.Struct, frozen=True, tag="encode", forbid_unknown_fi
     """Outputs of the processor, by their Hugging Face names, such as `pixel_values` and `image_grid_thw`."""
     app: str
     deadline_s: float
-    """Seconds from receipt after which the engine no longer waits for the reply."""
+    """Seconds from the receipt of the request after which the engine no longer waits for the reply."""
     trace: _TraceHeaders | None = None
     """Headers `traceparent` and `tracestate` (W3C) of the client's request to the engine, or None."""
 
@@ -111,13 +114,13 @@ class EncodeReply(msgspec.Struct, frozen=True, tag="encoded"):
     id: int
     key: bytes
     origin: Literal["computed", "coalesced", "cached"]
-    """How the service got the embedding: "computed" for this request, "coalesced" with another request in
-    flight, or "cached" (the embedding or its features)."""
+    """How the service obtained the embedding: "computed" for this request, "coalesced" with another request
+    in flight, or "cached" (the embedding or its features)."""
     stored: bool
     """Whether the store has the embedding under `key`. If false, `tensor` contains it."""
     tensor: WireTensor | None
     service_time_s: float
-    """Seconds from receipt to reply."""
+    """Seconds from the receipt of the request to the reply."""
 
 
 class EncodeRefusal(msgspec.Struct, frozen=True, tag="refused"):
@@ -130,30 +133,29 @@ class EncodeRefusal(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class MediumRequest(msgspec.Struct, frozen=True, tag="medium", forbid_unknown_fields=True):
-    """Request from an engine without a tower to encode one medium. Sent over HTTP only. The service fetches
-    and decodes the medium."""
+    """Request from an engine without a tower to encode one media item. It is sent only over HTTP. The service
+    fetches and decodes the item."""
 
     identity: bytes
     """Model identity of the engine's model for this modality."""
     modality: Modality
     data: bytes
-    """Bytes of the medium's file, empty if `url` is set."""
+    """Bytes of the item's file. Empty if `url` is set."""
     url: str
-    """URL of the medium (http or https), or "" if `data` contains the file. The service fetches it only if
-    its own rules allow the URL."""
+    """URL of the item (http or https), or "" if `data` contains the file. The service fetches the URL only if
+    its own rules allow it."""
     cache_salt: str | None
     app: str
     deadline_s: float
-    """Seconds from receipt after which the engine no longer waits for the reply."""
+    """Seconds from the receipt of the request after which the engine no longer waits for the reply."""
     decoding: str = "vllm-0.32"
-    """Name of the rule by which an image is decoded (`Decoding`), which depends on the engine's release. The
+    """Name of the rule by which an image is decoded (`Decoding`). It depends on the engine's release. The
     default applies to engines that do not send this field.
     """
 
 
 class MediumReply(msgspec.Struct, frozen=True, tag="medium_encoded"):
-    """Reply to a `MediumRequest` with an embedding of shape (rows, hidden_size), and signed claims about
-    it."""
+    """Reply to a `MediumRequest`: an embedding of shape (rows, hidden_size), and signed claims about it."""
 
     handle: str
     """Text of an `embedding_file.EmbeddingHandle` with identity, media digest, key and patch grid."""
@@ -164,7 +166,7 @@ class MediumReply(msgspec.Struct, frozen=True, tag="medium_encoded"):
 
 
 class MediumRefusal(msgspec.Struct, frozen=True, tag="medium_refused"):
-    """Reply that refuses a `MediumRequest`. `reason` is a key of `_STATUS`, or is the reason of a
+    """Reply that refuses a `MediumRequest`. `reason` is either a key of `_STATUS` or the reason of a
     MediaError."""
 
     reason: str
@@ -183,8 +185,8 @@ HttpReply = Reply | MediumReply | MediumRefusal
 def trace_of(headers: Mapping[str, str] | None) -> dict[str, str] | None:
     """Return the trace headers in a request's headers (names in lower case), or None without `traceparent`.
 
-    By W3C Trace Context, a `tracestate` of up to 512 characters must be passed on, and a longer `tracestate`
-    may be dropped.
+    By W3C Trace Context, a `tracestate` of up to 512 characters must be passed on. A longer `tracestate` may
+    be dropped.
     """
     found = {name: (headers or {}).get(name, "") for name in ("traceparent", "tracestate")}
     kept = {name: value for name, value in found.items() if 0 < len(value) <= _TRACE_MAX}
@@ -192,12 +194,12 @@ def trace_of(headers: Mapping[str, str] | None) -> dict[str, str] | None:
 
 
 Decoding = Literal["vllm-0.32", "vllm-0.33", "sglang-0.5.23"]
-"""Decoding rule of an engine, named after the release that introduced it."""
+"""Decoding rule of an engine, named after the release that introduced the rule."""
 DECODINGS: Final[tuple[Decoding, ...]] = get_args(Decoding)
 DEFAULT_DECODING: Final[Decoding] = "vllm-0.33"
-"""Rule for requests to the HTTP API that do not set a rule."""
+"""Rule for requests to the HTTP API that do not name a rule."""
 DECODING_HEADER: Final = "x-cornplug-decoding"
-"""HTTP header that sets the rule for all images of a request."""
+"""HTTP header that names the rule for all images in a request."""
 
 _RELEASES: Final[tuple[tuple[str, str, Decoding], ...]] = (
     ("vllm", "0.32.", "vllm-0.32"),
@@ -251,19 +253,19 @@ _STATUS: Final[Mapping[str, int]] = {
 
 _OF_THE_MEDIUM: Final = frozenset({413, 415, 422, 424})
 OF_THE_FETCH: Final = frozenset({"remote_failed", "remote_timeout", "fetches_full"})
-"""Reasons after which another service, with another network route to the URL's host, may succeed."""
+"""Reasons after which another service may succeed, because it has another network route to the URL's host."""
 
 A_FAULT: Final = "internal error of the service; see its log"
-"""Message for an internal error. It does not contain the exception's text, which may contain paths, addresses
+"""Message for an internal error. It does not contain the exception's text, which may include paths, addresses
 and data of other clients."""
 
 
 def status_of(reason: str) -> int:
-    """Return the HTTP status of a refusal reason. Reasons without their own status concern the medium, and
-    get status 422."""
+    """Return the HTTP status for a refusal reason. Reasons without their own status are about the media item,
+    and get status 422."""
     return _STATUS.get(reason, 422)
 
 
 def is_of_medium(reason: str) -> bool:
-    """Return whether a refusal is caused by the medium, so that neither another service nor a retry helps."""
+    """Return whether the media item causes a refusal, so that neither another service nor a retry helps."""
     return status_of(reason) in _OF_THE_MEDIUM

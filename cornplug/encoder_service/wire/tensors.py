@@ -8,13 +8,13 @@ from cornplug.encoder_service.wire.messages import WireTensor
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in torch, without "torch."."""
+    """Return the name of a torch dtype without the "torch." prefix."""
     return str(dtype).removeprefix("torch.")
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's bytes, C-contiguous. The bytes are copied if the tensor is not on the CPU or not
-    contiguous."""
+    """Return a tensor's bytes, C-contiguous. If the tensor is not on the CPU or not contiguous, the bytes are
+    copied."""
     host = tensor.detach().cpu().contiguous()
     return memoryview(host.view(-1).view(torch.uint8).numpy())
 

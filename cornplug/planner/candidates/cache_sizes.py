@@ -1,8 +1,8 @@
 """Cache sizes from which a plan chooses, and the hit rate of each request class for each size.
 
 There is a cache of embeddings per encoder, and a cache of prefixes' KV per language model, both in the nodes'
-DRAM. Hit rates are part of the input, or are computed for an LRU cache and a catalogue with a Zipf
-distribution.
+DRAM. Hit rates are part of the input, or are computed for an LRU cache and items whose popularity follows a
+Zipf distribution.
 
 Source: Che, Tung and Wang 2002. An item stays in the cache for a characteristic time t after its last use.
 This time is the same for all items, so the hit probability of an item with request rate p is 1 - exp(-p t).
@@ -76,7 +76,7 @@ def cache_levels(
 ) -> tuple[CacheSizeOption, ...]:
     """Return all sizes of each cache whose size affects the hit rate of a class.
 
-    `llms` contains the language models by name, and `encoders` is as in `services.canonical_encoders`.
+    `llms` contains the language models by name. `encoders` is the result of `services.canonical_encoders`.
     """
     found: list[CacheSizeOption] = []
     for encoder in {c.name: c for c in encoders.values()}:
@@ -104,7 +104,7 @@ def cache_levels(
 def scenarios(
     of: RequestClass, known: tuple[CacheSizeOption, ...], encoders: Mapping[str, Component]
 ) -> list[CacheScenario]:
-    """Return all combinations of the levels that affect a class, with the smallest caches first."""
+    """Return all combinations of the cache levels that affect a class, with the smallest caches first."""
     mine = [level for level in known if of.name in level.hit_rate]
     by_cache: dict[str, list[CacheSizeOption]] = {}
     for level in sorted(mine, key=lambda level: level.gib):

@@ -1,7 +1,7 @@
-"""Creates the pool's cells: the capacity of each service's replicas, on each footprint, from profiles.
+"""Creation of the pool's cells. A cell is a replica configuration of a service, with its capacity.
 
-Capacities are computed for the smallest caches of the input. With a larger cache, a request counts only with
-the share of its encoding and prefill that is still necessary.
+Capacities are computed from profiles, for the smallest caches of the input. With a larger cache, a request
+counts only with the share of its encoding and prefill that is still necessary.
 
 If only throughputs are known, but no times, an encoder's throughput is in items per second, and that of a
 language model or a generator in requests per second. A replica runs its components one after another, so its
@@ -56,16 +56,16 @@ PRIOR: Final = 0.02
 """Disadvantage of an engine that the workload does not favour, as a share of a cell's price. It is smaller
 than any measured difference between engines."""
 NEEDLESSLY_TIGHT: Final = 0.001
-"""Disadvantage of a cell for each tier by which it is tighter than the loosest tier, as a share of its
-price."""
+"""Disadvantage of a cell, as a share of its price, for each latency tier by which the cell is tighter
+than the loosest tier."""
 ROUGHLY: Final = 8
-"""Step between the samples of a class that are used to estimate the number of its replicas."""
+"""Step between the samples of a class that are used to estimate the number of replicas."""
 MOST_TOGETHER: Final = 32
 """Maximum number of replicas behind one router. With more replicas, the capacity per replica hardly grows."""
 
 Users = Mapping[str, RequestClass]
 _DECODE_BATCH: Final = 32
-"""Assumed number of requests in a decode iteration, among which its time is divided."""
+"""Assumed number of requests in a decode iteration. The time of the iteration is divided among them."""
 
 
 @dataclass
@@ -74,14 +74,15 @@ class CellBuilder:
     nodes: tuple[NodeClass, ...]
     gpus: Mapping[str, GpuSpec]
     bases: Mapping[str, CacheScenario]
-    """Request class -> scenario with the smallest caches. Capacities are computed with its hit rates."""
+    """Scenario with the smallest caches by request class. Capacities are computed with the scenario's hit
+    rates."""
     samples: Samples
     corrections: Mapping[Place, TimesCorrection] = field(default_factory=dict)
-    """Corrections of the profiles' times, from engine metrics."""
+    """Corrections of the profiles' times, which `cornplug replan` derived from engine metrics."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Reason -> number of cells that were excluded for this reason."""
+    """Number of excluded cells by reason."""
     config: dict[str, list[TimedConfig]] = field(default_factory=dict)
-    """Service -> replica configurations that can run the service, whether or not they are fast enough."""
+    """Replica configurations that can run a service, whether or not they are fast enough, by service name."""
     _reference: dict[str, CellHardware] = field(default_factory=dict)
 
     def cells(
@@ -143,7 +144,7 @@ class CellBuilder:
         return [TimedConfig(service, footprint, hardware)]
 
     def _enough_kv(self, users: Users) -> int:
-        """Return the number of KV tokens in a replica's largest batch. More KV tokens are of no use."""
+        """Return the number of KV tokens in a replica's largest batch. A larger KV cache is of no use."""
         longest = max(
             d.prompt_tokens + d.output_tokens
             for of in users.values()
@@ -271,8 +272,8 @@ class CellBuilder:
     def _start_s(self, service: Service, footprint: ReplicaConfig, users: Users) -> float:
         """Return the seconds to start another replica, for engine startup and loading of weights.
 
-        Weights of components without a known shape are ignored. Returns 0 if no class grows, because the time
-        would only distinguish similar cells.
+        Weights of components without a known shape are ignored. Returns 0 if the rate of no class grows,
+        because the plan then does not depend on the start time.
         """
         if not any(of.online and of.request.growth_per_minute for of in users.values()):
             return 0.0
@@ -342,8 +343,7 @@ def _seconds_per_request(hardware: CellHardware, tasks: str, samples: Sequence[S
 def _throughput_profile(
     service: Service, component: Component, footprint: ReplicaConfig
 ) -> ThroughputProfile | None:
-    """Return the component's throughput profile, or None if the first matching profile is not a
-    throughput."""
+    """Return the component's throughput profile, or None if the first matching profile is of another kind."""
     for profile in component.profiles:
         if _fits(profile, service, component, footprint):
             return profile if isinstance(profile, ThroughputProfile) else None
@@ -371,8 +371,8 @@ def _measured_rate(
     (`rules.interference`).
 
     Args:
-        profiles: throughputs by component.
-        items: mean number of items to encode per request, by encoder.
+        profiles: Throughputs by component.
+        items: Mean number of items to encode per request, by encoder.
     """
     whole = profiles.get(service.llm.name) if service.llm else None
     parts = {service.name: whole} if whole and whole.role == service.tasks else dict(profiles)
@@ -408,7 +408,8 @@ def _visits(name: str, service: Service, of: RequestClass, items: Mapping[str, f
 
 
 def _efficiency(service: Service, profiles: Mapping[str, ThroughputProfile], rules: PlanRules) -> float:
-    """Return the efficiency of a separate prefill or decode replica, or 1 if it was measured in this role."""
+    """Return the efficiency of a separate prefill or decode replica, or 1 if the throughput was measured in
+    this role."""
     tasks = service.tasks.strip("EG")
     if tasks not in ("P", "D") or any(p.role == tasks for p in profiles.values()):
         return 1.0

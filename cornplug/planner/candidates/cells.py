@@ -1,12 +1,13 @@
-"""Cells: combinations of a service, a footprint and a latency tier, with the capacity for each request class.
+"""Cells: combinations of a service, a replica configuration and a latency tier, with their capacities.
 
-A tier is a bound on a percentile of a stage's time and on the time per token. The bounds that variants
-require are merged into a short chain of tiers, rounded to the tighter bound, so that every cell of a tier can
-do the work of all looser tiers.
+A tier is a bound on a percentile of a stage's time and on the time per token. A variant is a path of a
+class's requests, with a bound for each stage. The bounds of all variants are merged into a short chain of
+tiers, rounded to the tighter bound, so that every cell of a tier can do the work of all looser tiers.
 
-Cells and variants that no plan needs are removed. This is exact for cost, stock and packing: replicas of the
-dominating cell can replace a replica of the dominated cell on the same GPUs, because footprints divide each
-other. If two variants need the same work, the variant with the looser bounds can replace the other.
+Cells and variants that no plan needs are removed. This does not change the best plan: replicas of the
+dominating cell can replace a replica of the dominated cell on the same GPUs, because GPU counts of cells
+divide one another. If two variants need the same work, the variant with the looser bounds can replace the
+other.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from cornplug.planner.simulator.step_times import CellHardware
 MOST_RATE: Final = 1e9
 """Capacity for a class whose requests cause no work at a service."""
 TIGHTNESS: Final = 0.005
-"""Maximum difference of preferences that is ignored. The preference for a tier is only a tie-break between
-cells that are needed, and must not keep a dominated cell."""
+"""Difference of preferences up to which a cell can dominate another cell. The preference for a tier is only a
+tie-break, so it must not protect a dominated cell from removal."""
 MOST: Final = 4
 """Maximum number of tiers per service. More tiers would save little, but multiply the number of cells."""
 UNBOUNDED: Final = 1e6
@@ -54,8 +55,8 @@ class CellSpec:
     settings: EngineSettings | None = None
     router: RouterPolicy = "power_of_two"
     simulated_replicas: int = 0
-    """Number of replicas for which the capacity was simulated. 0 means that it was computed with closed
-    forms."""
+    """Number of replicas for which the capacity was simulated. 0 means that the capacity was computed with
+    closed forms."""
     derating: float = 1.0
     """Factor by which the capacity is reduced, because simulated plans missed a bound
     (`pipeline/decide.py`)."""
@@ -184,7 +185,8 @@ class Chain:
     tiers: tuple[LatencyTier, ...]
 
     def at_most(self, seconds: float, tpot_s: float) -> LatencyTier:
-        """Return the loosest tier within both bounds. It exists if the chain was made from this pair."""
+        """Return the loosest tier within both bounds. Such a tier exists if this pair of bounds was passed to
+        `tier_chain`."""
         return max(t for t in self.tiers if t.seconds <= seconds and t.tpot_s <= tpot_s)
 
 
@@ -202,8 +204,8 @@ def tiers_per_service(services: int, node_classes: int) -> int:
 def tier_chain(wanted: Iterable[tuple[float, float]], most: int = MOST) -> Chain:
     """Return at most `most` tiers for these (seconds, seconds per token) pairs.
 
-    A tier's time per token is the minimum over itself and all looser tiers, because its cells may do their
-    work.
+    The time per token of a tier is at most the time per token of each looser tier, because cells of the tier
+    may also do the work of looser tiers.
     """
     groups = [[pair] for pair in sorted(set(wanted))]
     while len(groups) > most:

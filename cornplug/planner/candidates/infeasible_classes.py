@@ -1,4 +1,4 @@
-"""Determines why no cell can serve a request class: the bound on a service, and the best achievable time."""
+"""Reasons why no cell can serve a request class: the bound on a service, and the best achievable time."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ class Fit:
 
     @property
     def excess(self) -> float:
-        """Factor by which the replica is too slow, the larger of both times' factors.
+        """Factor by which the replica exceeds the bounds: the larger of the factors for both times.
 
-        Infinite if no replica can run the service.
+        The factor is infinite if no replica can run the service.
         """
         return max(_times(self.first_s, self.bound.seconds), _times(self.tpot_s, self.bound.tpot_s))
 
@@ -145,10 +145,8 @@ def _without_room(service: str, dropped: Mapping[str, int]) -> str:
 
 
 def _without_kv(service: str, best: TimedConfig, samples: Mapping[str, Sequence[SampledRequest]]) -> str:
-    """Return the reason for a service whose latency is feasible, so that KV memory is the limit.
-
-    Each request must fit into the KV cache.
-    """
+    """Return the reason for a service whose latency is feasible, but whose KV cache is too small for a
+    request."""
     longest = max(d.prompt_tokens + d.output_tokens for d in samples[service])
     return (
         f"{service} meets its bounds for an isolated request, but KV memory is too small: requests have up "

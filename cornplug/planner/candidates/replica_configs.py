@@ -163,8 +163,8 @@ def _reason_against(f: ReplicaConfig, rules: PlanRules) -> str | None:
 
 
 def _reason_against_groups(f: ReplicaConfig, service: Service) -> str | None:
-    """Return the reason why a configuration's expert, attention data or context parallelism is not
-    possible."""
+    """Return the reason why a configuration's expert, attention data or context parallelism is not possible,
+    or None if it is possible."""
     at = f.parallelism
     shape = service.components[0].shape
     if at.dp > 1 and at.pp > 1:
@@ -198,7 +198,7 @@ def _reason_against_dcp(f: ReplicaConfig, service: Service) -> str | None:
     if not isinstance(shape, LLMShape) or shape.mla_rank is not None:
         return None
     if at.dcp * shape.kv_heads > at.tp:
-        return f"tp = {at.tp} repeats the KV of {shape.kv_heads} heads fewer than {at.dcp} times"
+        return f"with tp = {at.tp}, fewer than {at.dcp} GPUs hold each of the {shape.kv_heads} KV heads"
     if shape.heads // shape.kv_heads % at.dcp:
         each = shape.heads // shape.kv_heads
         return f"the {each} heads of each KV head cannot be divided among {at.dcp} ranks"

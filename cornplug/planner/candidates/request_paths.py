@@ -1,9 +1,9 @@
-"""Request paths of a class: combinations of services, a division of the SLO among the stages, and cache
+"""Request paths of a class. A path consists of services, a division of the SLO among the stages, and cache
 sizes.
 
 The sum of the stages' percentiles is almost always an upper bound on the percentile of the sum. A path
-therefore meets the SLO if its stages meet their bounds and there is time for the transfers between the
-stages.
+therefore meets the SLO if each stage meets its bounds and the remaining time is sufficient for transfers
+between the stages.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RequestPath:
     stage_budgets: tuple[StageBudget, ...]
     scenario: CacheScenario
     network: float
-    """Number of bytes that are transferred between nodes per request."""
+    """Mean number of bytes per request that are transferred between nodes."""
     name: str
 
 

@@ -1,4 +1,5 @@
-"""Samples of each class's requests, with statistics and with latencies on an SLO's reference replica."""
+"""Samples of each class's requests, with statistics, and with latencies on the reference replica of an
+SLO."""
 
 from __future__ import annotations
 
@@ -34,13 +35,14 @@ QUANTILE: Final[Mapping[Percentile, float | None]] = {
 
 @dataclass
 class Samples:
-    """Samples of the requests of every class, which are the same for every cache size.
+    """Samples of every class's requests, which are the same for every cache size.
 
-    All classes are sampled with the same seed, so that a plan does not depend on their names or order.
+    All classes are sampled with the same seed, so that a plan does not depend on the names or order of
+    classes.
     """
 
     encoders: Mapping[str, Component]
-    """Encoders, as in `services.canonical_encoders`."""
+    """Result of `services.canonical_encoders`."""
     seed: int
     idle: IdleReplicas | None = None
     """Idle replicas, required if an SLO bounds a slowdown."""
@@ -113,17 +115,17 @@ def _percentile(values: list[int], percentile: Percentile) -> float:
 
 @dataclass(frozen=True)
 class IdleReplicas:
-    """Idle replicas for classes whose SLO bounds a slowdown. Each is an engine with the towers of the
-    class."""
+    """Idle replicas for classes whose SLO bounds a slowdown. Each idle replica is an engine with the class's
+    towers."""
 
     components: Mapping[str, Component]
     encoders: Mapping[str, Component]
-    """Encoders, as in `services.canonical_encoders`."""
+    """Result of `services.canonical_encoders`."""
     gpus: Mapping[str, GpuSpec]
     rules: PlanRules
 
     def with_times(self, of: RequestClass, sampled: list[SampledRequest]) -> list[SampledRequest]:
-        """Return the requests with their latencies on the idle replica, if the class's SLO bounds a slowdown.
+        """Return the requests. If the class's SLO bounds a slowdown, add the latencies on the idle replica.
 
         Raises ConfigError if no profile has the replica's times, or if the model does not fit on the replica.
         """
@@ -160,7 +162,7 @@ def idle_times(station: Station, request: SampledRequest) -> IdleTimes:
 
 
 def mean_idle_times(sampled: Sequence[SampledRequest]) -> IdleTimes | None:
-    """Return the mean idle latencies of a class, or None if its SLO bounds no slowdown.
+    """Return the mean idle latencies of a class, or None if the class's SLO bounds no slowdown.
 
     The mean TPOT is over requests whose output has several tokens.
     """

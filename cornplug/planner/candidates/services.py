@@ -105,9 +105,9 @@ def _own_paths(
 
 
 def _generator_separate(base: str, generator: Component | None, listed: Iterable[str]) -> tuple[bool, ...]:
-    """Return the choices whether the generator is a separate service.
+    """Return the allowed values of whether the generator is a separate service.
 
-    It is always separate if prefill and decode are separate.
+    The generator is always separate if prefill and decode are separate.
     """
     if generator is None:
         return (False,)
@@ -147,8 +147,8 @@ def _stages(
 
 
 def _unions(known: Sequence[Service]) -> list[Service]:
-    """Return additional services whose engines load all towers: one for each combination of language model
-    and tasks, with the towers of all services `known` with this combination."""
+    """Return additional services whose engines load all towers: one service for each combination of language
+    model and tasks, with the towers of all services in `known` with this combination."""
     towers: dict[tuple[str, str], dict[str, Component]] = {}
     for s in known:
         if s.llm and s.towers and s.generator is None:

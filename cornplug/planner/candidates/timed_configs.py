@@ -21,8 +21,8 @@ from cornplug.planner.simulator.step_times import CellHardware, PiecewiseCurve
 FAVOURED: Final = {"online": "sglang", "semi-online": "sglang", "offline": "vllm"}
 """Preferred engine by workload if there are no measurements."""
 Place = tuple[str, str, str, int, int, int, int, int, float, str]
-"""(service, engine, GPU, TP, PP, DP, DCP, PCP, share, quantisation) of a replica. Replicas for which these
-values are equal use the same profile."""
+"""(service, engine, GPU, TP, PP, DP, DCP, PCP, share, quantisation) of a replica. Replicas with equal values
+use the same profile."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _outdoes(one: TimedConfig, other: TimedConfig, enough: int, *, first: bool) 
 
 
 def _quicker(one: PiecewiseCurve | None, other: PiecewiseCurve | None) -> bool:
-    """Return whether the first curve is nowhere above the second, or whether neither exists."""
+    """Return whether the first curve is nowhere above the second curve, or whether both are None."""
     if one is None or other is None:
         return one is other
     return all(one(x) <= other(x) * (1 + 1e-12) for x in {*one.x, *other.x})
@@ -129,7 +129,7 @@ def service_times(
     """Return the times and memory of one replica, or None if a profile is missing or the model does not fit.
 
     A replica on a share of a GPU is slower because of other replicas on the GPU (`rules.interference`). If an
-    engine has several towers, the times of the largest tower are used for all.
+    engine has several towers, the times of the largest tower are used for all towers.
     """
     main = service.components[0]
     found = profile_lookup.hardware(
@@ -214,7 +214,7 @@ def merged_corrections(
 
 
 def corrected_times(hardware: CellHardware, correction: TimesCorrection | None) -> CellHardware:
-    """Return the times of a replica with a correction. The memory does not change.
+    """Return the replica's times with a correction. The replica's memory does not change.
 
     The prefill factor also applies to a tower in the engine.
     """

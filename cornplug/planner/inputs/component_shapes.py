@@ -1,6 +1,7 @@
 """Sizes of components, from the plan's file or a checkpoint, and the memory that components need on a device.
 
-The size of a tower and its projector is computed from config.json, like a language model's in `llm_shape.py`.
+The size of a tower and its projector is computed from config.json. `llm_shape.py` does this for language
+models.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _GATED_MLP: Final = ("qwen2_5_vl",)
 def resolve(components: Sequence[Component]) -> list[Component]:
     """Return the components with shapes and fingerprints from their checkpoints.
 
-    A component without a checkpoint stays as it is, and its shape may be None. Raises ConfigError if a
+    A component without a checkpoint is returned unchanged, even if its shape is None. Raises ConfigError if a
     checkpoint cannot be read.
     """
     by_name = {c.name: c for c in components}
@@ -83,12 +84,16 @@ def shape_of(
         return llm_shape.from_config(checkpoint.config, _counted(checkpoint, "language_model"))
     except CheckpointError as e:
         raise ConfigError(
-            f"components[{component.name}].checkpoint", str(e).rstrip("."), "Or set shape."
+            f"components[{component.name}].checkpoint",
+            str(e).rstrip("."),
+            "Correct the checkpoint, or set shape.",
         ) from e
     except ValidationError as e:
         first = e.errors()[0]
         problem = f"config.json is invalid: {first['loc'][-1]}: {first['msg']}"
-        raise ConfigError(f"components[{component.name}].checkpoint", problem, "Or set shape.") from e
+        raise ConfigError(
+            f"components[{component.name}].checkpoint", problem, "Correct it, or set shape."
+        ) from e
 
 
 def fingerprint_of(component: Component, components: Mapping[str, Component]) -> str | None:
@@ -109,13 +114,13 @@ def fingerprint_of(component: Component, components: Mapping[str, Component]) ->
         if e.reason in _NO_WEIGHTS | {"unknown_family"}:
             return None
         raise ConfigError(
-            f"components[{component.name}].checkpoint", str(e).rstrip("."), "Or set fingerprint."
+            f"components[{component.name}].checkpoint", str(e).rstrip("."), "Correct it, or set fingerprint."
         ) from e
 
 
 def checkpoint_of(component: Component, components: Mapping[str, Component]) -> Checkpoint | None:
-    """Return the checkpoint to which `checkpoint` or `model` of the component refers, or else that of the LLM
-    in `tower_of`. Returns None if there is no checkpoint."""
+    """Return the checkpoint to which `checkpoint` or `model` of the component refers, or else the checkpoint
+    of the LLM in `tower_of`. Returns None if there is no checkpoint."""
     for one in (component, components.get(component.tower_of or "")):
         if one is None:
             continue
@@ -213,7 +218,9 @@ def _opened(component: Component, key: str, model: str) -> Checkpoint | None:
     except CheckpointError as e:
         if key == "model" and e.reason == "not_found":
             return None
-        raise ConfigError(f"components[{component.name}].{key}", str(e).rstrip("."), "Or set shape.") from e
+        raise ConfigError(
+            f"components[{component.name}].{key}", str(e).rstrip("."), "Correct it, or set shape."
+        ) from e
 
 
 def tower_from_config(config: Json, counted: int | None = None) -> TowerShape:

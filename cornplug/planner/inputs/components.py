@@ -68,15 +68,15 @@ class ThroughputProfile(InputTable):
     pp: Count = 1
     """Pipeline-parallel degree."""
     engine: Engine | None = None
-    """Engine that was measured, by default both."""
+    """Engine that was measured. By default, the profile applies to both engines."""
     quantisation: Quantisation = "none"
     """Quantisation of the weights."""
     role: Literal["E", "P", "D", "PD", "EPD", "G"] | None = None
-    """Role that was measured, by default any."""
+    """Role that was measured. By default, the profile applies to all roles."""
     requests_per_s: Positive | dict[str, Positive]
     """Requests per second of one replica, for all classes or by "application/request"."""
     tpot_s: dict[str, Positive] = Field(default_factory=dict)
-    """Seconds per output token at this rate by class, if it was measured under a latency target."""
+    """Seconds per output token at this throughput, by class."""
     source: str = "given"
     """Machine, date and versions of the measurement."""
 
@@ -93,7 +93,7 @@ class MeasuredProfile(InputTable):
     pp: Count = 1
     """Pipeline-parallel degree."""
     engine: Engine | None = None
-    """Engine that was measured, by default both."""
+    """Engine that was measured. By default, the profile applies to both engines."""
     quantisation: Quantisation = "none"
     """Quantisation of the weights."""
     file: InputPath | None = None
@@ -132,9 +132,10 @@ class RooflineProfile(InputTable):
     kind: Literal["roofline"] = "roofline"
     """Selects this kind of profile."""
     gpu: str | None = None
-    """GPU type, by default any."""
+    """GPU type, by default all types."""
     compute_efficiency: Share | None = None
-    """Fraction of the GPU's peak FLOPS, by default 0.5, or fitted to published measurements for LLMs."""
+    """Fraction of the GPU's peak FLOPS. By default, it is fitted to published measurements for LLMs, and 0.5
+    for other components."""
     bandwidth_efficiency: Share = 0.85
     """Fraction of the GPU's memory bandwidth."""
     step_overhead_s: NonNegative = 0.0003
@@ -152,7 +153,7 @@ class ComponentResources(InputTable):
     device: Literal["gpu", "cpu"] = "gpu"
     """Run on GPUs or on CPU cores."""
     devices: list[Whole] = Field(default_factory=list)
-    """Indices of the GPUs or cores, tp for each replica, by default the next free."""
+    """Indices of the GPUs or cores, with tp indices for each replica. By default, the next free devices."""
     replicas: Count = 1
     """Number of identical processes. Replicas of an encoder form one service."""
     port: Annotated[int, Field(ge=1, le=65535, strict=True)] | None = None
@@ -234,10 +235,11 @@ class Component(InputTable):
     engines: list[Engine] = Field(default=["vllm", "sglang"])
     """Engines to choose from."""
     tower: Literal["engine", "service"] = "engine"
-    """LLM only. With "service", engines load no tower, and fail requests with media while no encoder service
+    """LLM only. With "service", engines load no tower. Requests with media then fail while no encoder service
     is available."""
     server: GeneratorServer | None = None
-    """Generator only: server whose command cornplug writes, by default your own."""
+    """Generator only: server program for which cornplug creates the command. By default, you start your own
+    server."""
     speculative: Literal["none", "mtp", "eagle3"] = "none"
     """Speculative decoding with the model's own draft layers (mtp) or a draft model (eagle3)."""
     speculative_model: Model | None = None

@@ -36,8 +36,8 @@ _SEPARATE_ENCODER: Final = frozenset({"E+PD", "E+P+D"})
 
 
 def errors(plan_input: PlanInput) -> Iterator[InputError]:
-    """Yield the errors that the tables' own checks cannot find, in no particular order. If two components
-    have the same name, most checks are omitted."""
+    """Yield the errors that the checks of single tables cannot find, in no particular order. If two
+    components have the same name, most checks are omitted."""
     components = plan_input.component
     yield from application_errors(plan_input)
     if len(components) < len(plan_input.components):
@@ -61,7 +61,7 @@ def errors(plan_input: PlanInput) -> Iterator[InputError]:
 
 def application_errors(plan_input: PlanInput) -> Iterator[InputError]:
     """Yield errors for repeated names, and for applications that contradict other tables. `cornplug launch`
-    also uses these checks. If two components have the same name, only this is reported."""
+    also uses these checks. If two components have the same name, only this error is reported."""
     doubles = list(duplicates(("components",), [c.name for c in plan_input.components]))
     yield from doubles
     if doubles:

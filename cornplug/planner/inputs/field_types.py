@@ -26,8 +26,8 @@ from cornplug.settings import bytes_of
 
 
 def wrong(key: str, problem: str, remedy: str) -> PydanticCustomError:
-    """Create a validation error. `key` is the invalid key of the validated table, or "" for the table or
-    value itself."""
+    """Create a validation error. `key` is the invalid key of the validated table, or "" if the complete table
+    or value is invalid."""
     return PydanticCustomError(
         "plan_input", "{key}: {problem}. {remedy}", {"key": key, "problem": problem, "remedy": remedy}
     )
@@ -68,7 +68,7 @@ RouterPolicy = Literal["power_of_two", "random"]
 
 def _from_its_file(path: Path, info: ValidationInfo) -> Path:
     """Resolve a path relative to the folder of the input file, which `toml_reader.py` passes as context.
-    Without it, return the path unchanged."""
+    Without this context, return the path unchanged."""
     folder: Path | None = (info.context or {}).get("folder")
     return path if folder is None else folder / path
 
@@ -102,7 +102,7 @@ def _listen_host(host: str) -> str:
 
 Host = Annotated[str, AfterValidator(_one_host)]
 ListenHost = Annotated[str, AfterValidator(_listen_host)]
-"""Address to listen on: of a host, or 0.0.0.0 for all addresses."""
+"""Address to listen on: the address of a host, or 0.0.0.0 for all addresses."""
 
 
 class InputTable(BaseModel):
@@ -116,7 +116,7 @@ class LogNormal(InputTable):
     """Log-normal length. Samples above the maximum are drawn again."""
 
     mean: Positive
-    """Mean before the cut-off."""
+    """Mean of the distribution before values above `max` are removed."""
     cv: NonNegative = 1.0
     """Standard deviation / mean."""
     max: Count = 1_000_000
@@ -149,7 +149,7 @@ class Histogram(InputTable):
 
 
 def _length_kind(value: Any) -> str:
-    """Return the form of a length that its author meant, so that only errors for this form are reported."""
+    """Return the form in which a length is written, so that only errors for this form are reported."""
     if isinstance(value, Histogram) or (isinstance(value, dict) and {"values", "weights"} & value.keys()):
         return "histogram"
     return "log-normal" if isinstance(value, (dict, LogNormal)) else "number"

@@ -49,11 +49,11 @@ class GpuSpec(InputTable):
     bf16_tflops: Positive
     """Dense BF16 throughput in TFLOPS."""
     fp8_tflops: NonNegative = 0.0
-    """Dense FP8 throughput in TFLOPS, or 0."""
+    """Dense FP8 throughput in TFLOPS, or 0 if the GPU has no FP8 arithmetic."""
     link_gb_s: Positive = 32.0
-    """Bandwidth to another GPU of the node in GB/s in one direction."""
+    """Bandwidth to another GPU of the node in one direction, in GB/s."""
     nic_gb_s: Positive = 25.0
-    """Share of the node's network bandwidth in GB/s."""
+    """Network bandwidth of the node divided by its number of GPUs, in GB/s."""
     watts: NonNegative = 0.0
     """Power in watts at full load."""
     nvlink: Flag = False
@@ -84,7 +84,8 @@ class NodeClass(InputTable):
     nic_gb_s: Positive | None = None
     """Network bandwidth in GB/s, by default the sum of the GPUs' shares."""
     spot: Flag = False
-    """Spot machines, which online requests use up to `rules.spot_share`. They need a `price_per_hour`."""
+    """Whether these are spot machines, which serve at most `rules.spot_share` of online requests. Requires
+    `price_per_hour`."""
     weights_gb_s: Positive = 2.0
     """Speed of reading weights in GB/s."""
     host: Host | None = None
@@ -105,14 +106,14 @@ class GpuPrice(InputTable):
 
 
 def gpu_table(own: Iterable[GpuSpec] = ()) -> dict[str, GpuSpec]:
-    """Return all GPU types by name: cornplug's table, in which the GPU types `own` of the plan's input
-    replace those with the same name."""
+    """Return all GPU types by name: cornplug's table, and the GPU types `own` of the plan's input, which
+    replace types with the same name."""
     return {**_known_gpus(), **{gpu.name: gpu for gpu in own}}
 
 
 def price_table(own: Path | None = None) -> tuple[GpuPrice, ...]:
-    """Return the price table in the file `own`, or cornplug's price table if it is None. Raises ConfigError
-    if the file cannot be read."""
+    """Return the price table in the file `own`, or cornplug's price table if `own` is None. Raises
+    ConfigError if the file cannot be read."""
     if own is None:
         return _known_prices()
     try:
@@ -134,8 +135,8 @@ def node_classes(
 
 
 def priced(i: int, nodes: NodeClass, gpus: Mapping[str, GpuSpec], prices: Sequence[GpuPrice]) -> NodeClass:
-    """Return `nodes`, the node class at index `i` of the pool, with its price. Raises InputError where
-    `node_classes` raises ConfigError."""
+    """Return `nodes`, the node class at index `i` of the pool, with its price. Raises InputError, which is a
+    ConfigError, in the same cases as `node_classes`."""
     if nodes.gpu not in gpus:
         remedy = f"{nearest(nodes.gpu, list(gpus))} Or describe it in a [[gpus]] table."
         raise InputError(("pool", i, "gpu"), f"no GPU {nodes.gpu!r} in the table", remedy)
@@ -193,7 +194,7 @@ def _prices(content: bytes, name: str) -> tuple[GpuPrice, ...]:
     try:
         rows = tomllib.loads(content.decode()).get("prices")
         if not isinstance(rows, list):
-            raise ConfigError(name, "it contains no [[prices]]", _PRICE_TABLES)
+            raise ConfigError(name, "the file contains no [[prices]]", _PRICE_TABLES)
         return tuple(GpuPrice.model_validate(row) for row in rows)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ConfigError(name, f"invalid TOML: {e}", _PRICE_TABLES) from e

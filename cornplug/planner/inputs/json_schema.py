@@ -75,11 +75,12 @@ _RULES: Final[Mapping[str, list[dict[str, Any]]]] = {
         {"properties": {"structures": {"minItems": 1}}},
     ],
 }
-"""Table -> rules on several of its keys, equal to those in the table's validators and `cross_checks.py`."""
+"""Rules on several keys of one table, by table. The same rules are in the table's validators and in
+`cross_checks.py`."""
 
 
 class _TomlSchema(GenerateJsonSchema):
-    """Schema generator for TOML. TOML has no null, so the schema of an optional key is that of its values."""
+    """Schema generator for TOML. TOML has no null, so the schema of an optional key does not allow null."""
 
     def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
         return self.generate_inner(schema["schema"])

@@ -81,8 +81,8 @@ class LLMShape(InputTable):
 
     @property
     def expert_parameters(self) -> float:
-        """Number of weights in all routed experts, or 0 if the model has no experts or their number is
-        unknown.
+        """Number of weights in all routed experts, or 0 if the model has no experts or the number of experts
+        is unknown.
 
         A token passes through k of E experts, so the weights that it does not use are (E - k) / E of all
         expert weights.
@@ -136,7 +136,7 @@ def from_config(config: Json, counted: int | None = None) -> LLMShape:
     """Return the shape that config.json describes. `counted` is the number of parameters in the weights, or
     None if the weights are absent.
 
-    Raises CheckpointError("bad_config") if config.json lacks a field of a decoder.
+    Raises CheckpointError("bad_config") if config.json lacks a field that every decoder needs.
     """
     text = text_config(config)
     attention = _attention(text)

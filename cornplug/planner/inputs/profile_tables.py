@@ -7,8 +7,8 @@ profile refers.
     prefill,H100,8,1,vllm,none,prompt_tokens,2048,0.252
     kv_tokens,H100,8,1,vllm,none,tokens,89235,
 
-Lines `# key: value` before the header are the provenance of the measurement. `quantity` is the unit of `x`,
-and must be the one in `QUANTITIES` for the row's kind. If `engine` is empty, the row is for both engines.
+Lines `# key: value` before the header describe the measurement. `quantity` is the unit of `x`, and must be
+the unit in `QUANTITIES` for the row's kind. If `engine` is empty, the row is for both engines.
 
 kind       x                                           seconds
 prefill    prompt tokens in one iteration              time of the iteration
@@ -222,8 +222,7 @@ def loaded(profile: MeasuredProfile, engine: str) -> MeasuredProfile:
     points of this kind.
 
     Uses the rows with the profile's GPU, TP, PP and quantisation that are for this engine or for both
-    engines. Raises ConfigError if the file has no such row, because the plan would otherwise fail with the
-    message that no replica can serve the component.
+    engines. Raises ConfigError if the file has no such row.
     """
     if profile.file is None:
         return profile

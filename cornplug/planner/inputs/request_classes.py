@@ -23,7 +23,7 @@ class RequestClass:
 
     @property
     def slo(self) -> Slo:
-        """Latency targets of the class. If the class is a job without a bound on the E2E time, they include a
+        """Latency targets of the class. For a job without a bound on the E2E time, the targets include a
         bound for the last responses."""
         slo, job = self.request.slo or self.app.slo, self.request.job
         if job is None or slo.every("e2e"):
@@ -61,8 +61,8 @@ def request_classes(applications: Iterable[Application]) -> dict[str, RequestCla
 
 
 class RequestSamples(tuple["SampledRequest", ...]):
-    """Sampled requests of a class. They are part of the key for computed capacities, so their hash is
-    computed only once."""
+    """Sampled requests of a class. The hash is computed only once, because the samples are part of the key
+    for cached capacities."""
 
     _hash: int | None = None
 
@@ -88,11 +88,11 @@ class SampledRequest:
     units: float
     """Units of work for a generator, or 0 if the request needs none."""
     idle: IdleTimes | None = None
-    """Times of the request alone on the reference replica, or None if the SLO of its class bounds no
+    """Times of the request if it runs alone on the reference replica, or None if the class's SLO bounds no
     slowdown."""
 
     @property
     def computed_tokens(self) -> int:
-        """Number of prompt tokens that prefill computes. At least 1, because the engines always compute
-        one."""
+        """Number of prompt tokens that prefill computes. At least 1, because the engines always compute the
+        last token."""
         return max(self.prompt_tokens - self.cached_tokens, 1)

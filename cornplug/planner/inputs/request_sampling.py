@@ -37,7 +37,7 @@ class HitShares:
     """Hit rates of the caches that the samples assume."""
 
     embedding: Mapping[str, float]
-    """Encoder -> fraction of its items whose embedding is cached. The default for other encoders is 0."""
+    """Fraction of media items whose embedding is cached, by encoder. 0 for encoders that are missing."""
     prefix: float
     """Fraction of requests whose shared prefix is cached."""
 
@@ -54,7 +54,7 @@ def sample_requests(
     embeddings are cached.
 
     `patches_per_token` is by encoder, with a default of 1. The shared prefix is at the start of the prompt's
-    text, so after a hit at most the text's KV is cached. Raises ConfigError as `read_trace` does.
+    text, so after a hit at most the text's KV is cached. Raises the same errors as `read_trace`.
     """
     text, output = _text_and_output(request, rng, n)
     tokens = text.copy()

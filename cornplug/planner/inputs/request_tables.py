@@ -34,9 +34,9 @@ class RequestMedia(InputTable):
     hit_rate: Share | None = None
     """Fraction of items with a cached embedding, by default computed from `catalogue` and `zipf`."""
     catalogue: Count | None = None
-    """Number of different items that recur, by default none."""
+    """Number of different items from which requests choose. By default, all items are different."""
     zipf: Positive = 0.8
-    """Exponent of the Zipf law of their popularity."""
+    """Exponent of the Zipf law for the popularity of items."""
 
 
 class SharedPrefix(InputTable):
@@ -49,7 +49,7 @@ class SharedPrefix(InputTable):
     distinct: Count = 1
     """Number of different prefixes."""
     zipf: Positive = 0.8
-    """Exponent of the Zipf law of their popularity."""
+    """Exponent of the Zipf law for the popularity of prefixes."""
 
 
 class RampGeneration(InputTable):
@@ -75,7 +75,7 @@ class RequestSpec(InputTable):
     peak: Annotated[float, Field(ge=1, strict=True)] = 1.0
     """Planned rate as a multiple of the mean rate."""
     growth_per_minute: NonNegative = 0.0
-    """Fraction by which an online rate may grow in a minute, for which the plan keeps a reserve."""
+    """Fraction by which an online rate may grow in a minute. The plan keeps capacity for this growth."""
     burst: Positive = 1.0
     """Squared coefficient of variation of the times between arrivals (Poisson: 1)."""
     prompt: Length = 512
@@ -100,7 +100,7 @@ class RequestSpec(InputTable):
     @model_validator(mode="before")
     @classmethod
     def _rate_of_hours(cls, table: Any) -> Any:
-        """Set `rate` to the highest of the rates by hour. Rates that are not numbers are left to the
+        """Set `rate` to the highest rate of all hours. Rates that are not numbers are reported by the
         validation of the field."""
         if not isinstance(table, dict) or table.get("rate_by_hour") is None:
             return table
@@ -120,8 +120,8 @@ class RequestSpec(InputTable):
     @model_validator(mode="before")
     @classmethod
     def _rate_of_job(cls, table: Any) -> Any:
-        """Set `rate` to the rate of the job. Errors in the job's table are left to that table's
-        validation."""
+        """Set `rate` to the rate of the job. Errors in the job's table are reported by the validation of that
+        table."""
         if not isinstance(table, dict) or table.get("job") is None:
             return table
         try:

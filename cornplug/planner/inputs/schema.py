@@ -102,14 +102,15 @@ __all__ = [
 
 
 class AppNamespace(InputTable):
-    """Namespace in the store, as `store.namespaces.NAME` of docs/configuration.md."""
+    """Namespace in the store. docs/configuration.md describes the fields as `store.namespaces.NAME`."""
 
     share: Share = 0.0
-    """Guaranteed fraction of the store. Other namespaces may borrow the idle part."""
+    """Guaranteed fraction of the store. Other namespaces may use the unused part."""
     ceiling: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
     """Maximum fraction of the store."""
     priority: Annotated[int, Field(strict=True)] = 0
-    """Priority beyond the guaranteed shares. The highest is evicted last."""
+    """Priority of entries beyond the guaranteed shares. Entries with the highest priority are evicted
+    last."""
     ttl_s: Positive | None = None
     """Seconds after which an entry expires, by default never."""
     pinned: Flag = False
@@ -133,19 +134,21 @@ class Application(InputTable):
     llm: Name
     """Component of kind "llm"."""
     workload: Workload = "online"
-    """Online requests have latency targets, semi-online requests can wait for seconds, offline requests for
-    hours."""
+    """Online requests have latency targets, semi-online requests can wait for seconds, and offline requests
+    can wait for hours."""
     qos: Name = "default"
     """Class of service of the requests."""
     slo: Slo = Slo()
-    """Latency targets of request classes without their own."""
+    """Latency targets of request classes that have no `slo`."""
     structures: list[Structure] | None = None
-    """Structures to choose from, by default all: encode (E), prefill (P) and decode (D) on separate
-    engines, and a separate generator (G)."""
+    """Structures to choose from, by default all. "monolith" is one engine for all tasks. Otherwise, a "+"
+    separates tasks that run in different processes: encode (E), prefill (P), decode (D) and generate (G).
+    "+G" also allows a separate generator in the other structures."""
     requests: list[RequestSpec] = Field(min_length=1)
     """Request classes of the application."""
     routes: list[Route] = Field(default_factory=list)
-    """Paths of classes for `cornplug launch`, by default through all launched components that they name."""
+    """Paths of request classes for `cornplug launch`. By default, a path contains all launched components
+    that the class uses."""
     system_prompt: str | None = None
     """Prompt that `cornplug launch` prefills before users connect."""
     prefixes: list[str] = Field(default_factory=list)
@@ -179,14 +182,14 @@ class PlanRules(InputTable):
     online_share: Share = 0.8
     """Maximum fraction of a replica's capacity for online requests."""
     n_plus_one: Flag | Literal["node"] = True
-    """Keep capacity for online requests after the loss of one replica of each service, or of any one
-    "node"."""
+    """Keep enough capacity for online requests after the loss of one replica of each service (true) or of any
+    one node ("node")."""
     spot_share: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.0
     """Maximum fraction of each online request class on spot machines."""
     start_s: NonNegative = 60.0
     """Seconds that a replica needs to start, not counting the time to read its weights."""
     use_idle_gpus: Flag = True
-    """Fill idle GPUs of rented nodes with extra replicas."""
+    """Place extra replicas on GPUs of rented nodes that would otherwise be idle."""
     network_utilisation: Share = 0.7
     """Maximum fraction of the nodes' network bandwidth."""
     router: RouterPolicy = "power_of_two"
@@ -203,9 +206,9 @@ class PlanRules(InputTable):
     disaggregation_efficiency_d: Share = 0.92
     """Fraction of a decode engine's throughput that a P+D pair reaches."""
     interference: Share = 0.1
-    """Fraction of its speed that a replica loses to other replicas on the same GPU."""
+    """Fraction by which other replicas on the same GPU slow down a replica."""
     simulate: Flag = True
-    """Confirm the plan by simulation, and not only with closed forms."""
+    """Whether to simulate the plan. Otherwise, it is checked only with closed-form estimates."""
     seed: Whole = 0
     """Seed of the samples and of the simulation."""
 
@@ -216,7 +219,8 @@ class SolverOptions(InputTable):
     gap: NonNegative = 0.01
     """Stop when no plan can be better by more than this fraction."""
     work: Positive = 20.0
-    """Limit of a solve on any machine, in millions of HiGHS steps times non-zero coefficients."""
+    """Maximum work of a solve, in millions of HiGHS steps times non-zero coefficients. This limit does not
+    depend on the machine."""
     time_limit_s: Positive = 600.0
     """Seconds after which a solve stops even if `work` remains. The plan then depends on the machine."""
     threads: Count = 1
@@ -224,7 +228,7 @@ class SolverOptions(InputTable):
 
 
 class ChangeRules(InputTable):
-    """The current deployment, and how much a change of it may cost."""
+    """The running deployment, and limits on changing it."""
 
     plan: InputPath
     """plan.json of the running deployment."""
@@ -235,39 +239,42 @@ class ChangeRules(InputTable):
     min_dwell_s: NonNegative = 900.0
     """Minimum seconds that a replica runs before it is stopped."""
     start_s: NonNegative = 300.0
-    """Seconds from the start command until a replica serves."""
+    """Seconds from the start command until a replica serves requests."""
     role_switch: Flag = False
     """Whether SGLang's P and D replicas can change their role (transfer backend mooncake)."""
     role_switch_s: NonNegative = 30.0
-    """Seconds of a role switch, during which the replica serves nothing."""
+    """Seconds of a role switch, during which the replica serves no requests."""
     gain: Annotated[float, Field(ge=1, strict=True)] = 1.2
     """Factor by which the savings must exceed the cost of the change."""
 
 
 class ClassOfService(InputTable):
-    """Class of service, as `qos.classes.NAME` of docs/configuration.md, without API keys."""
+    """Class of service. docs/configuration.md describes the fields as `qos.classes.NAME`."""
 
     name: Name
-    """Name for `qos` of applications."""
+    """Name of the class, to which `qos` of an application refers."""
     share: Share = 0.0
     """Guaranteed fraction of the encoder service's time."""
     priority: Annotated[int, Field(strict=True)] = 0
-    """Priority beyond the guaranteed shares and in engines. The highest is served first."""
+    """Priority of requests beyond the guaranteed share, and in engines. The highest priority is served
+    first."""
     deadline_s: Positive | None = None
-    """Deadline in seconds of requests without their own. Engines reject requests that would miss it."""
+    """Deadline in seconds of requests that set no deadline. Engines reject requests that would miss their
+    deadline."""
 
 
 class LaunchOptions(InputTable):
     """Host settings for a launch from this file."""
 
     host: ListenHost = "127.0.0.1"
-    """Address to listen on, "0.0.0.0" for all addresses."""
+    """Address to listen on. "0.0.0.0" means all addresses."""
     allow_anonymous: Flag = False
-    """Let encoder services accept requests of other hosts without an API key, on a private network."""
+    """Whether encoder services accept requests from other hosts without an API key. Set this only on a
+    private network."""
     port: Annotated[int, Field(ge=1, le=60000, strict=True)] = 8000
-    """Port of the first engine. Encoder services start 750 above."""
+    """Port of the first engine. The port of the first encoder service is 750 higher."""
     store_gib: Gib | None = None
-    """Size of the store in GiB, 0 for no sharing, by default a quarter of the free memory."""
+    """Size of the store in GiB, by default a quarter of the free memory. With 0, nothing is shared."""
     store_flags: list[str] = Field(default_factory=list)
     """Extra flags of `cornplug serve-store`: `--far`, `--disk`, `--disk-size`, `--metrics`, `--quarantine-s`,
     `--clamp`. Other users can read flags, so set a URL with a password as `CORNPLUG_STORE_FAR`."""
@@ -287,7 +294,7 @@ class PlanInput(InputTable):
     gpus: list[GpuSpec] = Field(default_factory=list)
     """GPU types that extend or override cornplug's table."""
     prices: InputPath | None = None
-    """Price table in place of cornplug's own, in the same format."""
+    """File with a price table that replaces cornplug's table, in the same format."""
     caches: CacheOptions = CacheOptions()
     """Store sizes to choose from."""
     rules: PlanRules = PlanRules()
@@ -295,9 +302,9 @@ class PlanInput(InputTable):
     solver: SolverOptions = SolverOptions()
     """Limits of the search."""
     change: ChangeRules | None = None
-    """The running deployment, for re-planning."""
+    """Running deployment, if the plan is a change of a running deployment."""
     qos: list[ClassOfService] = Field(default_factory=list)
-    """Classes of service for `cornplug launch`. A plan computes its own."""
+    """Classes of service for `cornplug launch`. `cornplug plan` computes the classes instead."""
     launch: LaunchOptions = LaunchOptions()
     """Host and store settings for `cornplug launch`."""
 

@@ -1,5 +1,4 @@
-"""Latency targets of a request class: bounds on percentiles of the requests' times, or the deadline of a
-job."""
+"""Latency targets of a request class: bounds on percentiles of request times, or a job's deadline."""
 
 from __future__ import annotations
 
@@ -53,10 +52,10 @@ class SloBound:
 
 
 class PercentileBounds(InputTable):
-    """Bounds on one more percentile."""
+    """Bounds on an additional percentile."""
 
     percentile: Percentile = "p95"
-    """Percentile of requests that must meet the bounds."""
+    """Percentile (or mean) of the request times that must meet the bounds."""
     ttft_s: Positive | None = None
     """Maximum seconds from arrival to the first token."""
     tpot_s: Positive | None = None
@@ -64,14 +63,15 @@ class PercentileBounds(InputTable):
     e2e_s: Positive | None = None
     """Maximum seconds from arrival to the end of the response."""
     ttft_slowdown: Slowdown | None = None
-    """Maximum time to the first token, as a multiple of the time alone on the `idle` replica."""
+    """Maximum time to the first token, as a multiple of the time on the `idle` replica without other
+    requests."""
     tpot_slowdown: Slowdown | None = None
     """Maximum time for each further token, as a multiple of the time on the `idle` replica."""
     e2e_slowdown: Slowdown | None = None
     """Maximum time of the response, as a multiple of the time on the `idle` replica."""
 
     def bounds(self, quantity: Quantity) -> list[SloBound]:
-        """Return this table's bounds on a time: a bound in seconds, a slowdown, both or none."""
+        """Return this table's bounds on a time: a bound in seconds, a slowdown, both, or an empty list."""
         seconds, slowdown = getattr(self, f"{quantity}_s"), getattr(self, f"{quantity}_slowdown")
         found = [] if seconds is None else [SloBound(self.percentile, seconds)]
         return found if slowdown is None else [*found, SloBound(self.percentile, slowdown, relative=True)]
@@ -126,8 +126,8 @@ class IdleReplica(InputTable):
 
 
 class Slo(PercentileBounds):
-    """Bounds on percentiles of request times. Omitted bounds do not apply, but an online application needs
-    one."""
+    """Bounds on percentiles of request times. Each bound is optional, but an online application needs at
+    least one bound."""
 
     also: list[PercentileBounds] = Field(default_factory=list)
     """Bounds on other percentiles: `also = [{ percentile = "p99", ttft_s = 3.0 }]`."""
@@ -136,8 +136,8 @@ class Slo(PercentileBounds):
 
     @property
     def tables(self) -> tuple[PercentileBounds, ...]:
-        """This table and those in `also`. Several tables may have the same percentile if they bound different
-        times."""
+        """This table and the tables in `also`. Several tables may have the same percentile if they bound
+        different times."""
         return (self, *self.also)
 
     def every(self, quantity: Quantity) -> list[SloBound]:
@@ -154,8 +154,11 @@ class Slo(PercentileBounds):
         return any(bound.relative for quantity in QUANTITIES for bound in self.every(quantity))
 
     def first_s(self, quantity: Quantity, idle: IdleTimes | None = None) -> float | None:
-        """Return the first bound on a time in seconds, or None if there is no bound. With `idle`, the mean
-        times of the class on the reference replica, slowdowns are included."""
+        """Return the first bound on a time in seconds, or None if there is no bound.
+
+        `idle` are the class's mean times on the reference replica, with which slowdowns are converted to
+        seconds.
+        """
         bounds = [b for b in self.every(quantity) if idle is not None or not b.relative]
         return bounds[0].seconds(idle, quantity) if bounds else None
 

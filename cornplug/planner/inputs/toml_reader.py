@@ -1,7 +1,7 @@
 """Reader for a plan's TOML file, which reports all errors together, each with its line and a remedy.
 
-`tomllib` does not report lines, so `key_lines` finds the lines of keys and list elements. It does not check
-the text, which must be valid TOML.
+`tomllib` does not report lines, so `key_lines` finds the lines of keys and list elements. The text must be
+valid TOML, because `key_lines` does not check it.
 """
 
 from __future__ import annotations
@@ -78,16 +78,16 @@ _DOT: Final = re.compile(r"[ \t]*\.[ \t]*")
 
 
 def read(path: Path) -> PlanInput:
-    """Read the TOML file of a plan. Raises ConfigError as `read_as` does."""
+    """Read the TOML file of a plan. Raises the same errors as `read_as`."""
     return read_as(PlanInput, path, cross_checks.errors)
 
 
 def read_as(table: type[File], path: Path, checks: Callable[[File], Iterable[InputError]]) -> File:
     """Read a TOML file as an instance of `table`. Paths in the file are relative to its folder.
 
-    Raises ConfigError. Its text has a line for each error in the order of the file, such as "plan.toml:17
-    applications[0].llm: problem. Remedy", and its `field` is that of the first error. `checks` yields further
-    errors, and is called only if every table is valid.
+    Raises ConfigError if the file has errors. The error's text has a line for each error in the order of the
+    file, such as "plan.toml:17 applications[0].llm: problem. Remedy". The error's `field` is the field of the
+    first error. `checks` yields further errors, and is called only if every table is valid.
     """
     text = _text(path)
     try:
@@ -139,7 +139,7 @@ def _problems(error: ValidationError, data: Mapping[str, Any]) -> list[InputErro
     found: dict[Place, InputError] = {}
     for detail in error.errors():
         if detail["type"] == "union_tag_not_found" and detail["loc"][-1] == "shape":
-            continue  # The shape's kind is that of the component, which has its own error.
+            continue  # The shape's kind is derived from the component's kind, for which an error is reported.
         one = _problem(detail, data)
         found.setdefault(one.place, one)
     inner = {place[:end] for place in found for end in range(len(place))}
@@ -286,8 +286,8 @@ def key_lines(text: str) -> dict[Place, int]:
 
 
 def key_line(lines: dict[Place, int], place: Place) -> int:
-    """Return the line of a location, or of the innermost table around it that the file contains. Returns 1 if
-    there is none."""
+    """Return the line of a location, or of the innermost table around the location that the file contains.
+    Returns 1 if the file contains no such table."""
     while place and place not in lines:
         place = place[:-1]
     return lines.get(place, 1)
@@ -327,8 +327,8 @@ class _Scan:
             self._lines.setdefault(place[:end], line)
 
     def _inside(self, keys: Place) -> Place:
-        """Return the location of a header's table. A key that is a [[list]] refers to the list's last element
-        so far."""
+        """Return the location of a header's table. The key of a [[list]] refers to the last element so
+        far."""
         place: Place = ()
         for key in keys:
             place += (key,)

@@ -1,4 +1,4 @@
-"""Determines the host, GPUs and ports of each process of a deployment. They are always the same.
+"""Host, GPUs and ports of each process of a deployment. The same deployment always has the same addresses.
 
 Hosts without a name are the variables `${HOST_1}`, `${HOST_2}`, ... (see `command_lines.py`).
 """
@@ -65,7 +65,7 @@ def hosts(deployment: Deployment) -> dict[tuple[str, int], str]:
 
 
 def check_address(field: str, host: str) -> None:
-    """Raise ConfigError, which names `field`, if `host` is not the address of one host."""
+    """Raise ConfigError for `field` if `host` is not the address of one host."""
     if not names_one_host(host):
         raise ConfigError(
             field,
@@ -95,7 +95,7 @@ def sites(deployment: Deployment) -> list[ReplicaAddress]:
             spans = list(_spans(group, node, first, sizes[group.nodes]))
             names = [_host(where, group, number) for number, _ in spans]
             port = group.ports[replica] if group.ports else base + taken[names[0], base]
-            # The other ports are derived from this port, so that they do not change between runs either.
+            # The other ports are derived from this port, so that all ports are the same in each run.
             number = port - base if 0 <= port - base < MOST_SERVERS else taken[names[0], base]
             for rank, (_, devices) in enumerate(spans):
                 taken[names[rank], base] += 1

@@ -1,4 +1,4 @@
-"""Creates a deployment's commands, one for each process, and the files to which they refer.
+"""Commands of a deployment, one for each process, and the files to which the commands refer.
 
 Commands contain the engines' own flags, and variables that `LaunchCommand.resolved` substitutes: `${HOST_n}`
 (a host without a name), `${RUN_DIR}` (folder for the host's sockets and logs), `${PLAN_DIR}`
@@ -46,7 +46,7 @@ class LaunchCommand:
     """Command of one process."""
 
     group: str
-    """Name of the group. For other processes, "store", "kv-server" or the router's name."""
+    """Name of the replica group, or "store", "kv-server" or the router's name for other processes."""
     replica: int
     host: str
     argv: tuple[str, ...]
@@ -58,7 +58,7 @@ class LaunchCommand:
     health: str | None = None
     """URL that returns status 200 to this host when the process is ready."""
     socket: str | None = None
-    """Unix socket that exists when the process is ready, if it has no URL."""
+    """Unix socket that exists when the process is ready, for a process without a URL."""
     rank: int = 0
     """Rank of the process in its replica. Ranks above 0 run on additional nodes and do not serve requests."""
     cores: tuple[int, ...] = ()
@@ -71,8 +71,8 @@ class LaunchCommand:
     """Text of the settings file that the process reads at startup, if a change of the text requires a
     restart."""
     beside_others: bool = False
-    """Whether other processes use the same GPU. Each process uses a share of the free memory, so the next
-    process is started only when this process is ready.
+    """Whether other processes use the same GPU. Each of these processes takes a share of the free memory, so
+    the next process is started only when this process is ready.
     """
     remarks: tuple[str, ...] = field(default=())
 
@@ -102,7 +102,7 @@ class LaunchCommand:
 def name_of(command: LaunchCommand) -> str:
     """Return the name of a process for logs and messages.
 
-    It consists of group and replica, in characters that are allowed in file names.
+    The name consists of group and replica, in characters that are allowed in file names.
     """
     plain = re.sub(r"[^A-Za-z0-9.]+", "-", command.group).strip("-")
     if command.kind in ("store", "router"):

@@ -1,4 +1,4 @@
-"""Writes `commands.txt`, the command lines of all processes of a deployment, for reading and copying."""
+"""File `commands.txt` with the command lines of all processes of a deployment, for reading and copying."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Processes of a deployment's commands on this host, which are restarted if they end unexpectedly.
 
-A process runs the program of this environment. Restarts have exponential backoff and a limit.
+A process runs the program that is installed in this environment. Restarts have exponential backoff and a
+limit.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class CommandProcess(ManagedProcess):
         )
 
     def ready(self) -> bool:
-        """Return whether the process is ready. This is always true if it has neither a URL nor a socket."""
+        """Return whether the process is ready. A process without a URL and a socket is always ready."""
         self.check("before it was ready")
         if self.command.health is not None:
             return answers(self.command.health)
@@ -107,8 +108,8 @@ def program(argv: Sequence[str]) -> list[str]:
 def _python_with(module: str) -> str:
     """Return the Python interpreter that runs a module of SGLang or its router.
 
-    This is CORNPLUG_SGLANG_PYTHON, or this process's interpreter. Raises ConfigError if it does not have the
-    module.
+    This is CORNPLUG_SGLANG_PYTHON, or this process's interpreter. Raises ConfigError if the interpreter does
+    not have the module.
     """
     named = os.environ.get("CORNPLUG_SGLANG_PYTHON") or sys.executable
     if not _has_module(named, module):
@@ -136,8 +137,8 @@ def _has_module(interpreter: str, module: str) -> bool:
 def _environment(words: Sequence[str], added: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a command's process.
 
-    Its PATH begins with the program's folder, which contains build tools. A proxy is used for downloads and
-    users' media, but not for hosts in URLs of the command.
+    PATH begins with the program's folder, which contains build tools. A proxy is used for downloads and
+    users' media, but not for the hosts in the command's URLs.
     """
     path = f"{Path(words[0]).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     direct = {"localhost", "127.0.0.1", *_HOST_OF_URL.findall(" ".join(words))}
@@ -153,7 +154,7 @@ Event = Callable[[CommandProcess, str], None]
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When and how often processes are restarted."""
+    """Waiting times and limit for restarts of processes that ended."""
 
     limit: int = 5
     """Maximum number of consecutive restarts. 0 means that processes are not restarted."""
@@ -162,7 +163,7 @@ class RestartPolicy:
     longest_s: float = 60.0
     """Maximum wait in seconds before a restart."""
     stable_s: float = 600.0
-    """Time in seconds after which the number of a running process's restarts is reset."""
+    """Time in seconds after which the restart count of a running process is reset."""
 
 
 @dataclass

@@ -1,11 +1,11 @@
-"""Decides how engines reach the encoder services: through a unix socket on their host, or by URL.
+"""Choice of how engines reach the encoder services: through a unix socket on their host, or by URL.
 
 An engine uses one socket, or a list of URLs with weights (rendezvous hashing). The weights are the planned
 flows from the services to the engine's group. A socket does not need the network, so sockets are used if the
 services' loads stay close to the plan.
 
-Messages between hosts are sealed with a common secret, a file of 32 bytes of which each host has a copy.
-Processes on the same host use it for authentication.
+Messages between hosts are encrypted with a common secret, a file of 32 bytes of which each host has a copy.
+Processes on the same host use the secret for authentication.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class EncoderLink:
 def encoder_socket(site: ReplicaAddress) -> str:
     """Return the path of an encoder service's unix socket.
 
-    The path does not contain the group's name, because it may have at most 107 bytes.
+    The path does not contain the group's name, because the path may have at most 107 bytes.
     """
     return f"${{RUN_DIR}}/encoder-{site.port}.sock"
 
@@ -75,8 +75,8 @@ def encoder_url(site: ReplicaAddress, model: str) -> str:
 
 
 def replica_host(site: ReplicaAddress) -> ReplicaHost:
-    """Return the key of a process in the result of `encoder_links`. All ranks of a replica use rank 0's
-    link."""
+    """Return the key of a process in the result of `encoder_links`. All ranks of a replica have the same key
+    as rank 0."""
     return site.group.name, site.master.rpartition(":")[0]
 
 
@@ -120,7 +120,8 @@ def without_tower(deployment: Deployment, group: ReplicaGroup) -> bool:
 
 
 def encoder_links(deployment: Deployment, placed: Sequence[ReplicaAddress]) -> dict[ReplicaHost, EncoderLink]:
-    """Return the links of all engines, by group and host. Engines without an encoder service have no link."""
+    """Return the encoder link of each engine, by group and host. Engines without an encoder service are
+    omitted."""
     flows = _Flows(deployment, placed)
     to = {group.name: flows.to(group, services_of(deployment, group, placed)) for group in deployment.groups}
     asked = {replica_host(s): to[s.group.name] for s in placed if s.rank == 0 and to[s.group.name]}
@@ -151,8 +152,8 @@ def _weighted(flow: Flow) -> tuple[str, ...]:
 def _local(
     flows: _Flows, asked: Mapping[ReplicaHost, Flow], beside: Mapping[ReplicaHost, ReplicaAddress]
 ) -> set[ReplicaHost]:
-    """Return the engines that use the socket on their host, depending on the planned loads of the
-    services."""
+    """Return the engines that use the socket on their host. The choice depends on the services' planned
+    loads."""
     if all(len({site.host for site, _ in flow}) == 1 for flow in asked.values()):
         return set(beside)
 
@@ -226,7 +227,7 @@ def check_secret_set(environments: Iterable[Mapping[str, str]]) -> None:
     if any(env.get(_VARIABLE) == _OPEN for env in environments):
         raise ConfigError(
             "--secret-file",
-            "missing; engines of this plan use encoder services of other hosts, so all hosts need one secret",
+            "missing; engines use encoder services of other hosts, so all hosts need the same secret",
             "Create it (head -c 32 /dev/urandom > secret && chmod 600 secret), copy it to each host (scp -p) "
             f"and add --secret-file FILE or set {_VARIABLE}.",
         )
@@ -235,7 +236,7 @@ def check_secret_set(environments: Iterable[Mapping[str, str]]) -> None:
 def check_secret_readable(environments: Iterable[Mapping[str, str]]) -> None:
     """Raise ConfigError if the secret file is missing or invalid.
 
-    A store would create a missing file, and each host would have a different secret.
+    If the file were missing, each host's store would create its own secret.
     """
     for path in sorted({env[_VARIABLE] for env in environments if _VARIABLE in env}):
         read_secret(Path(path), make=False)

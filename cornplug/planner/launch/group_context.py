@@ -1,7 +1,7 @@
-"""Determines the context of an engine in a deployment, on which its command line depends.
+"""Context of an engine in a deployment, on which the engine's command line depends.
 
-This includes its encoder services, what it shares through its host's store, the groups with which it
-exchanges KV, and the bounds of its requests.
+The context includes the engine's encoder services, what the engine shares through its host's store, the
+groups with which it exchanges KV, and the latency bounds of its requests.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ STORE_SOCKET: Final = "${RUN_DIR}/store.sock"
 QUEUE_MARGIN: Final = 2
 """Factor by which the longest queue of the simulation, which covers an hour or less, is multiplied."""
 LEAST_STORE_GIB: Final = 1.0
-"""Minimum store size. There may be no cache, although engines receive embeddings from a service on their
-host."""
+"""Minimum store size in GiB. A plan may have no cache, but engines also receive embeddings from a service on
+their host through the store."""
 _DRAIN_S: Final = (30, 600)
 
 Role = Literal["P", "D", "PD"]
@@ -52,11 +52,11 @@ class StoreSharing:
 
     @property
     def env(self) -> dict[str, str]:
-        """Environment variables that turn off sharing that is not planned, because it would only cost
-        copies.
+        """Environment variables that turn off sharing that is not planned, because such sharing would only
+        cost copies.
 
-        They also forbid the engine to start a store, because this store would use the socket while the
-        launcher restarts its own store.
+        The variables also prevent the engine from starting a store. Such a store would occupy the socket
+        while the launcher restarts its own store.
         """
         on = {
             "CORNPLUG_ENGINE_SHARE_KV": self.kv,
@@ -77,18 +77,18 @@ class GroupContext:
     """URLs of the encoder services for this engine, on any host, if it has no tower. Empty if it has a
     tower."""
     unequal_pair: bool
-    """Whether the engine transfers KV to or from a group with another tensor-parallel degree."""
+    """Whether the engine exchanges KV with a group that has another tensor-parallel degree."""
     pair_gpus: frozenset[str]
-    """Device types of both sides of the engine's transfers. Without transfers, only its own device type."""
+    """Device types of the engine and of the engines with which it exchanges KV."""
     ttft_s: float | None
     """Tightest TTFT bound in seconds of the request classes that use this engine, or None."""
     drain_s: int
-    """Maximum time in seconds until a running request ends."""
+    """Maximum time in seconds that a stopping engine waits for running requests."""
     ranks_requests: bool
     """Whether requests have different priorities."""
     limits_queue: bool
-    """Whether the queue is limited, because all requests are online. Other requests are queued and never
-    rejected."""
+    """Whether the queue is limited, because all requests are online. Semi-online and offline requests are
+    queued and never rejected."""
     admits: bool
     """Whether classes of service with deadlines use the engine, so that it needs admission control."""
     agrees_on_dtype: bool

@@ -50,7 +50,8 @@ def buffer_bytes(kv: KVGeometry, *, tp: int = 1, pp: int = 1) -> int:
 def vllm_config(role: Literal["P", "D"], transfer: Transfer) -> dict[str, Any]:
     """Return vLLM's `--kv-transfer-config` for one side of a prefill-decode pair.
 
-    KV whose transfer fails is computed again. With vLLM's default, the request would fail.
+    With this configuration, KV is computed again if its transfer fails. With vLLM's default, the request
+    would fail.
     """
     if transfer == "lmcache":
         return {
@@ -85,8 +86,8 @@ def vllm_together(*connectors: dict[str, Any]) -> dict[str, Any]:
 
 
 def lmcache_server(gib: float) -> list[str]:
-    """Return the command of LMCache's server, through which a host's engines transfer KV. `gib` is its
-    size."""
+    """Return the command of LMCache's server, through which a host's engines transfer KV. `gib` is the size
+    of the server's buffer in GiB."""
     return [
         "lmcache", "server", "--host", "127.0.0.1", "--port", str(LMCACHE_PORT),
         "--http-port", str(LMCACHE_HTTP_PORT), "--l1-size-gb", f"{gib:g}",
@@ -97,8 +98,8 @@ def lmcache_server(gib: float) -> list[str]:
 def sglang_staging(kv: KVGeometry, *, tp: int, pp: int) -> dict[str, str]:
     """Return SGLang's environment for a prefill-decode pair with different tensor-parallel degrees.
 
-    SGLang gathers slices of heads in a buffer, because single heads are too small to send. MLA has no heads
-    to gather.
+    SGLang gathers slices of heads in a buffer, because single heads are too small for efficient transfers.
+    The result is empty for MLA, which has no heads to gather.
     """
     if kv.mla:
         return {}

@@ -1,4 +1,4 @@
-"""Starts a deployment's processes on this host, waits until they serve requests, and stops them in order.
+"""Launcher, which starts a deployment's processes on this host, waits until they are ready, and stops them.
 
 From Python:
 
@@ -47,9 +47,9 @@ def running(
     event: Event = lambda process, what: None,
     stopping: threading.Event | None = None,
 ) -> Iterator[list[CommandProcess]]:
-    """Run commands of a deployment, and yield their processes when they serve requests.
+    """Run commands of a deployment, and yield the processes when all of them serve requests.
 
-    On exit, also after an error, the processes are stopped in order.
+    On exit, also after an error, clients are stopped before their servers.
 
     Args:
         to_start: commands from `local_commands`.
@@ -87,8 +87,8 @@ class CommandSelection:
     """Selection of a deployment's commands."""
 
     host: str | None = None
-    """Name of the host whose commands are selected, HOST_n if it has no name, or None if there is only one
-    host."""
+    """Name of the host whose commands are selected (HOST_n for a host without a name), or None if there is
+    only one host."""
     routers: bool = False
     """Whether the routers are selected instead of a host's commands."""
     only: Sequence[str] = ()
@@ -137,8 +137,8 @@ def local_commands(
 
 
 def _check_callers(found: Sequence[LaunchCommand]) -> None:
-    """Raise ConfigError if other hosts could reach an encoder service, but keys are neither required nor
-    waived."""
+    """Raise ConfigError if other hosts could reach an encoder service, although the settings neither require
+    keys nor allow requests without keys."""
     for command in found:
         if command.kind != "encoder" or {"--allow-anonymous", "--require-key"} & {*command.argv}:
             continue
@@ -241,7 +241,7 @@ def spawned(command: LaunchCommand, log: Path, ready_s: float) -> CommandProcess
 
 
 def pending_with_routers_last(commands: Sequence[LaunchCommand]) -> Iterator[list[LaunchCommand]]:
-    """Yield commands in batches. A batch must be started when the previous batch serves requests.
+    """Yield commands in batches. Start each batch when the previous batch serves requests.
 
     Stores, encoders and processes that share a GPU are started one by one, other engines together, and
     routers last.

@@ -1,8 +1,9 @@
-"""Creates the commands of the routers for a deployment's engines, and the addresses for each request class.
+"""Commands of the routers for a deployment's engines, and the addresses for each request class.
 
 The commands are for vllm-router 0.1.17 and sglang-router 0.3.2. Neither router supports weights, and both
-count requests instead of work. So each group, and each pair of prefill and decode groups, has its own router.
-Clients divide a class's requests among the routers by the weights in routes.json, as in the simulation.
+count requests instead of work. Therefore each group, and each pair of prefill and decode groups, has its own
+router. Clients divide a class's requests among the routers by the weights in routes.json, as the simulation
+assumes.
 """
 
 from __future__ import annotations
@@ -205,8 +206,8 @@ def _queue(deployment: Deployment, servers: Sequence[ReplicaAddress], pool: Rout
 
 
 def _stage(route: PlanRoute, tasks: str) -> RouteStage | None:
-    """Return the stage that does exactly these tasks of prefill and decode, or None. It may also do E or
-    G."""
+    """Return the stage whose tasks, apart from E (encode) and G (generate), are exactly `tasks`, or None if
+    there is no such stage."""
     for stage in route.stages:
         if {task for task in stage.tasks if task in "PD"} == set(tasks):
             return stage
@@ -214,9 +215,9 @@ def _stage(route: PlanRoute, tasks: str) -> RouteStage | None:
 
 
 def _partners(decode: RouteStage, engine: Mapping[str, str], kind: str) -> dict[str, float]:
-    """Return the share of each decode group with the engine `kind`.
+    """Return the share of each decode group whose engine is `kind`.
 
-    Other groups are omitted, because engines cannot use each other's KV.
+    Groups with another engine are omitted, because vLLM and SGLang cannot exchange KV directly.
     """
     same = {name: weight for name, weight in decode.groups.items() if engine[name] == kind}
     return {name: weight / sum(same.values()) for name, weight in same.items()}

@@ -1,4 +1,4 @@
-"""Supervises the processes of a running launch, and changes them from one deployment to the next.
+"""Supervision of a running launch's processes, and changes from one deployment to the next.
 
 `cornplug launch --apply` sends the next deployment through a socket. The socket also prevents a second
 launcher from running in the same run folder.
@@ -61,8 +61,8 @@ class LaunchWaits:
     ready_s: float
     """Maximum time until a new process serves requests."""
     settle_s: float = 10.0
-    """Time for clients to reload a changed routes.json. Processes that it no longer contains are stopped
-    after this time."""
+    """Time for clients to reload a changed routes.json. Processes that are no longer in routes.json are
+    stopped after this time."""
 
 
 class LaunchSession:
@@ -96,7 +96,7 @@ class LaunchSession:
         self._save(deployment)
 
     def watch(self, stop: threading.Event, each: Callable[[], None] = lambda: None) -> bool:
-        """Restart processes that end, until `stop` is set or no process will be restarted anymore.
+        """Restart processes that end, until `stop` is set or all processes have exceeded the restart limit.
 
         `each` is called between the checks. Returns False if a process exceeded the restart limit.
         """
@@ -180,8 +180,8 @@ class LaunchSession:
         return started
 
     def _log(self, command: LaunchCommand) -> Path:
-        """Return the log file for a command. It has another name while an old process uses the usual log
-        file."""
+        """Return the log file for a command. While an old process uses the usual log file, the name of the
+        new file contains the port."""
         used = {process.log for process in self.supervisor.processes}
         plain = self._folder.path / f"{name_of(command)}.log"
         return plain if plain not in used else self._folder.path / f"{name_of(command)}-{command.port}.log"

@@ -1,4 +1,4 @@
-"""Creates the command line of `python -m sglang.launch_server` (0.5.23) for a deployment's engine."""
+"""Command line of `python -m sglang.launch_server` (0.5.23) for a deployment's engine."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _parallel(site: ReplicaAddress) -> list[str]:
 
 
 def _sizes(group: ReplicaGroup, context: GroupContext) -> list[str]:
-    """Return the flags for the plan's settings, or [] for an apps file, which has its own flags."""
+    """Return the flags for the plan's settings, or [] for an apps file, which contains the flags itself."""
     if group.flags is not None:
         return []
     settings = settings_of(group)
@@ -210,8 +210,7 @@ def _encoding(group: ReplicaGroup, context: GroupContext) -> list[str]:
 
 
 def _encodes(group: ReplicaGroup, context: GroupContext) -> bool:
-    """Return whether the engine has a tower. It encodes all media, or media that no service encodes in
-    time."""
+    """Return whether the engine has a tower, for all media or for media that no service encodes in time."""
     return "E" in group.tasks or (bool(context.sharing.encoder.flags) and not context.encoder_urls)
 
 

@@ -1,4 +1,4 @@
-"""Determines how a host changes from one deployment to the next: which processes continue, start, and stop.
+"""Steps by which a host changes from one deployment to the next: which processes continue, start, and stop.
 
 A process continues if its new command differs only in `LAGGING_FLAGS`. A replica on the devices of an
 old replica gets the old replica's port, so that the commands can be equal. A new process starts at another
@@ -46,7 +46,7 @@ class Transition:
 
     @property
     def lagging(self) -> dict[str, list[str]]:
-        """Flags ("flag value") of kept processes that have a new value, by group and replica."""
+        """Flags ("flag value") of kept processes whose value has changed, by group and replica."""
         found = {}
         for old, new in self.kept:
             differing = [
@@ -60,7 +60,7 @@ class Transition:
 def transition(
     old: Deployment, new: Deployment, render: Render, *, running: Sequence[LaunchCommand] | None = None
 ) -> Transition:
-    """Return the steps from a running deployment to a new one.
+    """Return the steps from the running deployment `old` to the deployment `new`.
 
     `running` contains the commands of the running processes. By default, they are the commands of `old`.
     """
@@ -185,7 +185,7 @@ def _moved(
         if id(command) in known or site is None or site.group.fixed_ports or command.port not in used:
             continue
         if command.kind == "encoder" and not _without_tower(wanted):
-            continue  # The engines encode images themselves in the meantime, and need no restart.
+            continue  # The port stays, so engines need no restart. They encode images in the meantime.
         if any(set(command.gpus) & set(o.gpus) and command.share + o.share > 1 for o in stopped):
             continue
         port = _free(site, taken)

@@ -1,4 +1,4 @@
-"""Creates the command lines of `vllm serve` (0.32) and of `vllm-omni serve` (0.30) for a deployment.
+"""Command lines of `vllm serve` (0.32) and of `vllm-omni serve` (0.30) for a deployment.
 
 The attention backends for models with latent attention (MLA) are the engines' own preferences by GPU
 generation, in `vllm/platforms/cuda.py` (0.32) and `sglang/srt/arg_groups/overrides.py` (0.5.23). For all
@@ -84,7 +84,7 @@ def env(site: ReplicaAddress, context: GroupContext) -> dict[str, str]:
 
 
 def _sizes(group: ReplicaGroup) -> list[str]:
-    """Return the flags for the plan's settings. An apps file has its own flags instead."""
+    """Return the flags for the plan's settings. An apps file contains the flags itself."""
     if group.flags is not None:
         return ["--enforce-eager"] if is_cpu(group) else []
     settings = settings_of(group)
@@ -106,7 +106,7 @@ def settings_of(group: ReplicaGroup) -> EngineSettings:
             f"{group.components[0]} was planned from a throughput, without batch, chunk or KV size",
             'Add a checkpoint or shape, and a profile of kind "table" (`cornplug profile llm`).',
         )
-    raise ConfigError(field, "the engine has no settings", "Run `cornplug plan` again.")
+    raise ConfigError(field, "missing, but an engine needs its settings", "Run `cornplug plan` again.")
 
 
 def _parallel(site: ReplicaAddress) -> list[str]:
@@ -259,7 +259,8 @@ def _gpu_generation(gpu: str) -> _Generation | None:
 
 
 def backend_of(group: ReplicaGroup, pair_gpus: Iterable[str] = ()) -> str | None:
-    """Return the name of the attention backend for a group's engine, or None if the engine chooses it.
+    """Return the name of the attention backend for a group's engine, or None if the engine chooses the
+    backend.
 
     `pair_gpus` are the device types with which the group exchanges KV. NIXL's handshake in vLLM rejects
     different backends, so a prefill-decode pair on two GPU generations gets a backend that runs on both.

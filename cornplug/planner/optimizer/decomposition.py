@@ -1,14 +1,15 @@
-"""Searches for the cheapest plan in pools that are too large for a single solver call.
+"""Search for the cheapest plan in pools that are too large for a single solver call.
 
-Only complete nodes have a cost, so a solver does not notice that a plan with fewer GPUs on a node is better.
+Only complete nodes have a cost, so a solver sees no advantage in a plan with fewer GPUs on a node.
 Therefore the solver first minimises a potential: the cost plus a small share of the price of each used GPU.
 In addition, each group of services that can replace one another is solved separately. For example, the
 monolith and the separate prefill and decode services form a group, because a request may use either. At any
 GPU price, the least cost of a group is at most the group's cost in a plan, because constraints that couple
-groups (tiers of one demand, cache levels, the network, nodes that several groups share) are omitted. This
-bounds the pool's cost more tightly than the relaxation, which splits replicas freely and is some percent
-lower. Then the pool is searched only over the cells that occur in the groups' plans. Both steps are repeated
-with slightly different GPU prices. The last solver call minimises the cost itself.
+groups (tiers of one demand, cache levels, the network, nodes that several groups share) are omitted. The
+least costs of the groups bound the pool's cost more tightly than the linear relaxation, which allows
+fractions of replicas and is a few percent lower. Then the pool is searched only over the cells that occur in
+the groups' plans. Both steps are repeated with slightly different GPU prices. The last solver call minimises
+the cost itself.
 """
 
 from __future__ import annotations
@@ -53,10 +54,11 @@ def least_cost(
     build: Build,
     near: Collection[str] = (),
 ) -> tuple[SolverRun, Values | None]:
-    """Search for the cheapest plan, and return the run with its proven bound and the plan's values, if any.
+    """Search for the cheapest plan. Return the solver run with the proven bound, and the plan's values or
+    None.
 
-    `near` contains names of cells in the plan of a similar pool. A first search uses only these cells. It is
-    fast, and its plan is the start of the complete search.
+    `near` contains names of cells in the plan of a similar pool. A fast first search uses only these cells.
+    The plan that it finds is the start of the complete search.
     """
     best = Incumbent(model, cost, limits, tell)
     others = model.x.keys() - set(near)
@@ -166,7 +168,7 @@ def _without_cells(model: PoolModel, cells: Iterable[str]) -> Iterator[None]:
 
 
 class Incumbent:
-    """Best plan and bound of a model. `tell` is called for every improvement."""
+    """Best plan and best bound that were found for a model so far. `tell` is called for every improvement."""
 
     def __init__(self, model: PoolModel, cost: Any, limits: SolverLimits, tell: Tell | None) -> None:
         """Create an incumbent without a plan. `limits` apply to all solver calls together."""
@@ -195,9 +197,9 @@ class Incumbent:
         """Run the solver once, starting from the best plan, and keep the result if it is better.
 
         Args:
-            goal: expression to minimise. The bound is used only if this is `cost` itself.
-            share: share of the work of all calls.
-            gap: gap at which the solver stops, or None for the gap in `limits`.
+            goal: Expression to minimise. The solver's bound is used only if `goal` is the object `cost`.
+            share: Share of the work of all calls.
+            gap: Gap at which the solver stops, or None for the gap in `limits`.
         """
         model, is_cost = self.model, goal is self.cost
         model.problem.setObjective(goal)
@@ -231,7 +233,7 @@ class Incumbent:
             self._note(self.dollars, self.bound)
 
     def _watch(self) -> Tell:
-        """Return a callback that notes the solver's progress when the incumbent or the bound changes."""
+        """Return a callback that records the solver's progress when the incumbent or the bound changes."""
 
         def heard(at: SolveProgress) -> None:
             dollars = self.dollars if at.incumbent is None else min(at.incumbent, self.dollars)
@@ -267,7 +269,7 @@ def _known(value: float) -> float | None:
 
 
 def service_groups(pool: OptimizationProblem) -> list[frozenset[str]]:
-    """Return a partition of the services that the pool's variants need."""
+    """Return a partition of the services. Services between which a demand can choose are in one group."""
     parts: list[frozenset[str]] = []
     for u in pool.demands:
         variants = [[need.service for need in v.needs] for v in pool.variants if v.demand == u.name]

@@ -1,7 +1,8 @@
-"""Explains why a problem is infeasible: the constraint, the allowed and the needed amount, and the remedies.
+"""Explanation of an infeasible problem: the constraint, the allowed and the needed amount, and the remedies.
 
-Limits are relaxed one kind at a time, and the smallest excess over the limit is computed. If relaxing one
-kind of limit makes the pool feasible, this is one remedy. Serving fewer requests is always another remedy.
+Limits are relaxed one kind at a time, and the smallest excess over the limit is computed. If the pool is
+feasible without one kind of limit, raising this limit is one remedy. Serving fewer requests is always another
+remedy.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from cornplug.planner.optimizer.variables import PoolModel
 UNLIMITED = 10**6
 """Number of nodes in each class if the stock is relaxed."""
 WORK_SHARE = 0.25
-"""Share of a solve's work for each kind of limit. The reported excess may be slightly above the smallest."""
+"""Share of a solve's work for each kind of limit. Because of this limit, the reported excess may be slightly
+larger than necessary."""
 
 Build = Callable[[OptimizationProblem], PoolModel]
 
@@ -46,7 +48,7 @@ def refuse_unserved(model: PoolModel, notes: Mapping[str, str]) -> None:
 
 
 def unserved_in_short(model: PoolModel) -> str:
-    """Return in one line the reason why a demand cannot be served, or "" if each demand has a cell."""
+    """Return in one line the reason why a demand cannot be served, or "" if a cell can serve each demand."""
     lost = _lost(model)
     if not lost:
         return ""
@@ -104,8 +106,8 @@ def _fails(pool: OptimizationProblem, demand: str, service: str, tier: float) ->
 
 @dataclass(frozen=True)
 class Relaxation:
-    """Pool without one kind of limit, the excess to minimise instead, and a function that reports the
-    excess."""
+    """Pool without one kind of limit, the excess over this limit, which is minimised, and a function that
+    reports the excess."""
 
     pool: OptimizationProblem
     excess: Callable[[PoolModel], Any]

@@ -81,7 +81,8 @@ def demand(model: PoolModel) -> None:
 
 
 def flow(model: PoolModel) -> None:
-    """Require that a service's cells do all work of the variants, within the tier that the work requires."""
+    """Require that a service's cells do all work of the variants, in the tier that the work requires or in a
+    tighter tier."""
     for (u, service), needs in model.needs.items():
         tiers = sorted({need.tier for _, need in needs})
         for tier in tiers:
@@ -96,7 +97,8 @@ def flow(model: PoolModel) -> None:
 
 
 def slices(model: PoolModel) -> None:
-    """Route each slice of a demand with slices along one variant, to one cell of each service."""
+    """For demands that are divided into slices, route each slice along one variant, to one cell of each
+    service."""
     for v in model.variants:
         u = model.demands[v.demand]
         if u.slices is None:
@@ -227,13 +229,13 @@ def solve(
 ) -> PoolSolution:
     """Return the best plan for the pool's objective.
 
-    Among equally good plans, the cost decides, then the tie-break goal. The same pool and settings have the
-    same plan, unless `settings.time_limit_s` is reached.
+    Among equally good plans, the plan with the lowest cost is chosen, and then the plan with the best
+    tie-break. The same pool and settings have the same plan, unless `settings.time_limit_s` is reached.
 
     Args:
-        progress: called when the best plan or the bound improves.
-        notes: reasons why nothing in the pool can serve a demand, by demand, for the error message.
-        near: names of cells in the plan of a similar pool, with which the least-cost search begins.
+        progress: Called when the best plan or the bound improves.
+        notes: Reasons why no cell can serve a demand, by demand, for the error message.
+        near: Names of cells in the plan of a similar pool, with which the least-cost search begins.
 
     Raises PlanInfeasible with the constraint and the shortage, PlanUnfinished if a limit is reached before
     any plan is found, and ConfigError if the pool itself is invalid.
@@ -266,7 +268,7 @@ def solve(
     values = trim(model, values)
     if not is_whole(model, values):
         fresh = build(pool)
-        # Leave out the tie-break goal, which has only integers.
+        # Omit the tie-break goal, which has only integer variables.
         values = polish(model, fresh, [(goal.expression, goal.sign) for goal in goals(fresh)[:-1]], values)
     reached = wanted[0].reached(values)
     if reached < first.objective - 1e-6:
@@ -316,8 +318,8 @@ def _limits(
 
 
 def _hold(model: PoolModel, goal: SolveGoal, values: Values, *, last: bool) -> None:
-    """Keep the value that an earlier goal has reached. Before the tie-break, also fix the nodes
-    (`tie_break`)."""
+    """Add a constraint that keeps the value of an earlier goal. Before the tie-break, also fix the numbers of
+    nodes (`tie_break`)."""
     reached = goal.reached(values)
     allowed = reached + 1e-7 * max(1.0, abs(reached))
     # Do not add this as a named row, because it is not a constraint of the pool and must not be reported as a
@@ -329,7 +331,7 @@ def _hold(model: PoolModel, goal: SolveGoal, values: Values, *, last: bool) -> N
 
 
 def _add_spare_rows(model: PoolModel) -> None:
-    """Add rows for every used cell of the services that must survive a loss.
+    """Add rows for every used cell of the services that must survive the loss of replicas.
 
     The free capacity of cells that can replace the lost replicas must be sufficient for the lost replicas'
     maximum load. After a loss, the share of the capacity for peaks may be used. Capacities are converted to
@@ -372,7 +374,8 @@ def _stands_in(model: PoolModel, cell: Cell, lost: Cell) -> float:
 def _beside(model: PoolModel, lost: Cell) -> list[tuple[Cell, float]]:
     """Return the cells whose replicas may be lost together with a node of `lost`.
 
-    Each cell has the maximum number of replicas of `lost` to which one of its replicas corresponds.
+    Each cell is returned with the maximum number of replicas of `lost` to which one replica of the cell
+    corresponds.
     """
     found = []
     for cell in model.cells_of[lost.service]:

@@ -34,7 +34,7 @@ class SolveGoal:
 
 
 def goals(model: PoolModel) -> list[SolveGoal]:
-    """Return the goals in order. A later goal chooses among the best plans of the earlier goals."""
+    """Return the goals in order. Each goal chooses among the plans that are best for the earlier goals."""
     first = {"cost": [], "goodput": [goodput(model)], "max-min": [min_served_fraction(model), goodput(model)]}
     return [*first[model.pool.objective], cost_objective(model), tie_break(model)]
 
@@ -66,8 +66,8 @@ def tie_break(model: PoolModel) -> SolveGoal:
     """Return the goal that breaks ties: the price of the GPUs in use, plus each cell's preference (at most 3
     %).
 
-    It is a separate goal after the cost, with the nodes fixed. As a term of the cost, it would either be
-    smaller than the solver's tolerances or change the cost.
+    The tie-break is a separate goal after the cost, with fixed numbers of nodes. As a term of the cost, it
+    would either be smaller than the solver's tolerances or change the cost.
     """
     return SolveGoal("neatness", lpSum(_weight(model, c) * model.x[c.name] for c in model.pool.cells))
 

@@ -44,7 +44,7 @@ class Cell:
     gpus: float
     """Number of GPUs of one replica: 1/4, 1/2, 1, 2, 4, 8, or all GPUs of one or more nodes."""
     tier: float
-    """Upper bound in seconds on the percentile of the stage's time that requests bound. inf means no
+    """Upper bound in seconds on a percentile of the time that a request spends at the service. inf means no
     bound."""
     capacity: Mapping[str, float]
     """Maximum rate of one replica by demand, if the replica serves only that demand."""
@@ -65,10 +65,10 @@ class ServiceDemand:
 
     service: str
     tier: float
-    """Largest tier of a cell that may do this work."""
+    """Largest tier, in seconds, of cells that may do this work."""
     work: float = 1.0
-    """Number of requests to the service per request: items x (1 - hit rate), or the share of the prefill that
-    is not cached."""
+    """Work at the service per request: the number of items that are not cached, or the share of the prefill
+    that is not cached."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,8 @@ class CurrentState:
     horizon_hours: float = 24.0
     max_changes: int | None = None
     free: frozenset[tuple[str, str]] = frozenset()
-    """Switches (from cell, to cell) that change only the tier and no process. They are not counted."""
+    """Switches (from cell, to cell) that change only the tier and no process. These switches have no cost and
+    are not counted."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class OptimizationProblem:
 
 @dataclass(frozen=True)
 class CellFlow:
-    """Work of a demand at one service that one cell does, for one required tier."""
+    """Work of a demand at one service, with one required tier, that is assigned to one cell."""
 
     demand: str
     service: str
@@ -192,7 +193,7 @@ class PoolSolution:
     seconds: float
     objective: float
     bound: float
-    """Proven bound on the objective. No plan is better."""
+    """Proven bound on the objective. No plan is better than this bound."""
     replicas: Mapping[str, int]
     nodes: Mapping[str, int]
     served: Mapping[str, float]

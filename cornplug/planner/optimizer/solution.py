@@ -1,4 +1,4 @@
-"""Converts the values of a model's variables to a PoolSolution, after polishing and trimming them.
+"""Conversion of the values of a model's variables to a PoolSolution, after polishing and trimming.
 
 A solver's integers are exact only to a tolerance (1e-6 in HiGHS), so 4e-6 of a replica may do some work.
 Polishing fixes every integer at its rounded value, and solves for the rates again.
@@ -26,7 +26,7 @@ Values = Mapping[Any, float]
 """Variable -> value."""
 
 NOTHING = 1e-7
-"""Rate below which a rate is not real but a consequence of the solver's tolerance."""
+"""Requests per second below which a rate counts as 0, because of the solver's tolerance."""
 WHOLE: Final = 1e-9
 HELD: Final = 1e-7
 """Relative loss that is allowed for an earlier goal, because of the solver's tolerances."""
@@ -38,9 +38,9 @@ def read(model: PoolModel, values: Values, run: SolverRun, sign: int, seconds: f
     """Convert a model's values to a solution.
 
     Args:
-        run: solver run of the first goal.
+        run: Solver run of the first goal.
         sign: 1 if the first goal is minimised, -1 if it is maximised.
-        seconds: duration of the complete search.
+        seconds: Duration of the complete search.
     """
     replicas = _whole(model.x, values)
     served = {
@@ -141,8 +141,8 @@ def polish(
     If no rates are feasible with the rounded integers, the rates are not changed.
 
     Args:
-        fresh: the same model without an objective. It is modified.
-        wanted: goals of `fresh`, as (expression, sign). The sign is 1 (minimised) or -1 (maximised).
+        fresh: The same model without an objective. It is modified.
+        wanted: Goals of `fresh`, as (expression, sign). The sign is 1 (minimised) or -1 (maximised).
     """
     rounded = {v.name: round(values[v]) for v in _integers(model)}
     for v in _integers(fresh):
@@ -188,7 +188,7 @@ def trim(model: PoolModel, values: Values) -> dict[Any, float]:
 def _without_replica(model: PoolModel, values: Values, name: str) -> dict[Any, float]:
     """Return the values that change if a cell has one replica less.
 
-    When re-planning, one replica is not started or one more replica is stopped.
+    When re-planning, this means that one replica less is started, or one more replica is stopped.
     """
     x = model.x[name]
     changed = {x: values[x] - 1}

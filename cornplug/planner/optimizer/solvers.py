@@ -1,4 +1,4 @@
-"""Runs the solver HiGHS in this process, through PuLP.
+"""Calls of the solver HiGHS in this process, through PuLP.
 
 All problems are minimised. The result includes the proven bound. PuLP reports "Optimal" even if the time
 limit was reached, so the status is computed from the best plan and the bound.
@@ -24,7 +24,7 @@ from cornplug.planner.optimizer.optimization_problem import SolveProgress
 Watch = Callable[[SolveProgress], None]
 NAME: Final = "HiGHS"
 MIN_STEPS: Final = 10
-"""Number of steps that each call counts in addition, because presolve alone may solve a model."""
+"""Number of steps that are added to the steps of each call, because presolve may solve a model in 0 steps."""
 _scheduler: Final = {"threads": 0}
 """Number of threads in the last solver call of this process."""
 
@@ -129,7 +129,7 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
 
 
 def with_objective(run: SolverRun, objective: float, gap: float) -> SolverRun:
-    """Return the run with a better objective than the solver found, and the status that the bound proves."""
+    """Return the run with another, better objective, and with the status that follows from the bound."""
     return replace(run, objective=objective, status=_status(objective, run.bound, gap))
 
 
@@ -143,7 +143,8 @@ def reached(objective: float, bound: float, gap: float) -> bool:
 
 
 def relax(problem: Any) -> None:
-    """Solve the problem without integrality, so that the `pi` of each row is its shadow price."""
+    """Solve the problem with continuous instead of integer variables, so that `pi` of each row is its shadow
+    price."""
     _without_banner()
     _share_threads(1)
     problem.solve(pulp.HiGHS(mip=False, msg=False, threads=1))
@@ -152,8 +153,8 @@ def relax(problem: Any) -> None:
 def _share_threads(number: int) -> None:
     """Set the number of threads for the next solver call.
 
-    HiGHS starts its threads once per process. Without this, it solves nothing if a later call requests
-    another number of threads.
+    HiGHS starts its threads once per process. Without this call, a later solve with another number of threads
+    would return no result.
     """
     if _scheduler["threads"] != number:
         highspy.Highs.resetGlobalScheduler(True)

@@ -74,8 +74,8 @@ class PoolModel:
             for i, c in enumerate(pool.cells)
             if pool.limits.by_node and c.name in self.e and self.per_node(c) > 1
         }
-        """Cell -> list of (k, variable that is 1 if k is the maximum number of the cell's replicas on a node,
-        variable for the number of nodes with replicas of the cell in this case)."""
+        """Candidates for the maximum number k of a cell's replicas on a node, by cell. Each candidate is (k,
+        variable that is 1 if k is chosen, variable for the number of nodes with replicas in this case)."""
         self.min_served = self.real("min_served", 1.0)
         self.y: dict[tuple[str, int, str], Any] = {}
         self.a: dict[str, Any] = {}
@@ -111,7 +111,8 @@ class PoolModel:
         return max(int(self.nodes[cell.nodes].gpus / cell.gpus + 1e-9), 1)
 
     def lost(self, cell: Cell) -> Any:
-        """Return the maximum number of the cell's replicas that are lost together: one, or all on a node."""
+        """Return the maximum number of the cell's replicas that are lost together: one replica, or all
+        replicas on a node."""
         if cell.name not in self.spread:
             return 1 * self.e[cell.name]
         return pulp.lpSum(k * b for k, b, _ in self.spread[cell.name])

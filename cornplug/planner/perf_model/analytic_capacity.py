@@ -1,11 +1,11 @@
-"""Computes the capacity of a station with closed forms, in milliseconds.
+"""Capacity of a station (identical replicas behind one router), computed with closed forms in milliseconds.
 
 The station is modelled as a GI/G/c queue. Its servers do the work that occurs once per request (encode,
 prefill, generate). The longer the queue, the more of this work an iteration contains. Decoding uses the
-remaining time. The wait has the distribution of Allen and Cunneen (`wait_mean`), and each sampled request
-adds its own time. A bound applies to the percentile of the sum over all samples. The numbers of decoding
-requests and of their KV tokens are Poisson distributed as in M/G/infinity, so a percentile needs capacity for
-some standard deviations more than the mean.
+remaining time. The mean wait is Allen and Cunneen's (`wait_mean`), and each sampled request adds its own
+time. A bound applies to a percentile of the sum over all samples. The numbers of decoding requests and of
+their KV tokens are Poisson distributed as in M/G/infinity. A bound on a percentile therefore requires
+capacity for the mean number plus some standard deviations.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ Splitwise's prompts)."""
 def screen(
     station: Station, samples: Sequence[SampledRequest], bound: LatencyBound, burst: float = 1.0
 ) -> float:
-    """Return the capacity of all replicas in requests per second, from closed forms. See
-    `capacity.capacity`."""
+    """Return the capacity of all replicas in requests per second, from closed forms.
+
+    The arguments and the result are described in `capacity.capacity`.
+    """
     sizes = request_costs(tuple(samples))
     if not _fits(station, sizes):
         return 0.0
@@ -109,9 +111,9 @@ def _on_time(
 
 
 def _sigmas(bound: LatencyBound) -> float:
-    """Return the number of standard deviations above the mean for which a bound requires capacity.
+    """Return how much more than the mean number of requests must fit to meet a bound, in standard deviations.
 
-    Without a bound, capacity for the mean is sufficient.
+    Without a bound, the mean number must fit, so the result is 0.
     """
     if bound.seconds is None and bound.tpot_s is None:
         return 0.0

@@ -1,13 +1,14 @@
-"""Computes the state of one replica under a steady rate of requests of one class, with closed forms.
+"""State of one replica under a steady rate of requests of one class, computed with closed forms.
 
 Work that occurs once per request (encode, prefill, generate) occupies the replica, and decoding requests
 share the remaining time. The state is a fixed point: the more requests decode, the slower each request
 becomes, and the more prompts wait, the more prompts an iteration contains. Attention-DP groups run iterations
 in lockstep, so prompts of several groups share an iteration.
 
-Waits in queues follow Erlang, Allen-Cunneen and Mitzenmacher. Rates are per second, times are in seconds, and
-cv2 is a squared coefficient of variation (1 for an exponential distribution). These functions raise
-ValueError if a queue is overloaded, because its wait is not finite.
+Waits in queues are computed with the formulas of Erlang, Allen-Cunneen and Mitzenmacher. Rates are per
+second, times are in seconds, and cv2 is a squared coefficient of variation (1 for an exponential
+distribution). The functions for waits raise ValueError if the queue is overloaded, because the wait is then
+infinite.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class ReplicaLoad:
     def __init__(self, station: Station, of: RequestCosts, sigmas: float) -> None:
         """Compute the times that do not depend on the rate.
 
-        `sigmas` is the number of standard deviations above the mean number of requests that must fit.
+        `sigmas` is the safety margin of the KV cache and the batch, in standard deviations: the mean number
+        of requests plus this margin must fit.
         """
         self._station = station
         # A router that takes the load into account balances decoding, so fluctuations are averaged over all
@@ -155,8 +157,8 @@ class ReplicaLoad:
         """Return the number of iterations with prompts per prompt, and the time that each iteration adds.
 
         These iterations interrupt decoding requests. Prompts differ in length, so the total added time is
-        compound Poisson distributed. Its variance is that of fewer, longer prompts with the length E[S^2] /
-        E[S].
+        compound Poisson distributed. The variance is the same as for fewer, longer prompts of the length
+        E[S^2] / E[S].
         """
         mean_s = float(service.mean())
         variable = float((service**2).mean()) / mean_s**2
@@ -181,7 +183,8 @@ class ReplicaLoad:
     def _balance(self, rate: float) -> _Balance | None:
         """Return the steady state, or None if the replica is overloaded.
 
-        Its number of decoding requests is a fixed point of Little's law (rate x time), searched from 0.
+        The number of decoding requests is a fixed point of Little's law (rate x time). The search begins at
+        0.
         """
         found, decoding = self._with(rate, 0.0), 0.0
         for _ in range(_ROUNDS):
@@ -215,10 +218,11 @@ class ReplicaLoad:
         return _Balance(decoding, fill, service_s, iterations, pace, in_step)
 
     def _fill(self, rate: float, isolated_latency_s: float, packed_s: float) -> float | None:
-        """Return how full iterations are (`_Balance.fill`), or None if even full iterations are overloaded.
+        """Return how full iterations are (`_Balance.fill`), or None if the replica is overloaded even with
+        full iterations.
 
         A server at utilisation u has u^2 / (1 - u) waiting requests, which join the next iteration. If j
-        requests share an iteration, each has 1 / j of the shared cost, and saves 1 - 1 / j of it.
+        requests share an iteration, each request takes 1 / j of the shared cost, and saves 1 - 1 / j of it.
         """
         most = self._largest / self._mean_size
         saved = 1 - 1 / most
@@ -329,20 +333,20 @@ class SharedIterations:
     groups: float
     """Mean number of groups with a prompt in an iteration."""
     longer: float
-    """Duration relative to an iteration with a single prompt."""
+    """Duration of an iteration, relative to an iteration with a single prompt."""
 
 
 def shared_iterations(alone: float, groups: int, side_by_side: float) -> SharedIterations:
-    """Return how many groups' prompts share an iteration, as a fixed point.
+    """Return the mean number of groups whose prompts share an iteration, and related values.
 
     Prompts that arrive at any group during an iteration join the next iteration: a server at utilisation u
     has u^2 / (1 - u) waiting requests. Prompts that share an iteration take less time than separate
     iterations.
 
     Args:
-        alone: share of the time that the prompts of one group take alone.
-        groups: number of groups.
-        side_by_side: duration of an iteration with prompts of all groups, relative to a single prompt.
+        alone: Share of the time that the prompts of one group would take without the other groups.
+        groups: Number of groups.
+        side_by_side: Duration of an iteration with prompts of all groups, relative to a single prompt.
     """
     if groups == 1:
         return SharedIterations(alone, 1.0, 1.0)

@@ -1,7 +1,7 @@
 """State of one replica under a steady rate of requests, and the samples of a class as arrays.
 
-Closed forms evaluate a class at hundreds of cells, so they use arrays. The times that samples take alone
-equal those of the simulator (`replicas.py`).
+Closed forms evaluate a class at hundreds of cells, so they use arrays. The times of isolated samples are
+equal to the simulator's times (`replicas.py`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ class AnalyticState:
     """Time from the end of the wait to the first token, or until the request leaves a station without
     prefill."""
     token_s: float = 0.0
-    """Time of an iteration that only decodes, with some standard deviations more than the mean number of
-    requests.
-    """
+    """Time of an iteration that only decodes, for the mean number of requests plus some standard
+    deviations."""
     tpot_mean: float = 0.0
     interruptions: Floats | None = None
     """Mean number of iterations with prompts of other requests while a request decodes."""

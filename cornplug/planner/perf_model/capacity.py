@@ -1,9 +1,9 @@
-"""Computes a station's capacity: the largest rate of one request class that it can serve within its bounds.
+"""Capacity of a station: the largest rate of one request class that the station can serve within its bounds.
 
-Closed forms (`analytic_capacity.py`) compute the capacity in milliseconds, accurately enough to drop cells
-that no plan uses. The capacity of the cells that a plan uses is then found by simulation. The same samples
-and the same interarrival times, scaled, are simulated at every rate (common random numbers), so that two runs
-differ only in their rate.
+A station consists of identical replicas behind one router. Closed forms (`analytic_capacity.py`) compute the
+capacity in milliseconds, accurately enough to drop cells that no plan uses. The capacity of the cells that a
+plan uses is then determined by simulation. The same samples and the same interarrival times, scaled, are
+simulated at every rate (common random numbers), so that two runs differ only in their rate.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def capacity(
     work at this station, for example because all embeddings are cached.
 
     Args:
-        burst: squared coefficient of variation of the interarrival times.
-        confirm: whether to simulate (some tenths of a second). Otherwise closed forms are used
+        burst: Squared coefficient of variation of the interarrival times.
+        confirm: Whether to simulate (some tenths of a second). Otherwise closed forms are used
             (milliseconds).
 
     Results are cached.
     """
     if not samples:
-        raise ValueError("a capacity needs samples of a request class")
+        raise ValueError("samples is empty")
     return _capacity(replace(station, name=""), tuple(samples), bound, burst, seed, confirm)
 
 
@@ -90,8 +90,8 @@ def _simulated_capacity(
     seed: int,
     screened: float,
 ) -> float:
-    """Return the largest rate of all replicas that meets the bounds in simulation, in requests per second, or
-    0.
+    """Return the largest rate of all replicas that meets the bounds in simulation, in requests per second. 0
+    means that no rate meets the bounds.
 
     The search begins with `screened`, the rate from closed forms.
     """
@@ -193,7 +193,8 @@ class _LoadTest:
         )
 
     def stress(self, rate: float) -> float:
-        """Return the largest ratio of a simulated time to its bound at a rate. A bound is missed above 1."""
+        """Return the largest ratio of a simulated time to its bound at a rate. A ratio above 1 means that the
+        bound is missed."""
         at_s = self.at_s * (self.scale / rate)
         jobs = [
             StationJob(float(at), 0, request, (StationVisit(0),))

@@ -1,8 +1,8 @@
 """Attributes of a replica on which its times and memory depend, and its tokens of KV cache.
 
-Both engines use all of the memory that they may use. vLLM profiles a step at startup and uses the remaining
-memory for the cache. SGLang reserves memory by a fixed rule. If a profile contains the number that an engine
-reports, it is used instead of these estimates.
+vLLM profiles a step at startup and uses the remaining memory for the KV cache. SGLang reserves memory by a
+fixed rule. If a profile contains the number of KV tokens that an engine reports, this number is used instead
+of the estimate.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def kv_tokens(
     same KV.
 
     Args:
-        extra_bytes: size of towers on a rank.
-        utilisation: share of the memory that vLLM may use.
-        element_bytes: size of one value in the KV cache.
+        extra_bytes: Size of towers on a rank.
+        utilisation: Share of the memory that vLLM may use.
+        element_bytes: Size of one value in the KV cache.
     """
     at, share = spec.parallelism, spec.share
     spent = weights_bytes(shape, spec.quantisation, tp=at.tp, pp=at.pp, dp=at.groups) + extra_bytes
@@ -110,7 +110,7 @@ def engine_share(spec: EngineSpec, *, towers: bool = False, utilisation: float =
 def activation_bytes(shape: LLMShape, chunk_tokens: int, *, tp: int = 1) -> int:
     """Return the peak activation memory of a layer in bytes.
 
-    It consists of two residual streams, and an MLP that is about five times as wide.
+    The memory consists of two residual streams, and an MLP that is about five times as wide.
     """
     return int(chunk_tokens * shape.hidden * 2 * (4 + 12 / tp))
 

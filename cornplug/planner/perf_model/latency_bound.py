@@ -34,7 +34,7 @@ class LatencyBound:
 
     @property
     def each(self) -> tuple[LatencyBound, ...]:
-        """Bounds on all percentiles, with one item for each percentile."""
+        """Bounds on all percentiles. Each item bounds one percentile."""
         return (self, *self.also)
 
     @property
@@ -56,10 +56,10 @@ class LatencyBound:
 def stage_bound(slo: Slo, seconds: float, tpot_s: float, idle: IdleTimes | None = None) -> LatencyBound:
     """Return the bounds of a class on a stage in a tier of `seconds` and `tpot_s` (inf means no bound).
 
-    A tier is derived from the first bound of each quantity (`Slo.every`). Bounds at other percentiles are
-    proportional. For example, if the SLO has 1 s at P50 and 3 s at P99, a stage with 0.4 s at P50 has 1.2 s
-    at P99. The simulation of the complete plan shows deviations. `idle` contains the class's mean latencies
-    on the idle replica if slowdowns are bounded.
+    A tier is a pair of bounds, derived from the first bound of each quantity (`Slo.every`). Bounds at other
+    percentiles are proportional. For example, if the SLO has 1 s at P50 and 3 s at P99, a stage with 0.4 s at
+    P50 has 1.2 s at P99. The simulation of the complete plan verifies these bounds. `idle` contains the
+    class's mean latencies on the idle replica if slowdowns are bounded.
     """
     first = dict(_parts(slo, "ttft", seconds, idle))
     tokens = dict(_parts(slo, "tpot", tpot_s, idle))
@@ -74,7 +74,7 @@ def stage_bound(slo: Slo, seconds: float, tpot_s: float, idle: IdleTimes | None 
 def _parts(
     slo: Slo, quantity: Quantity, value: float, idle: IdleTimes | None
 ) -> Iterator[tuple[Kind, float]]:
-    """Yield the bound on a stage at each percentile, from its bound `value` at the first percentile.
+    """Yield the bound on a stage at each percentile. `value` is the bound at the first percentile.
 
     If the SLO has no bound on the quantity, the bounds are proportional to the end-to-end bounds.
     """

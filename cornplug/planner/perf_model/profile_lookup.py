@@ -1,4 +1,4 @@
-"""Determines the times and memory of a cell's replica from the component's first profile that matches.
+"""Times and memory of a cell's replica, from the first profile of the component that matches the replica.
 
 Times on a share of a GPU are divided by the share. The caller takes other replicas on the same GPU into
 account (`rules.interference`).
@@ -43,9 +43,9 @@ def hardware(
 ) -> CellHardware | None:
     """Return the times and memory of one replica, or None if no profile matches.
 
-    With attention data parallelism, the times and memory are those of one of the `dp` groups. Only rooflines
+    With attention data parallelism, the times and memory are for one of the `dp` groups. Only rooflines
     support attention data parallelism and context parallelism, because tables and throughputs are measured
-    without them.
+    without these kinds of parallelism.
 
     Args:
         component: LLM if the role contains P or D, otherwise the encoder or generator.
@@ -137,7 +137,7 @@ def _llm(
 def _measured_steps(profile: MeasuredProfile, role: str) -> EngineStepTimes | None:
     """Return the times in a measured table, or None if the table does not have all steps of the role.
 
-    Steps outside the role are not used, and may have any times.
+    The returned times of steps outside the role are arbitrary, because they are not used.
     """
     prefill = _curve("prefill_tokens", profile.prefill_tokens, profile.prefill_s)
     decode = _curve("decode_requests", profile.decode_requests, profile.decode_s)

@@ -1,14 +1,14 @@
-"""Estimates times from a model's shape and the GPU table, for components without measurements.
+"""Estimates of times from a model's shape and the GPU table, for components without measurements.
 
 An iteration takes max(FLOP / (efficiency x peak), bytes / (efficiency x bandwidth)), plus its all-reduces, a
 latency per layer and a constant overhead. Source: Williams, Waterman and Patterson 2009. The FLOP counts are
-those of Kaplan et al. 2020 (2 per weight and token) plus attention. A plan marks cells whose times are
+from Kaplan et al. 2020 (2 per weight and token), plus attention. A plan marks cells whose times are
 estimates.
 
 The efficiencies for Hopper and Blackwell are fitted to half of 577 published measurements of vLLM (Llama 70B,
-MiniMax-M2.5, Qwen3-235B, Kimi-K2.5). `benchmarks/plan_vs_published.py` compares the other half. Those for
-Ampere, Ada, and 16-bit dense models are from kernel times of AIConfigurator 0.12, reduced if the sums of
-these times are known to be too short.
+MiniMax-M2.5, Qwen3-235B, Kimi-K2.5). `benchmarks/plan_vs_published.py` compares the estimates with the other
+half. The efficiencies for Ampere, Ada, and 16-bit dense models are computed from kernel times of
+AIConfigurator 0.12. They are reduced if the sums of these kernel times are known to be too short.
 
 Pipeline parallelism: the time between two prefill iterations is the time of one stage
 (`EngineStepTimes.pipeline` adds the other stages to the time to first token). In a decode iteration, all b
@@ -61,15 +61,16 @@ from cornplug.planner.simulator.step_times import (
 )
 
 DRAFTS: Final = {"none": (0, 0), "mtp": (1, 1), "eagle3": (3, 2)}
-"""Kind of speculation -> (drafted tokens per iteration, layers that are computed per drafted token). MTP has
-one layer, and EAGLE-3 has one layer and the head of the vocabulary."""
+"""(drafted tokens per iteration, layers that are computed per drafted token), by kind of speculation. MTP has
+one layer. EAGLE-3 has one layer and an output head, which counts as a second layer."""
 
 IMAGE_PATCHES: Final = 4096
 """Maximum number of patches in one image, which attend to each other. More patches are a batch of several
 images."""
 _ACTIVATION_BYTES: Final = 2
 _NOT_FITTED: Final = 0.5
-"""Share of the peak FLOPS that towers and generators reach. It was not compared with published times."""
+"""Share of the peak FLOPS that towers and generators reach. This value was not compared with published
+times."""
 LAYER_S: Final = 40e-6
 """Time in seconds of a layer's sequential kernel launches, independent of the kernels' work."""
 EXPERTS_S: Final = 45e-6
@@ -297,10 +298,11 @@ def _touched(shape: LLMShape, tokens: float) -> float:
 def _weights_read(
     shape: LLMShape, quantisation: str, *, tp: int, pp: int, dp: int
 ) -> Callable[[float], float]:
-    """Return a function from an iteration's tokens in one group to the bytes of weights that a rank reads.
+    """Return a function that maps the number of tokens of one group in an iteration to the bytes of weights
+    that a rank reads.
 
-    With attention data parallelism, a rank reads all weights except the experts, and the share of the experts
-    that a token of any group uses, which is 1 - (1 - k / E)^tokens.
+    With attention data parallelism, a rank reads all weights outside the experts, and the experts that a
+    token of any group uses. The share of these experts is 1 - (1 - k / E)^tokens.
     """
     weights = component_shapes.weights_bytes(shape, quantisation, tp=tp, pp=pp, dp=dp)
     if dp == 1 or shape.experts is None or shape.experts_per_token is None:
@@ -317,14 +319,15 @@ def _group_prefill(prefill: PiecewiseCurve, common: Callable[[float], float], dp
 
 
 def _routed(shape: LLMShape) -> float:
-    """Return the number of routed expert weights by which a token is multiplied, or 0 if it is not known."""
+    """Return the number of routed expert weights by which a token is multiplied, or 0 if this number is
+    unknown."""
     if shape.experts is None or shape.experts_per_token is None:
         return 0.0
     return shape.expert_parameters * shape.experts_per_token / shape.experts
 
 
 def _uneven(tokens: float, shape: LLMShape, ranks: int) -> float:
-    """Return by how much the fullest of `ranks` ranks exceeds the mean number of tokens, relative to the
+    """Return the excess of tokens on the fullest of `ranks` ranks over the mean, as a fraction of the
     mean."""
     mean = tokens * (shape.experts_per_token or 1) / ranks
     return min(sqrt(2 * log(ranks) / mean), ranks - 1)

@@ -1,6 +1,6 @@
-"""Converts the solution of a pool to a plan, with routes and the costs of jobs.
+"""Conversion of a pool's solution to a plan, with routes and the costs of jobs.
 
-The cost of a job is its share of the cost of the machines that its requests use, until its deadline.
+The cost of a job is a share of the cost, until the job's deadline, of the machines that its requests use.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from cornplug.planner.plan import (
 )
 
 LEAST_PART = 1e-6
-"""Share of a class's rate below which a flow is only a consequence of the solver's tolerance."""
+"""Share of a class's rate below which a flow counts as 0, because of the solver's tolerance."""
 
 
 def build_plan(problem: FormulatedProblem, solution: PoolSolution, *, digest: str) -> Plan:
     """Return the plan for a solution.
 
-    Its latency forecasts have no times before the simulation in `validate.py`.
+    The plan's latency forecasts contain no times until the plan is simulated (`validate.py`).
     """
     names = {cell: group_name(cell) for cell, n in solution.replicas.items() if n}
     plan_routes = _routes(problem, solution, names)
@@ -138,7 +138,7 @@ def _group(
 
 
 def _kv(problem: FormulatedProblem, spec: CellSpec, users: list[RequestClass]) -> KVGeometry | None:
-    """Return the language model's KV geometry, from which buffers, pages and an attention backend follow."""
+    """Return the language model's KV geometry, which determines buffers, pages and the attention backend."""
     llm = spec.service.llm
     if llm is None or not isinstance(llm.shape, LLMShape):
         return None
@@ -224,7 +224,7 @@ def _caches(problem: FormulatedProblem, solution: PoolSolution) -> list[CacheSiz
 
 
 def _reservations(problem: FormulatedProblem, plan_routes: list[PlanRoute]) -> list[QosReservation]:
-    """Return the share of the encoder services for each class of service, in proportion to its media
+    """Return the share of the encoder services for each class of service, in proportion to the class's media
     items."""
     users: dict[str, list[tuple[RequestClass, float]]] = {}
     for route in plan_routes:
@@ -295,7 +295,7 @@ def _route(
 
 
 def _weights(solution: PoolSolution, demand: str, need: ServiceDemand) -> dict[str, float]:
-    """Return each cell's share of the demand's work that requires this service and tier."""
+    """Return each cell's share of the demand's work at one service and in one tier."""
     rates: dict[str, float] = {}
     for f in solution.flows:
         if (f.demand, f.service, f.tier) == (demand, need.service, need.tier):

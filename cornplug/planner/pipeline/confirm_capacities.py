@@ -1,4 +1,4 @@
-"""Searches for a solution in which the capacity of every used cell has been simulated.
+"""Search for a solution in which the capacity of every used cell has been simulated.
 
 Closed forms estimate the capacities of all cells, and the simulator determines the capacities of the cells
 that a solution uses. If the solution's replicas can still serve all load, the solution is final. Otherwise
@@ -8,9 +8,9 @@ A solver fills some cells completely and leaves other cells empty, especially sp
 reduces the load of the fullest cell of every service as far as its tiers allow. Waits become shorter, and
 spare replicas stay warm.
 
-When re-planning, there are a thousand ways to start new processes, and the solver may reach its limit before
-it finds a plan that is as good as keeping the current deployment. So the small pool of only the running
-processes is solved in addition.
+When re-planning, there are many ways to start new processes, and the solver may reach its limit before it
+finds a plan that is as good as the current deployment. Therefore a second, small pool that contains only the
+running processes is solved in addition.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ Watch = Callable[[SolveProgress], None]
 ROUNDS: Final = 6
 """Maximum number of rounds. The last round's solution is accepted without confirmation."""
 ENOUGH: Final = 1.5
-"""Factor for the validity of a capacity: simulated for c replicas, it is valid for c / 1.5 to c x 1.5
+"""Factor for the validity of a simulated capacity. A capacity for c replicas is valid for c / 1.5 to c x 1.5
 replicas."""
 GROWN: Final = 1.05
-"""Factor of a capacity's growth above which fewer replicas might be sufficient."""
+"""Ratio of a simulated capacity to the earlier capacity above which fewer replicas might be sufficient."""
 SCOUT: Final = 0.1
-"""Share of the solver's work in rounds in which capacities are from closed forms, so that plans are not
-final."""
+"""Share of the solver's work in rounds whose capacities are from closed forms. The plans of these rounds are
+not final."""
 SCOUTS: Final = 3
 """Maximum number of rounds with the share `SCOUT`."""
 SEARCH: Final = 0.5
@@ -239,9 +239,10 @@ def solve_with_baseline(
     notes: Mapping[str, str],
     near: Collection[str] = (),
 ) -> PoolSolution:
-    """Return the better of both solutions, with the bound of the complete pool.
+    """Solve the pool, and when re-planning also the pool of only the running processes. Return the better
+    solution, with the bound of the complete pool.
 
-    Arguments and errors are those of `milp.solve`.
+    Arguments and errors are the same as for `milp.solve`.
     """
     current = pool.current
     if current is None or pool.objective != "cost":
@@ -266,9 +267,9 @@ def solve_with_baseline(
 def _baseline(
     pool: OptimizationProblem, current: CurrentState, settings: SolverOptions
 ) -> PoolSolution | None:
-    """Solve the pool of the running processes, with other numbers of replicas and with switched roles.
+    """Solve the pool with only the running cells and the cells to which they can switch.
 
-    Returns None if these processes cannot serve the load or no plan was found.
+    Returns None if these cells cannot serve the load or no plan was found.
     """
     names = set(current.replicas)
     names |= {other for c in pool.cells if c.name in names for other in c.switches_with}

@@ -1,4 +1,4 @@
-"""Adds the current deployment to a new pool: its cells, the ages of its replicas, and the costs of changes.
+"""Current deployment as a part of a new pool: running cells, ages of replicas, and costs of changes.
 
 Cells that differ only in their tier have the same processes, so switching between them is free. SGLang can
 switch roles while it runs (prefill to decode and back, with a transfer backend that supports this). Any other
@@ -80,9 +80,9 @@ def adopt_current(
 
 
 def limited_to(current: CurrentState | None, cells: Iterable[str]) -> CurrentState | None:
-    """Return the current deployment without the replicas of other cells than these.
+    """Return the current deployment with only the replicas of these cells.
 
-    Replicas of other cells are not in the pool, so they are stopped.
+    Other cells are not in the pool, so their replicas are stopped.
     """
     if current is None:
         return None

@@ -1,9 +1,9 @@
 """Planner pipeline: formulates the input as a problem, solves it, builds a plan, and validates the plan.
 
 A cell's capacity for a class assumes that the cell serves only this class, and loads of several classes are
-added. But percentiles do not combine linearly, and the stages of a request do not reach their worst case
-together. So a class may miss a bound slightly in the simulation of the complete plan. In this case, the
-capacities of the services that it visits are reduced and the problem is solved again, at most
+added. However, percentiles do not combine linearly, and the stages of a request do not reach their worst case
+together. A class may therefore miss a bound slightly in the simulation of the complete plan. In this case,
+the capacities of the services that the class visits are reduced and the problem is solved again, at most
 `VALIDATION_ROUNDS` times.
 """
 
@@ -57,11 +57,11 @@ def decide(
 
     Args:
         digest: SHA-256 of the input file.
-        progress: called with the name of a phase and its finished share.
-        watch: called with the solver's best plan and bound when one of them improves.
-        corrections: as in `formulate`.
+        progress: Called with the name of a phase and its finished share.
+        watch: Called when the solver's best plan or the bound improves.
+        corrections: Corrections of the profiles' times, as in `formulate`.
 
-    Raises PlanInfeasible and PlanUnfinished, and ConfigError as `formulate`.
+    Raises PlanInfeasible, PlanUnfinished, and the same errors as `formulate`.
     """
     report = progress or (lambda _phase, _share: None)
     report("cells", 0.0)
@@ -84,7 +84,8 @@ def _solved(
 
 
 def _validated(problem: FormulatedProblem, digest: str, report: Report, watch: Watch | None) -> PlanDecision:
-    """Return the first plan that misses no bound, or the plan with the smallest miss if there is none."""
+    """Return the first plan that misses no bound, or the plan with the smallest miss if every plan misses a
+    bound."""
     tried: list[PlanDecision] = []
     for i in range(VALIDATION_ROUNDS):
         try:
@@ -112,8 +113,8 @@ def _derate(
 ) -> FormulatedProblem:
     """Return the problem with reduced capacities of services that affect a missed bound.
 
-    The factor depends on the size of the miss. It makes at least the fullest cell of each service too small
-    for its load, because otherwise a service with half-empty cells would not change.
+    The factor depends on the size of the miss. It is small enough that at least the fullest cell of each
+    service can no longer serve its load. Otherwise a service with half-empty cells would not change.
     """
     factor: dict[str, float] = {}
     loads = _loads(problem, solution)

@@ -1,4 +1,4 @@
-"""Formulates the planner's input as a pool: services, request paths, tiers, cells and variants."""
+"""Formulation of the planner's input as a pool: services, request paths, tiers, cells and variants."""
 
 from __future__ import annotations
 
@@ -71,17 +71,17 @@ class FormulatedProblem:
 
     @property
     def corrections(self) -> list[TimesCorrection]:
-        """Corrections of the profiles' times, from engine metrics."""
+        """Corrections of the profiles' times, which `cornplug replan` derived from engine metrics."""
         return list(self.cell_builder.corrections.values())
 
     @property
     def dropped(self) -> Counter[str]:
-        """Reason -> number of cells that were excluded for this reason."""
+        """Number of excluded cells by reason."""
         return self.cell_builder.dropped
 
     @property
     def notes(self) -> dict[str, str]:
-        """Request class that nothing in the pool can serve -> reason."""
+        """Reasons why no cell in the pool can serve a request class, by class."""
         return {name: self._note(name) for name in infeasible_classes.unserved(self.pool)}
 
     def _note(self, name: str) -> str:
@@ -92,7 +92,7 @@ class FormulatedProblem:
         return infeasible_classes.note(of, request_paths, cell_builder.config, cell_builder.dropped, samples)
 
     def scenario(self, name: str, levels: Collection[str]) -> CacheScenario:
-        """Return the cache sizes that affect a class if these levels are chosen, with its hit rates."""
+        """Return the chosen cache levels that affect a class, with the class's hit rates."""
         return next(
             path.scenario
             for path in self.request_paths.values()
@@ -119,8 +119,8 @@ def formulate(
     """Return the optimisation problem of an input.
 
     `corrections` are corrections of the profiles' times. None means the corrections of the running plan, if
-    there is one. Raises ConfigError if the input refers to a GPU, price, checkpoint or trace that does not
-    exist.
+    there is a running plan. Raises ConfigError if the input refers to a GPU, price, checkpoint or trace that
+    does not exist.
     """
     rules = plan_input.rules
     components = component_shapes.resolve(plan_input.components)

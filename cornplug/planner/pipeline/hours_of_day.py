@@ -1,4 +1,4 @@
-"""Determines the machines that a plan needs in each hour of a day. The other machines could be released.
+"""Machines that a plan needs in each hour of a day. The other machines could be released in this hour.
 
 A plan can serve each request class at the rate of its busiest hour. In other hours, some replicas can be
 stopped, but no replica is started or changed. Therefore the pool's model is solved with the plan's replicas
@@ -27,7 +27,7 @@ HOURS: Final = 24
 _PARTS: Final = 8
 
 Load = tuple[tuple[str, float], ...]
-"""(request class, its rate in an hour as a share of the planned rate) for all classes."""
+"""(request class, rate in an hour as a share of the planned rate) for all classes."""
 
 
 def with_hours(decision: PlanDecision) -> Plan:
@@ -85,7 +85,7 @@ def _of(spec: CellSpec, shares: Mapping[str, float]) -> CellSpec:
 def _smaller(
     pool: OptimizationProblem, solution: PoolSolution, shares: Mapping[str, float]
 ) -> OptimizationProblem:
-    """Return the pool that has only the plan's machines and replicas, with the rates of this hour."""
+    """Return the pool with only the plan's machines and replicas, and with the rates of this hour."""
     demands = tuple(replace(d, rate=d.rate * shares[d.name]) for d in pool.demands if shares[d.name])
     known = {d.name for d in demands}
     return replace(

@@ -1,4 +1,4 @@
-"""Places replicas on GPUs of nodes, so that online work survives the loss of a node if required.
+"""Placement of replicas on GPUs of nodes, such that online work survives the loss of a node if required.
 
 Placement is exact, because the replicas' footprints divide each other. A footprint is the number of GPUs of a
 replica: 1/4, 1/2, 1, 2, 4 or 8 GPUs of a node with 1, 2, 4 or 8 GPUs, or complete nodes. Each size divides
@@ -52,7 +52,7 @@ Slot = tuple[int, int]
 """(index of the node in its class, first GPU)."""
 ROUNDS: Final = 12
 _RATE_TOLERANCE: Final = 1e-6
-"""Relative tolerance of fixed rates, because of the solver's tolerances."""
+"""Relative tolerance for rates that are fixed, because of the solver's tolerances."""
 
 
 def placement(pool: OptimizationProblem, solution: PoolSolution) -> dict[str, list[Slot]]:
@@ -84,10 +84,10 @@ def place_on_nodes(
     A replica on several nodes gets the slot of its first node.
 
     Args:
-        footprints: group -> (GPUs per replica, number of replicas).
-        gpus: number of GPUs per node.
-        nodes: number of nodes.
-        services: group -> service. By default, each group is a service.
+        footprints: (GPUs per replica, number of replicas) by group.
+        gpus: Number of GPUs per node.
+        nodes: Number of nodes.
+        services: Service by group. By default, each group is a service.
 
     Raises ValueError if there are too few nodes, or if a footprint does not divide a node.
     """
@@ -107,8 +107,8 @@ def place_on_nodes(
 
 
 def _fit(free: list[Fraction], size: Fraction, gpus: int, group: str, same: Mapping[int, int]) -> Slot:
-    """Return a slot for a replica, and remove its GPUs from `free`. `same` counts its service's replicas by
-    node.
+    """Return a slot for a replica, and remove the slot's GPUs from `free`. `same` is the number of replicas
+    of the same service by node.
     """
     if size > gpus:
         whole_nodes = int(size / gpus)
@@ -133,7 +133,9 @@ def _empty(nodes: Sequence[Fraction], wanted: int, gpus: int) -> bool:
 def _check(size: Fraction, gpus: int, group: str) -> None:
     fits = (Fraction(gpus) / size).denominator == 1 if size <= gpus else (size / gpus).denominator == 1
     if size <= 0 or not fits:
-        raise ValueError(f"{group}: {float(size):g} GPUs neither divide a node of {gpus} nor fill whole ones")
+        raise ValueError(
+            f"{group}: {float(size):g} GPUs neither divide a node of {gpus} GPUs nor fill complete nodes"
+        )
 
 
 def with_spare_nodes(
@@ -161,7 +163,7 @@ def excluding(pool: OptimizationProblem, crowded: tuple[CrowdedNode, ...]) -> Op
 
 
 def unsurvived(pool: OptimizationProblem, solution: PoolSolution) -> tuple[CrowdedNode, ...]:
-    """Return the nodes whose loss the other replicas cannot compensate for online work.
+    """Return the nodes after whose loss the other replicas cannot do the online work.
 
     The result is empty if the loss of nodes is not limited (`limits.by_node`).
     """
@@ -230,8 +232,8 @@ def survives(pool: OptimizationProblem, solution: PoolSolution, lost: Mapping[st
 
 
 def use_idle_gpus(pool: OptimizationProblem, solution: PoolSolution, settings: SolverOptions) -> PoolSolution:
-    """Add replicas to a solution on GPUs that it pays for but does not use (`PoolSolution.extra`). Returns
-    the solution unchanged if no replica fits.
+    """Add replicas to a solution on GPUs that are paid for but not used (`PoolSolution.extra`). Returns the
+    solution unchanged if no replica fits.
 
     When re-planning, only running replicas that the solution would stop are added, because starting a replica
     has a cost.

@@ -1,4 +1,5 @@
-"""Validates a plan by simulation: determines the latencies of each request class, and missed bounds."""
+"""Validation of a plan by simulation, which determines the latencies of each request class and missed
+bounds."""
 
 from __future__ import annotations
 

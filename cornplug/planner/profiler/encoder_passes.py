@@ -37,7 +37,7 @@ class PassCounter:
 
 @dataclass(frozen=True, slots=True)
 class BenchRound:
-    """Measurement of a number of images that were sent at the same time."""
+    """Measurement of a batch of images that were sent at the same time."""
 
     images: int
     tokens: int
@@ -63,8 +63,9 @@ def rows(
     noise, so no cache has their embeddings.
 
     `edges` are the side lengths of the square images in pixels (towers with a fixed input size resize them).
-    `batches` are the numbers of images to send together, and `cell` has the other fields of `ProfileRow`.
-    Raises EncoderError and CornplugError.
+    `batches` are the numbers of images to send together, and `cell` contains the other fields of
+    `ProfileRow`. Raises EncoderError if the service rejects an image or does not reply, and CornplugError if
+    the address does not belong to an encoder service.
     """
     rounds: list[BenchRound] = []
     with EncoderClient(url, deadline_s=_DEADLINE_S) as client:
@@ -103,7 +104,7 @@ def points(
 
 def passes(url: str) -> PassCounter:
     """Return the counters of tower passes from /metrics of the service. Raises CornplugError if the address
-    is not that of an encoder service."""
+    does not belong to an encoder service."""
     try:
         answer = httpx.get(f"{url}/metrics", timeout=10, trust_env=False, verify=tls_context())
         text = answer.raise_for_status().text
@@ -148,7 +149,7 @@ def _noise(edge: int) -> bytes:
 
 def _served_name(client: EncoderClient, model: str) -> str:
     """Return the model's name if the service serves the model. Otherwise raises ConfigError with the names of
-    the models that it serves."""
+    the served models."""
     names = [str(row["name"]) for row in client.models()]
     if model in names:
         return model

@@ -27,17 +27,17 @@ from cornplug.planner.inputs.profile_tables import ProfileRow
 from cornplug.planner.profiler.sample_grid import GridPoint, SampleGrid, TimedPoint
 
 _CACHED_MAX = 0.02
-"""Maximum fraction of prompt tokens from the engine's prefix cache. Above it, times of requests are not
-prefill times."""
+"""Maximum fraction of prompt tokens that the engine may take from its prefix cache. With a larger fraction,
+the times of requests are not prefill times."""
 _CHUNK_TOKENS: Final = 16
-"""Number of tokens that one hash id stands for."""
+"""Number of tokens that one hash id in a trace represents."""
 
 
 def served(url: str, tokenizer: str | None) -> BenchedModel:
     """Return the model that the engine at this URL serves.
 
-    `tokenizer` is the folder or hub id of the tokenizer, or None to use the one of the engine's model. Raises
-    CornplugError if the engine does not reply or serves no model.
+    `tokenizer` is the folder or hub id of the tokenizer, or None to use the tokenizer of the engine's model.
+    Raises CornplugError if the engine does not reply or serves no model.
     """
     (model,) = _get_json(f"{url}/v1/models")["data"][:1] or [{}]
     if "id" not in model:
@@ -50,8 +50,8 @@ def served(url: str, tokenizer: str | None) -> BenchedModel:
 def rows(
     target: BenchedModel, grid: SampleGrid, progress: Callable[[str, float], None], **cell: str | int | None
 ) -> list[ProfileRow]:
-    """Measure every point of the grid, and return the rows of a profile table. `cell` has the other fields of
-    `ProfileRow`.
+    """Measure every point of the grid, and return the rows of a profile table. `cell` contains the other
+    fields of `ProfileRow`.
 
     Raises CornplugError if a request fails or if the engine used its prefix cache.
     """
@@ -215,7 +215,7 @@ def trace_lines(points: Sequence[GridPoint], first_id: int) -> str:
 
 
 def bench_times(points: Sequence[GridPoint], result: dict[str, Any]) -> list[TimedPoint]:
-    """Return each of the requests `points` with its time from the command's detailed result.
+    """Return the requests `points`, each with its time from the command's detailed result.
 
     Raises CornplugError if a request failed, or if its prompt or output did not have the requested length.
     """

@@ -43,8 +43,10 @@ _PACKAGES: Final = ("cornplug", "torch")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command: measure a component, write its profile table, and return 0. Raises CornplugError with
-    the remedy."""
+    """Run `cornplug profile`: measure a component, write its profile table, and return exit status 0.
+
+    Raises CornplugError if the measurement fails.
+    """
     argv = list(argv)
     args = _parser().parse_args(argv)
     _check(args)
@@ -98,8 +100,8 @@ def _encoder(args: argparse.Namespace, report: Report) -> tuple[list[profile_tab
 
 
 def _patches_per_token(model: str) -> int:
-    """Return the number of the tower's patches for one token of the LLM. Raises ConfigError if the size of
-    the tower is unknown."""
+    """Return the number of patches that the tower merges into one token of the LLM. Raises ConfigError if the
+    size of the tower is unknown."""
     tower = Component(name="tower", kind="encoder", model=model)
     shape = component_shapes.shape_of(tower, {tower.name: tower})
     assert isinstance(shape, TowerShape)
@@ -137,7 +139,7 @@ def _with(command: LaunchCommand, args: argparse.Namespace) -> LaunchCommand:
 
 
 def _cores(args: argparse.Namespace) -> Sequence[int]:
-    """Return the CPU cores to run the server on, or none if the machine has a GPU. Without a GPU, each rank
+    """Return the CPU cores on which the server runs, or [] if the machine has a GPU. Without a GPU, each rank
     of a component runs on one core."""
     mine = sorted(os.sched_getaffinity(0))
     return [] if has_gpu() else mine[: args.tp * args.pp]
@@ -145,8 +147,8 @@ def _cores(args: argparse.Namespace) -> Sequence[int]:
 
 @contextmanager
 def _log(args: argparse.Namespace) -> Iterator[Path]:
-    """Yield the path for the server's log. With --keep-log it is next to the table, otherwise in a temporary
-    folder that is removed after the block."""
+    """Yield the path for the server's log. With --keep-log, the log is next to the table. Otherwise it is in
+    a temporary folder that is removed after the block."""
     if args.keep_log:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         yield args.out.with_suffix(".log")
@@ -157,8 +159,8 @@ def _log(args: argparse.Namespace) -> Iterator[Path]:
 
 @contextmanager
 def _bar(console: Console, name: str) -> Iterator[Report]:
-    """Show a progress bar for the block, and yield a function that updates it with the current step and the
-    share that is done."""
+    """Show a progress bar for the block, and yield a function that sets the current step and the finished
+    share."""
     columns = (
         TextColumn(name),
         BarColumn(),
@@ -184,7 +186,7 @@ def _show(console: Console, rows: Sequence[profile_tables.ProfileRow], path: Pat
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    """Parse a list of numbers such as "64,256" to the sorted tuple (64, 256)."""
+    """Parse a list of numbers, such as "64,256", into a sorted tuple."""
     try:
         return tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError as e:
@@ -208,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
         default="vllm",
         help="engine to measure (default: %(default)s)",
     )
-    llm.add_argument("--tokenizer", help="tokenizer folder or hub id, if it is not the model's")
+    llm.add_argument("--tokenizer", help="folder or hub id of the tokenizer (default: the model's tokenizer)")
     llm.add_argument(
         "--prompts",
         type=_counts,
@@ -237,13 +239,13 @@ def _parser() -> argparse.ArgumentParser:
     encoder.add_argument(
         "--patches-per-token",
         type=int,
-        help="patches of the tower per token of the LLM (default: from config.json)",
+        help="number of patches that the tower merges into one token (default: from config.json)",
     )
     for kind in (llm, encoder):
         kind.add_argument("--model", help="checkpoint folder or hub id")
         kind.add_argument("--url", help="URL of a running server (default: start a server)")
         kind.add_argument(
-            "--gpu", required=True, help="name of the GPU type in plans, such as H100 or cpu-core"
+            "--gpu", required=True, help="name of the GPU type in plan inputs, such as H100 or cpu-core"
         )
         kind.add_argument("--tp", type=int, default=1, help="tensor-parallel degree (default: 1)")
         kind.add_argument("--pp", type=int, default=1, help="pipeline-parallel degree (default: 1)")
@@ -278,7 +280,8 @@ def _cpu() -> str:
 
 
 def _gpus() -> str:
-    """Describe the machine's GPUs, as in "2 x NVIDIA H100 80GB HBM3". Returns "" if it has none."""
+    """Describe the machine's GPUs, as in "2 x NVIDIA H100 80GB HBM3". Returns "" if the machine has no
+    GPU."""
     if shutil.which("nvidia-smi") is None:
         return ""
     asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

@@ -1,6 +1,6 @@
-"""Requests from which an engine's iteration times are found, and the computation of these times.
+"""Requests with which an engine's iteration times are measured, and the computation of these times.
 
-The seconds of these requests contain the following times:
+The duration of these requests contains the following times:
 
 1 prompt token, 1 output token           an iteration with one token, and all time off the device
 n prompt tokens, 1 output token          an iteration with n prompt tokens, and all time off the device
@@ -19,7 +19,8 @@ from cornplug.errors import ConfigError, CornplugError
 from cornplug.planner.inputs.profile_tables import ProfileRow
 
 _SHORT_TOKENS = 16
-"""Prompt length of the requests that time decode iterations. So few context tokens add almost no time."""
+"""Prompt length of the requests that time decode iterations. It is short, so that context adds almost no
+time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,8 @@ class SampleGrid:
             )
 
     def within(self, max_model_len: int) -> SampleGrid:
-        """Return the grid without the prompts that exceed `max_model_len` with their output. Raises
-        ConfigError if no prompt is left."""
+        """Return the grid without the prompts that do not fit into `max_model_len` with their output tokens.
+        Raises ConfigError if no prompt fits."""
         fitting = tuple(p for p in self.prompts if p + self.output_tokens <= max_model_len)
         if not fitting:
             raise ConfigError(
@@ -105,11 +106,11 @@ class SampleGrid:
         **cell: str | int | None,
     ) -> list[ProfileRow]:
         """Return the rows of a profile table for these results, which include the warm-up requests. `cell`
-        has the other fields of `ProfileRow`.
+        contains the other fields of `ProfileRow`.
 
         Decode times are for an empty context, and the time for each context token is a separate row. The time
-        off the device is that of a request with one prompt token and one output token, minus a decode
-        iteration with one request, because the prefill of one token takes as long.
+        off the device is the duration of a request with one prompt token and one output token, minus a decode
+        iteration with one request, which takes as long as the prefill of one token.
         """
         counted = isolated[len(isolated) // (self.repeats + 1) :]
         batches = {1: self._step_s(counted, _SHORT_TOKENS)}

@@ -32,7 +32,7 @@ def engine(
     """Return the command of an engine that computes each prompt of the grid in one iteration, and all
     requests of a batch together.
 
-    `cores` are the CPU cores on which the engine runs, one for each rank. If empty, it runs on GPUs.
+    `cores` are the CPU cores on which the engine runs, one core per rank. If empty, the engine runs on GPUs.
     """
     # Allow one token more than the longest prompt, for engines that add a token to the prompt.
     most_tokens, most_requests = max(grid.prompts[-1] + 1, grid.batches[-1] * 32), grid.batches[-1]
@@ -57,7 +57,7 @@ def engine(
 
 def encoder(model: str, *, folder: Path, cores: Sequence[int]) -> LaunchCommand:
     """Return the command of an encoder service for this model. The service has no store, and its socket is in
-    `folder`. `cores` are the CPU cores on which it runs. If empty, it runs on a GPU."""
+    `folder`. `cores` are the CPU cores on which the service runs. If empty, it runs on a GPU."""
     port = free_port()
     argv = ["cornplug", "encoder", "--model", model, "--no-store", "--port", str(port)]
     argv += ["--socket", str(folder / "encoder.sock")]

@@ -1,1 +1,1 @@
-"""Re-planning: decides from engines' metrics whether changing to another plan is worthwhile."""
+"""Re-planning, which decides from engines' metrics whether changing to another plan is worthwhile."""

@@ -1,9 +1,9 @@
-"""Determines factors for profiles' times, with which the simulation of the running plan matches the observed
-times.
+"""Calibration: factors for profiles' times, with which the simulation of the running plan matches the
+observed times.
 
 If the first token takes twice as long, prefill does not necessarily take twice as long, because waits grow
-faster than the work. So the plan is simulated with the observed load, and the factors of all groups are
-fitted together. In logarithms, a time is nearly linear in its factor.
+faster than the work. Therefore the plan is simulated with the observed load, and the factors of all groups
+are fitted together. The logarithm of a time is nearly linear in the logarithm of its factor.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from cornplug.planner.simulator.simulator import Station
 
 ROUNDS: Final = 6
 CLOSE: Final = 0.03
-"""Deviation of logarithms up to which the simulated time matches the observed time."""
+"""Maximum difference of logarithms at which the simulated time matches the observed time."""
 EXPLAINED: Final = 0.1
-"""Deviation of logarithms above which, after all rounds, no factor explains the observed time. No factor is
-used."""
+"""Difference of logarithms, after all rounds, above which no factor explains the observed time. The time is
+then not corrected."""
 SERVED: Final = 0.93
 """Share of requests that must finish while requests arrive. If fewer finish, the simulated plan is
 overloaded."""
 NOTICEABLE: Final = 0.05
 """Logarithm of a factor below which the factor is not used."""
 FLATTEST, STEEPEST = 0.5, 8.0
-"""Limits of a time's slope over its factor, in logarithms. It is flat if other work dominates, and steep near
-saturation."""
+"""Limits of a time's slope over its factor, in logarithms. The slope is small if other work dominates, and
+large near saturation."""
 MOST: Final = log(5.0)
 REQUESTS: Final = 4000
 """Number of requests in one simulation."""
@@ -64,7 +64,8 @@ class _Unknown:
     """Logarithm of observed time / simulated time."""
     slope: float = 1.0
     overloaded: bool = False
-    """Whether queues grow throughout the simulation with this factor, so that its times are not usable."""
+    """Whether queues grow throughout the simulation with this factor, so that the simulated times are not
+    usable."""
     _last: tuple[float, float] | None = None
     """(logarithm of the previous factor, `left` with this factor)."""
 
@@ -124,7 +125,7 @@ class _Simulation:
 
     running: Plan
     cells: Mapping[str, CellSpec]
-    """Group -> cell, for groups whose times are known."""
+    """Cell by group, for groups whose times are known."""
     routes: Sequence[PlanRoute]
     """Routes of the classes that visit only groups in `cells`."""
     classes: Mapping[str, TrafficClass]
@@ -178,7 +179,7 @@ def _station(spec: CellSpec, replicas: int, factors: Mapping[str, float]) -> Sta
 
 
 def _traffic(problem: FormulatedProblem, running: Plan, of: RequestClass) -> TrafficClass:
-    """Return a class's observed load, with the hit rates for the running plan's caches."""
+    """Return the observed load of a class, with the hit rates of the running plan's caches."""
     gib = {c.name: c.gib or 0.0 for c in running.caches}
     levels = {level.name for level in problem.levels if level.gib == gib.get(level.cache, 0.0)}
     base = problem.cell_builder.bases[of.name]

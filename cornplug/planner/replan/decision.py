@@ -1,6 +1,6 @@
-"""Decides whether to change to a new plan, and lists the steps: starts, stops, role switches, nodes, routing.
+"""Decision whether to change to a new plan, with the steps: starts, stops, role switches, nodes, routing.
 
-A change is recommended only if the running plan is overloaded or clearly more expensive than the new plan.
+A change is recommended only if the running plan is overloaded, or clearly more expensive than the new plan.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ReplanDecision:
 
     @property
     def signature(self) -> tuple[str, ...]:
-        """Steps and their groups, without numbers of replicas. Two consecutive windows must have equal
-        signatures."""
+        """Steps and their groups, without numbers of replicas. A change is recommended only if two
+        consecutive windows have equal signatures."""
         return tuple(sorted(f"{s.kind} {s.what}" for s in self.steps)) if self.act else ()
 
 
@@ -45,8 +45,8 @@ def judge(
     """Decide whether to change from the running plan `old` to `decision`, which was planned for the observed
     load.
 
-    `same_work` is True if only rates differ from the input of `old`. In this case each replica keeps its
-    capacity, because new simulations would add noise to the decision.
+    `same_work` is True if only rates differ from the input of `old`. In this case, the replicas' capacities
+    from `old` are used, because new simulations would add noise to the decision.
     """
     switched = _switched(decision)
     steps = tuple(_plan_steps(old, decision.plan, switched))
@@ -84,7 +84,7 @@ def judge(
 def overloaded(old: Plan, decision: PlanDecision, *, same_work: bool = False) -> dict[str, float]:
     """Return the utilisation of the overloaded groups, with the old routes and the new rates and capacities.
 
-    It is infinite if a group can no longer meet a class's bounds.
+    The utilisation is infinite if a group can no longer meet a class's bounds.
     """
     loads = {
         g.name: _load(g, old, decision, g.capacity if same_work else _capacity(g, decision))
@@ -115,11 +115,11 @@ def _load(g: PlannedGroup, old: Plan, decision: PlanDecision, capacity: Mapping[
 
 
 def _capacity(g: PlannedGroup, decision: PlanDecision) -> Mapping[str, float]:
-    """Return the capacity of one replica: the capacity in the running plan, or less with new lengths and hit
-    rates.
+    """Return the capacity of one replica: the minimum of the capacity in the running plan and the simulated
+    capacity with the observed lengths and hit rates.
 
-    It never increases, because the derating of the old capacity is not known, and the new derating is for
-    another mix of requests. Capacities from closed forms are not used.
+    The capacity does not increase, because the factor by which the old capacity was reduced is not known.
+    Capacities from closed forms are not used.
     """
     for spec in decision.problem.cells.values():
         if group_name(spec.cell.name) == g.name and (spec.simulated_replicas or not spec.timed):
@@ -161,7 +161,7 @@ class PlanStep:
 
     @property
     def replicas(self) -> bool:
-        """Whether the step starts, stops or switches replicas. A change of only the routing costs nothing."""
+        """Whether the step starts, stops or switches replicas. A change of only the routing has no cost."""
         return self.kind in ("start", "stop", "switch")
 
 
@@ -234,7 +234,7 @@ def _routing(old: Plan, new: Plan) -> list[PlanStep]:
 
 
 def _weights(plan: Plan) -> dict[str, dict[str, float]]:
-    """Return the share of each class's requests on each "service on nodes"."""
+    """Return the share of each class's requests by service and node class, with keys "SERVICE on NODES"."""
     services = {g.name: f"{g.service} on {g.nodes}" for g in plan.groups}
     rates: dict[str, float] = defaultdict(float)
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))

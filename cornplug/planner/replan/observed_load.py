@@ -1,4 +1,4 @@
-"""Determines the load that engines report in their Prometheus metrics, and divides it among request classes.
+"""Load that engines report in their Prometheus metrics, and its division among request classes.
 
 Two snapshots of the metrics define a window. The metrics of vLLM 0.32, SGLang 0.5.23 and `cornplug encoder`
 are read from the engines' `/metrics`, from files with their text, or from the response of a Prometheus
@@ -54,7 +54,7 @@ _COUNTED: Final = PROMPT + OUTPUT + TTFT + TPOT
 _HISTOGRAMS: Final = tuple(f"{name}{end}" for name in _COUNTED for end in ("_bucket", "_sum"))
 _KEPT: Final = frozenset(FINISHED + REJECTED + PRESENT + CACHED + LOOKED_UP + (EMBEDDINGS,) + _HISTOGRAMS)
 EVERYTHING: Final = ""
-"""Scope of metrics from all of the plan's engines together."""
+"""Name of the scope that contains all of the plan's engines."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,12 @@ class ObservedWindow:
 
     seconds: float
     requests: float
-    """Number of requests that arrived: finished and rejected requests, and the increase of requests in the
-    engines."""
+    """Number of requests that arrived: finished requests, rejected requests, and the increase in the number
+    of requests in the engines."""
     waiting: float
     """Number of requests in queues at the end of the window."""
     prompt: HistogramCounts | None = None
-    """Prompt tokens of each request, including media tokens, or None if no request was counted."""
+    """Number of prompt tokens per request, including media tokens, or None if no request was counted."""
     output: HistogramCounts | None = None
     ttft: HistogramCounts | None = None
     tpot: HistogramCounts | None = None
@@ -114,7 +114,7 @@ class ObservedWindow:
     cached_share: float | None = None
     """Share of prompt tokens that were cached, or None if no tokens were looked up."""
     embedding_hits: Mapping[str, float] | None = None
-    """Application -> share of embeddings that the encoder service did not have to compute."""
+    """Share of embeddings that the encoder service did not have to compute, by application."""
 
     @property
     def rate(self) -> float:
@@ -139,7 +139,7 @@ def read_metrics(source: str) -> MetricsSnapshot:
 
 
 def parse(body: str, at_s: float, source: str) -> MetricsSnapshot:
-    """Return the series in `body` that windows need.
+    """Return a snapshot with the series in `body` that windows need.
 
     Raises ConfigError if `body` is not Prometheus text or JSON, or contains none of these series.
     """
@@ -166,7 +166,7 @@ def window_between(before: MetricsSnapshot, after: MetricsSnapshot) -> ObservedW
     if seconds <= 0:
         raise ConfigError(
             "--metrics",
-            f"the second snapshot is {-seconds:g} s older than the first",
+            f"the second snapshot is {-seconds:g} s older than the first snapshot",
             "Set a newer file, or remove the state file.",
         )
     grown = {s: _grown(before.values.get(s, 0.0), v) for s, v in after.values.items()}
@@ -229,8 +229,8 @@ def _sum(values: Mapping[Series, float], names: Iterable[str]) -> float:
 def _counts(grown: Mapping[Series, float], names: tuple[str, ...]) -> HistogramCounts | None:
     """Return the sum of all engines' histograms with these names, or None if nothing was counted.
 
-    Histograms with different buckets are merged at the bounds of all buckets. Each cumulative count is a step
-    function, and step functions can be added.
+    The result has the bounds of all histograms' buckets. Cumulative counts are step functions of the bound,
+    so they can be added even if the buckets differ.
     """
     stairs: dict[Series, dict[float, float]] = {}
     for (name, labels), value in grown.items():
@@ -264,7 +264,7 @@ def _embedding_hits(grown: Mapping[Series, float]) -> Mapping[str, float]:
 
 @dataclass(frozen=True)
 class ClassShare:
-    """Share that one request class has in the observed load of a scope."""
+    """Share of one request class in the observed load of a scope."""
 
     window: ObservedWindow
     rate: float
@@ -293,9 +293,10 @@ class ClassShare:
 
     @property
     def prefills(self) -> bool:
-        """Whether the scope's engines prefill, so that their cache hits are real.
+        """Whether the scope's engines prefill.
 
-        A decode engine counts transferred tokens as hits.
+        Cache hits of an engine that only decodes are not usable, because it counts transferred tokens as
+        hits.
         """
         return "P" in self.tasks
 
@@ -303,7 +304,8 @@ class ClassShare:
 def scopes(plan: Plan) -> dict[str, frozenset[str]]:
     """Return the request classes whose load each scope covers.
 
-    A scope is everything, an application, a request class, or a group.
+    A scope is a set of engines with common metrics: all engines, or the engines of an application, a request
+    class or a group.
     """
     found: dict[str, frozenset[str]] = {EVERYTHING: frozenset()}
     for route in plan.routes:
@@ -318,7 +320,7 @@ def class_of(route: PlanRoute) -> str:
 
 
 def check_scope(plan: Plan, scope: str) -> None:
-    """Raise ConfigError if the plan has no scope with this name, or if its engines would count requests
+    """Raise ConfigError if the plan has no scope with this name, or if the scope's engines count requests
     twice."""
     known = scopes(plan)
     if scope not in known:
@@ -332,7 +334,7 @@ def check_scope(plan: Plan, scope: str) -> None:
             groups = ", ".join(g for s in route.stages for g in s.groups)
             raise ConfigError(
                 f"--metrics {scope or 'URL'}",
-                f"{class_of(route)} prefills in one engine and decodes in another, and both count it",
+                f"{class_of(route)} prefills in one engine and decodes in another. Both count each request",
                 f"Set the address of each group, GROUP=URL. The groups are {groups}.",
             )
 
@@ -364,8 +366,8 @@ def scope_does(plan: Plan, scope: str, task: str) -> bool:
 
 
 def sole_group(plan: Plan, scope: str, task: str) -> str | None:
-    """Return the group that does a task for all of a scope's requests, or None if there is not exactly
-    one."""
+    """Return the group that does a task for all of a scope's requests, or None if several groups or no group
+    do the task."""
     if scope in _tasks(plan):
         return scope if scope_does(plan, scope, task) else None
     inside = scopes(plan)[scope]

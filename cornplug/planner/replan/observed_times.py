@@ -1,4 +1,4 @@
-"""Compares times from engines' metrics with the times in the plan, and decides whether to correct profiles.
+"""Comparison of times in engines' metrics with the times in the plan, to decide whether to correct profiles.
 
 If the plan's times differ from the times of the running engines, another plan does not help, because it would
 be computed from the same wrong times. Times are corrected if two consecutive windows agree.
@@ -43,7 +43,7 @@ class SlowEngines:
         engines = self.scope or "the plan's engines"
         times = f"{formatting.seconds(self.observed_s)}, but {formatting.seconds(self.planned_s)} was planned"
         return (
-            f"The mean TTFT of {engines} is {times}, and the load does not exceed the plan's. The profiles "
+            f"The mean TTFT of {engines} is {times}. The load is not above the planned load. The profiles "
             "do not match these engines. Measure them with `cornplug profile` and plan again."
         )
 
@@ -54,7 +54,7 @@ class ObservedTime:
 
     group: str
     scope: str
-    """Scope of the metrics, which covers all of the group's requests, or the requests of some classes."""
+    """Scope of the metrics. It covers all requests of the group, or the group's requests of some classes."""
     phase: Phase
     seconds: float
     """Mean TTFT (prefill) or TPOT (decode) in seconds."""
@@ -82,11 +82,11 @@ def slow_engines(plan: Plan, windows: Mapping[str, ObservedWindow]) -> Iterator[
 def times_of_groups(
     plan: Plan, windows: Mapping[str, ObservedWindow], *, now: float, least_age_s: float
 ) -> list[ObservedTime]:
-    """Return the observed times of groups whose load does not exceed the plan's.
+    """Return the observed times of groups whose load does not exceed the planned load.
 
-    If several scopes have times of a group, the scope with the most requests is used. Cold engines are
-    excluded: groups younger than `least_age_s` at `now` (Unix time), engines that started in the window, and
-    engines with few requests. TTFT is also excluded if requests wait for encoding in another service.
+    If several scopes have times of a group, the scope with the most requests is used. Times are omitted for
+    groups younger than `least_age_s` at `now` (Unix time), for engines that started in the window, and for
+    engines with few requests. TTFT is also omitted if requests wait for encoding in another service.
     """
     groups = {g.name: g for g in plan.groups}
     found: dict[tuple[str, Phase], ObservedTime] = {}
@@ -151,11 +151,11 @@ def ratios(observed: Sequence[ObservedTime]) -> dict[str, float]:
 def agreed_times(
     observed: Sequence[ObservedTime], last: Mapping[str, float], explained: Mapping[str, float]
 ) -> list[ObservedTime]:
-    """Return all times of a window if at least one has to be corrected, otherwise [].
+    """Return all times of a window if at least one time has to be corrected, otherwise [].
 
     A time has to be corrected if it deviates by `NOTICED`, in the same direction as in the last window. All
-    times are returned, because a correction of prefill also changes decode. `last` contains the last window's
-    ratios, and `explained` the ratios that the current corrections explain.
+    times are returned, because a correction of prefill also changes decode. `last` contains the ratios of the
+    last window. `explained` contains the ratios from which the current corrections were determined.
     """
     for one in observed:
         name, usual = _name(one), explained.get(_name(one), 1.0)

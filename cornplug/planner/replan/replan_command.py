@@ -39,7 +39,7 @@ from cornplug.planner.report import plan_folder, terminal
 CHANGE: Final = 3
 """Exit status if a change is recommended."""
 AS_PLANNED: Final = ReplanDecision(
-    False, "the load is the one that the running plan was made for", (), 0.0, 0.0
+    False, "the load is the load for which the running plan was made", (), 0.0, 0.0
 )
 RATES: Final = ("rate", workload_update.SOON)
 _WINDOW_S: Final = 60.0
@@ -51,8 +51,8 @@ _STALE: Final = 10
 def main(argv: list[str]) -> int:
     """Run `cornplug replan`, and return the exit status.
 
-    It is 0 to keep the plan, 3 to change it, and 1 if no plan can serve the load. Raises ConfigError if the
-    input is invalid.
+    The status is 0 to keep the plan, 3 to change the plan, and 1 if no plan can serve the load. Raises
+    ConfigError if the input is invalid.
     """
     args = _parser().parse_args(argv)
     plan_input, digest = plan_command.read(args.input)
@@ -149,9 +149,9 @@ def _times(
 def _digest(
     of_file: str, differences: Sequence[FigureDifference], corrections: Sequence[TimesCorrection]
 ) -> str:
-    """Return the digest of a plan's input: of the file, or of the file and the observed values.
+    """Return the digest of a plan's input. If there are observed values, it covers the file and these values.
 
-    Values are rounded to two digits, so that the same plan is not made again for a slightly different load.
+    Values are rounded to two digits, so that a slightly different load has the same digest.
     """
     if not differences and not corrections:
         return of_file
@@ -161,9 +161,9 @@ def _digest(
 
 
 def aged(old: Plan, new: Plan, now: float) -> Plan:
-    """Return the new plan with the time at which its replicas were started.
+    """Return the new plan with the start time of each group's replicas.
 
-    Unchanged groups keep their time. A group with a new replica counts as new.
+    Unchanged groups keep their start time. A group with a new replica has the start time `now`.
     """
     before = {of_group(g): g for g in old.groups}
     groups = []
@@ -188,8 +188,8 @@ def _snapshots(
 ) -> tuple[dict[str, MetricsSnapshot] | None, dict[str, MetricsSnapshot]]:
     """Return the snapshots at the beginning and the end of a window, by address.
 
-    Waits for a window to pass if the engines' earlier snapshots are missing or too old. Files are read once,
-    and if they are not newer than the earlier snapshots, the beginning is None.
+    If the engines' earlier snapshots are missing or too old, this waits until a window has passed. Files are
+    read once. If files are not newer than the earlier snapshots, the beginning is None.
     """
     now = {a: observed_load.read_metrics(a) for a in addresses}
     live = all(a.startswith(("http://", "https://")) for a in addresses)
@@ -274,8 +274,9 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         required=True,
         metavar="[SCOPE=]SOURCE",
-        help="URL of an engine's /metrics or of a Prometheus query, or a file with such output; repeatable. "
-        "SCOPE is the group, application or application/request of the plan that it serves",
+        help="URL of an engine's /metrics or of a Prometheus query, or a file with such output; can be "
+        "repeated. "
+        "SCOPE is the group, application or application/request that the engine serves",
     )
     parser.add_argument(
         "--window",
@@ -323,14 +324,12 @@ class _WindowFindings:
 def _verdict_lines(
     old: Plan, new: Plan, told: _WindowFindings, verdict: ReplanDecision, *, agreed: bool
 ) -> list[str]:
-    """Return the lines to print. This is a single line if no action is required and no time deviates."""
+    """Return the lines to print, which is a single line if no action is required and no time deviates."""
     times = [*told.slow, *map(observed_times.correction_text, told.corrections)]
     if not verdict.act:
         return [f"{verdict.reason[0].upper()}{verdict.reason[1:]}.", *times]
     if not agreed:
-        waiting = (
-            f"This window calls for a change ({verdict.reason}). Waiting for the next window to confirm it."
-        )
+        waiting = f"This window requires a change ({verdict.reason}). The next window must confirm this."
         return [waiting, *times]
     said = [f"Change: {verdict.reason}."]
     said += [f"  {d.demand}: {d.what} {_figure(d.planned)} → {_figure(d.observed)}" for d in told.differences]

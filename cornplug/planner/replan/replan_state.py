@@ -41,22 +41,23 @@ class KeptSnapshot(PlanRecord):
 class ReplanState(PlanRecord):
     format: Literal[1] = 1
     plan: str = ""
-    """SHA-256 of the plan.json to which the other fields belong."""
+    """SHA-256 of the running plan.json, to which the other fields belong."""
     snapshots: dict[str, KeptSnapshot] = Field(default_factory=dict)
     wanted: list[str] = Field(default_factory=list)
-    """Signature of the change that the last window requires, or [] if it requires none."""
+    """Signature of the change that the last window requires, or [] if it requires no change."""
     times: dict[str, float] = Field(default_factory=dict)
-    """Group and phase -> ratio of observed to planned mean time in the last window."""
+    """Ratio of observed to planned mean time in the last window, by group and phase."""
     corrections: list[TimesCorrection] | None = None
     """Corrections of profiles' times that currently apply, or None if the plan's own corrections apply."""
     explained: dict[str, float] = Field(default_factory=dict)
-    """Group and phase -> ratio as in `times`, in the windows from which the corrections were determined."""
+    """Ratios as in `times`, in the windows from which the corrections were determined."""
     history: dict[str, DailyRates] = Field(default_factory=dict)
-    """Request class -> rates by the time of day. They are kept when the plan changes."""
+    """Rates by the time of day, by request class. The rates are kept when the plan changes."""
 
 
 def load(path: Path, plan: str) -> ReplanState:
-    """Read the state for a plan, or return a new state if there is none.
+    """Read the state for a plan, or return a new state if the file does not exist or belongs to another plan
+    (then with the `history` of the file).
 
     `plan` is the SHA-256 of the plan.json. Raises ConfigError if the file is not a valid state.
     """
@@ -100,9 +101,9 @@ class DailyRates(PlanRecord):
     """Rates of one request class by the time of day."""
 
     usual: dict[int, float] = Field(default_factory=dict)
-    """Slot of the day (UTC) -> usual requests per second on earlier days."""
+    """Usual requests per second on earlier days, by slot of the day (UTC)."""
     day: int = 0
-    """Number of the day of `today`, since 1970."""
+    """Day to which `today` belongs, in days since 1970."""
     today: dict[int, SlotMean] = Field(default_factory=dict)
 
     def seen(self, rate: float, at_s: float) -> DailyRates:

@@ -1,8 +1,7 @@
-"""Replaces assumed values in a plan's input by observed values: rates, lengths and hit rates.
+"""Replacement of assumed values in a plan's input by observed values: rates, lengths and hit rates.
 
-Engines do not report request classes. If several classes use the same engines, the load is divided among them
-by the running plan's routes. Their rates change by the same factor, and their lengths change by the same
-factor.
+Engines do not report request classes. If several classes use the same engines, the load is divided among the
+classes by the running plan's routes. Their rates change by one factor, and their lengths by another.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def updated(
     """Return the applications with observed values, and the values that changed.
 
     `windows` contains the observed load of each scope. Raises ConfigError if a scope is not in the plan, or
-    if its engines count requests twice.
+    if the scope's engines count requests twice.
     """
     for scope in windows:
         observed_load.check_scope(plan, scope)
@@ -140,8 +139,8 @@ def _lengths(
 ) -> dict[str, object]:
     """Return the changed lengths of a class.
 
-    If several classes use the same engines, their lengths are scaled by the ratio of their joint mean. If the
-    class is the only class, it gets the observed histogram.
+    If several classes use the same engines, their lengths are scaled by the ratio of the observed to the
+    planned joint mean. If only one class uses the engines, it gets the observed histogram.
     """
     changes: dict[str, object] = {}
     for what in ("prompt", "output"):
@@ -210,8 +209,8 @@ def _prefix(
 ) -> dict[str, object]:
     """Return the changed hit rate of a class's prefix, from the cached tokens of its engines.
 
-    Hit rates from a catalogue are not changed, because they depend on cache sizes and not on the running
-    plan.
+    Hit rates that are computed from a catalogue are not changed, because they depend on the cache sizes that
+    a plan chooses.
     """
     seen = [(s.window.cached_share, s.window.requests) for s in shares if s.window.cached_share is not None]
     if not seen or request.prefix is None or request.prefix.hit_rate is None:

@@ -1,7 +1,7 @@
 """Charts of a plan's HTML report, which `report.html.j2` draws: bars, the cost curve, request flows, and
 placement.
 
-A `kind` is a CSS class in `report.css`, so that the charts follow the reader's light or dark theme.
+The fields `kind` are CSS classes in `report.css`, so that the charts follow the reader's light or dark theme.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def against_bounds(found: Sequence[SloCheck]) -> list[Bar]:
 
 
 def cost_curve(curve: Sequence[CurvePoint]) -> Curve:
-    """Return the curve of dollars per hour over the factor that multiplies all bounds (log scale)."""
+    """Return the curve of the cost, in dollars per hour, over the factor that multiplies all bounds."""
     factors = [math.log(p.slo_factor) for p in curve]
     low, span = min(factors), max(max(factors) - min(factors), 1e-9)
     top = ceiling(max((p.cost_per_hour or 0 for p in curve), default=1))
@@ -164,8 +164,8 @@ def _classes(routes: Sequence[PlanRoute]) -> dict[str, float]:
 
 
 def _edges(routes: Sequence[PlanRoute]) -> dict[tuple[str, str], float]:
-    """Return the requests per second on each edge (from, to). Edges between two stages are proportional to
-    the weights of both stages' groups.
+    """Return the requests per second on each edge (from, to). The rate between the groups of two stages is
+    proportional to the weights of both groups.
     """
     flows: dict[tuple[str, str], float] = defaultdict(float)
     for route in routes:

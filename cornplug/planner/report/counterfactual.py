@@ -1,8 +1,9 @@
-"""Cost of a plan for a slightly different pool, which takes one quick solve.
+"""Counterfactual questions about a plan: the cost for a slightly different pool, found by one quick solve.
 
-Alternatives reverse one structural decision by removing options from the pool. Binding constraints are found
-by relaxing one kind at a time. Slacks alone do not show which constraints bind: a constraint of an integer
-program may have slack and still increase the cost, because half a node cannot be rented.
+A pool is the optimisation problem that the plan solves. To compute an alternative, options of one decision
+are removed from the pool. To find binding constraints, one kind of constraint is relaxed at a time. Slacks
+alone do not show which constraints bind: a constraint of an integer program may have slack and still increase
+the cost, because half a node cannot be rented.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ class CounterfactualQuestion:
 @dataclass(frozen=True)
 class CounterfactualAnswer:
     value: float | None
-    """Value of the pool's objective (dollars per hour, goodput or least share), or None if no plan was found,
-    or none that reaches `at_least`.
+    """Value of the pool's objective (dollars per hour, goodput or least share), or None if no plan was found
+    that is at least as good as `at_least`.
     """
     proven: bool
-    """Whether the solver proved the value within its gap. If the value is None: whether it proved that there
-    is no such plan."""
+    """Whether the solver proved the value within its gap, or proved that there is no such plan."""
     reason: str = ""
-    """If the value is None: the capacity or cell that is missing, or "" if only a search would find it."""
+    """If the value is None: the capacity or cell (replica configuration) that is missing, or "" if the reason
+    is not known."""
     timed_out: bool = False
     """Whether the time limit ended the search. Another run may have another result."""
 
 
 class ExplanationBudget:
-    """Solver work that explanations may still use. Work is counted, not time, so the same input has the same
-    explanations on any machine."""
+    """Solver work that explanations may still use. The budget counts work instead of time, so that the same
+    input has the same explanations on any machine."""
 
     def __init__(self, work: float) -> None:
         """Create a budget of `work`, in the unit of `SolverOptions.work`."""
@@ -72,7 +73,7 @@ def solve_question(
     at_least: float | None = None,
 ) -> CounterfactualAnswer:
     """Solve the pool for its first objective only, and return the result. If the pool has no plan, the
-    shortfall is not searched.
+    missing resources are not computed.
 
     With `at_least`, only plans that are at least as good as this value are considered, which prunes most of
     the search. The work, at most `QUESTION_WORK`, is subtracted from the budget.
@@ -95,14 +96,14 @@ def solve_question(
 
 
 def hours(pool: OptimizationProblem) -> float:
-    """Return the hours by which to divide the objective: a re-plan's horizon, because its objective is the
-    dollars over this horizon, and otherwise 1."""
+    """Return the hours by which to divide the objective to get dollars per hour. This is the horizon of a
+    re-plan, whose objective is the dollars over the horizon, and otherwise 1."""
     return pool.current.horizon_hours if pool.current is not None and pool.objective == "cost" else 1.0
 
 
 def is_monolith(structure: str) -> bool:
-    """Return whether a structure is a monolith. A structure with a separate generator may also be one,
-    because the language model still runs in a single engine."""
+    """Return whether a structure is a monolith, in which one engine encodes, prefills and decodes. A monolith
+    may have a separate generator."""
     return structure.removesuffix("+G") == MONOLITH
 
 
@@ -189,8 +190,8 @@ def _on(pool: OptimizationProblem, gpus: Collection[str]) -> OptimizationProblem
 def without_engine(components: Iterable[Component], engine: Engine) -> list[Component] | None:
     """Return the components without this engine, or None if a language model has no other engine.
 
-    The question without an engine needs a new pool, because the present pool lacks the slower engine's cells,
-    which were pruned.
+    A question without an engine needs a new pool, because cells of slower engines were removed from the
+    present pool.
     """
     others = []
     for c in components:
@@ -207,7 +208,8 @@ class RelaxedConstraint:
     slack: float
     """Smallest slack among the program's rows for this constraint."""
     price: bool = False
-    """Whether the saving is the price of some requests, which is reported even if no constraint binds."""
+    """Whether the saving is the price of serving some requests. This price is reported even if no constraint
+    binds."""
 
 
 def constraint_questions(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[RelaxedConstraint]:
@@ -307,7 +309,7 @@ def _demand(pool: OptimizationProblem) -> Iterator[RelaxedConstraint]:
 
 
 def _least_slack(solution: PoolSolution, prefix: str) -> float:
-    """Return the smallest slack in the rows, named `prefix` and a cell, of cells with replicas. Rows of other
-    cells are 0 <= 0."""
+    """Return the smallest slack of the rows that are named `prefix` and a cell, over all cells with replicas.
+    The rows of cells without replicas are 0 <= 0."""
     rows = (f"{prefix}{cell}]" for cell, n in solution.replicas.items() if n)
     return min((solution.slack[row] for row in rows if row in solution.slack), default=0.0)

@@ -1,8 +1,8 @@
 """Explanation of a plan: the constraints that determine its cost, its alternatives, and the price of its
 SLOs.
 
-Each question needs a separate solve. All solves together have a limit of solver work, and the notes list the
-questions that were skipped because of it.
+Each question needs a separate solve. The solver work of all solves together is limited. The notes list the
+questions that were skipped because of this limit.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Questions:
     settings: SolverOptions
     skipped: list[str] = field(default_factory=list)
     timed_out: list[str] = field(default_factory=list)
-    """Names of the questions whose search the time limit ended."""
+    """Names of the questions whose search was ended by the time limit."""
     answers: dict[str, CounterfactualAnswer] = field(default_factory=dict)
 
     @property
@@ -87,8 +87,8 @@ class _Questions:
         return answer
 
     def gained(self, answer: CounterfactualAnswer) -> float | None:
-        """Return by how much the answer's value is better than the plan's, or None if the answer has no
-        plan."""
+        """Return the difference by which the answer's value is better than the plan's value, or None if the
+        answer has no plan."""
         if answer.value is None:
             return None
         return (self.value - answer.value) if self.costs else (answer.value - self.value)
@@ -102,7 +102,7 @@ def explain(
     progress: Report | None = None,
 ) -> PlanExplanation:
     """Return the explanation of a plan. Questions about the pool may use half of the solver work, and the
-    price of the SLOs the rest."""
+    questions about the cost of the SLOs may use the rest."""
     report = progress or (lambda _phase, _share: None)
     solver = plan_input.solver
     settings = solver.model_copy(update={"gap": max(solver.gap, _GAP)})
@@ -204,7 +204,7 @@ def _dearest_first(found: list[BindingConstraint]) -> list[BindingConstraint]:
 
 
 def _bounds_matter(questions: _Questions) -> bool:
-    """Return whether bounds affect the cost. If only throughputs are known, all bounds cost the same."""
+    """Return whether latency bounds affect the cost. If only throughputs are known, bounds have no effect."""
     timed = any(spec.timed for spec in questions.decision.problem.cells.values())
     bounded = slo_cost_curve.bounded(questions.plan_input.applications)
     return questions.costs and questions.plan_input.change is None and timed and bounded
@@ -263,8 +263,8 @@ def _notes(decision: PlanDecision, questions: _Questions) -> Iterator[str]:
     if spot:
         most = formatting.percent(decision.pool.limits.spot_share)
         yield (
-            f"{', '.join(spot)} are spot machines, which may all be taken back at once. They serve at most "
-            f"{most} of each online request class. Other requests wait if the machines are taken back."
+            f"{', '.join(spot)} are spot machines, which may all be reclaimed at once. They serve at most "
+            f"{most} of each online request class. Other requests wait if the machines are reclaimed."
         )
     if questions.timed_out:
         yield f"The solver's time limit ended {_names(questions.timed_out)}. Another run may differ."
@@ -320,8 +320,8 @@ def monolith_loses(cost: float, single: CounterfactualAnswer) -> str:
 
 
 def _at_other_loads(loads: Sequence[MonolithCost], gap: float) -> str:
-    """Return a sentence about the loads at which monoliths are as cheap as the best plan, within the solver's
-    gap."""
+    """Return a sentence about the loads at which monoliths are as cheap as the best plan, apart from the
+    solver's gap."""
     known = sorted((x for x in loads if x.best is not None), key=lambda x: x.factor)
     if not known:
         return ""

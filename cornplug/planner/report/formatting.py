@@ -64,7 +64,7 @@ def count(n: int, noun: str) -> str:
 
 
 def proof(of: OptimalityProof) -> str:
-    """Describe how good a plan is. The text contains "optimal" only if the solver proved it."""
+    """Describe how good a plan is. The text contains "optimal" only if the solver proved this."""
     if of.status == "optimal":
         return "optimal (proved)" if of.gap < 1e-6 else f"optimal (proved to {percent(of.gap)})"
     bound = f"{of.bound:.4g} {of.unit}".rstrip()
@@ -82,8 +82,8 @@ def shape(at: Parallelism, share: float) -> str:
 
 
 def mark(profile: str) -> str:
-    """Return where a profile's times come from: "measured", "given", or "ESTIMATE" if computed from the GPU
-    table."""
+    """Return the origin of a profile's times: "measured", "given" (in the input), or "ESTIMATE" (computed
+    from the GPU table)."""
     if profile.startswith("roofline"):
         return "ESTIMATE"
     return "measured" if profile.startswith("measured") else "given"
@@ -97,8 +97,8 @@ def replicas(of: PlannedGroup) -> str:
 
 
 def paid_gpus(plan: Plan) -> list[str]:
-    """Return sentences about GPUs that are paid for, but that the SLOs do not need: those of extra replicas,
-    and idle GPUs."""
+    """Return sentences about GPUs that are paid for, but not needed for the SLOs: GPUs of extra replicas, and
+    idle GPUs."""
     found = []
     if any(g.extra_replicas for g in plan.groups):
         found.append(
@@ -157,23 +157,23 @@ def headline(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class SloCheck:
-    """Bound of a request class and the simulated time, both in seconds, or as a multiple of an idle replica's
-    time."""
+    """Bound of a request class and the simulated time. Both are in seconds, or multiples of the time on an
+    idle replica."""
 
     demand: str
     quantity: str
     """TTFT, TPOT or E2E, or the slowdown of one of them."""
     percentile: str
     bound: float | None
-    """None if the input sets no bound, and only the simulated time is shown."""
+    """Bound, or None if the input sets no bound and only the simulated time is shown."""
     simulated: float | None
     """Simulated time, or None if it is unknown."""
     slowdown: bool = False
-    """Whether both values are multiples of an idle replica's time."""
+    """Whether both values are multiples of the time on an idle replica."""
 
     @property
     def kept(self) -> bool | None:
-        """Whether the simulated time keeps the bound, or None if either is None."""
+        """Whether the simulated time is within the bound, or None if either value is None."""
         if self.bound is None or self.simulated is None:
             return None
         return self.simulated <= self.bound
@@ -205,7 +205,8 @@ def verdict(check: SloCheck) -> tuple[str, Literal["good", "bad", "soft"]]:
 
 
 def _of(forecast: LatencyForecast) -> Iterator[SloCheck]:
-    """Yield a check for each bound, and one at the SLO's first percentile for each time without a bound."""
+    """Yield a check for each bound. For each time without a bound, yield a check at the SLO's first
+    percentile."""
     found = [b for b in forecast.bounds if b.bound is not None]
     quantities = {b.quantity for b in found}
     for b in forecast.bounds:

@@ -1,5 +1,4 @@
-"""Load test of a plan: a trace for each request class, the commands that replay the traces, and the expected
-times.
+"""Load test of a plan: a trace for each request class, commands that replay the traces, and expected times.
 
 `vllm bench serve` replays each trace with the trace's arrival times, on both vLLM and SGLang. Traces have the
 lengths, bursts and prefix hits of the plan's input. Media are replaced by text tokens, so encoders have no
@@ -26,12 +25,13 @@ from cornplug.planner.report import formatting
 from cornplug.planner.simulator import traffic
 
 SECONDS: Final = 120.0
-"""Time that a trace spans, unless this needs fewer than `FEWEST` or more than `MOST` requests."""
+"""Duration of a trace in seconds. It is adjusted so that a trace has at least `FEWEST` and at most `MOST`
+requests."""
 FEWEST: Final = 200
 MOST: Final = 5000
 """Maximum number of requests in one trace."""
 _CHUNK_TOKENS: Final = 16
-"""Number of tokens that one hash id of a trace stands for."""
+"""Number of tokens that one hash id in a trace represents."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class LoadTest:
 
 
 def load_tests(plan_input: PlanInput, plan: Plan, *, transfer: Transfer = "nixl") -> list[LoadTest]:
-    """Return a load test for each request class and each of its addresses in routes.json. Classes without the
-    address of a language model have no load test.
+    """Return a load test for each request class and each of the class's addresses in routes.json. Classes
+    without the address of a language model have no load test.
 
     Raises ConfigError if the plan has no placement.
     """
@@ -98,8 +98,8 @@ def _load_test(
 
 
 def _lines(requests: Sequence[SampledRequest], at_s: Sequence[float]) -> Iterator[dict[str, object]]:
-    """Yield the lines of a trace. Requests that hit the prefix cache begin with the same hash ids. All other
-    hash ids occur once.
+    """Yield the lines of a trace. Requests that hit the prefix cache begin with the same hash ids. Every
+    other hash id occurs only once.
     """
     unused = 1_000_000
     for request, at in zip(requests, at_s, strict=True):

@@ -50,12 +50,12 @@ _Rule = tuple[str, float, dict[str, str]]
 def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> tuple[list[Path], str]:
     """Write plan.json, report.html, commands.txt with its files, and the files for Prometheus.
 
-    Returns the paths of the files, and the reason if the commands could not be written, or "". Raises
-    ConfigError if a file with one of the names already exists and no earlier run wrote it.
+    Returns the paths of the files, and the reason why commands could not be written, or "" if they were
+    written. Raises ConfigError if a file with one of the names exists and was not written by an earlier run.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # First written to a subfolder, so that each file is moved to its final path in one step, and a failure
-    # leaves the old plan intact.
+    # Write to a subfolder first, so that a failure leaves the old plan intact. Then move each file to its
+    # path.
     with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as made:
         new = Path(made)
         plan.save(new / "plan.json")
@@ -96,7 +96,7 @@ def _written(folder: Path) -> set[str]:
         names = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise ConfigError(f"-o {folder}", f"{WRITTEN} cannot be read ({e})", "Choose another folder.") from e
-    # cornplug writes only plain file names. Ignore others, so that no file outside the folder is deleted.
+    # cornplug writes only plain file names. Ignore paths, so that no file outside the folder is deleted.
     return {name for name in names if Path(name).name == name}
 
 
@@ -157,15 +157,18 @@ def _px(length: float) -> str:
 
 
 def write_prometheus_files(plan: Plan, folder: Path) -> None:
-    """Write the rules and the targets to the folder. Raises ConfigError as `sites` does."""
+    """Write the recording rules and the targets to the folder.
+
+    Raises ConfigError if the plan's replicas are not placed.
+    """
     targets = _targets(sites(plan))
     (folder / RULES).write_text(_rules(plan), encoding="utf-8")
     (folder / TARGETS).write_text(targets, encoding="utf-8")
 
 
 def _targets(placed: Sequence[ReplicaAddress]) -> str:
-    """Return the content for `file_sd_configs`: the addresses of all engines that serve /metrics, which are
-    rank 0 of each replica."""
+    """Return the file for `file_sd_configs` with the addresses of all processes that serve /metrics (rank 0
+    of each replica)."""
     by_group: dict[str, list[str]] = defaultdict(list)
     for site in placed:
         if site.group.engine != "external" and site.rank == 0:
@@ -184,8 +187,8 @@ def _rules(plan: Plan) -> str:
 
 
 def _rates(plan: Plan) -> Iterator[_Rule]:
-    """Yield the requests per second of each group that generates output, to compare with the counters of its
-    engines."""
+    """Yield the requests per second of each group that generates output. A dashboard compares these rates
+    with the engines' counters."""
     rates: dict[str, float] = defaultdict(float)
     for route in plan.routes:
         for group, share in _answering(plan, route):

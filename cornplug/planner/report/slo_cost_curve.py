@@ -1,4 +1,4 @@
-"""Cost of the SLOs, which is found by planning the same input again with tighter and looser bounds."""
+"""Cost of the SLOs, which is computed by planning the same input again with tighter and looser bounds."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class SloSweep:
     plan_input: PlanInput
     budget: ExplanationBudget
     skipped: list[str] = field(default_factory=list)
-    """Names of the questions for which the solver work did not suffice."""
+    """Names of the questions that were skipped because the solver work was used up."""
     timed_out: list[str] = field(default_factory=list)
-    """Names of the questions whose search the time limit ended."""
+    """Names of the questions whose search was ended by the time limit."""
 
     def cost(self, name: str, applications: list[Application]) -> SweepCost | None:
         """Plan these applications without simulation, and return the cost, or None if the remaining work does
@@ -82,7 +82,7 @@ def curve(sweep: SloSweep, cost: float) -> list[CurvePoint]:
 
 
 def monotone_points(found: Mapping[float, SweepCost]) -> Iterator[CurvePoint]:
-    """Yield the points of the curve, such that the cost does not rise with looser bounds.
+    """Yield the points of the curve, adjusted so that the cost does not rise with looser bounds.
 
     A plan that meets tighter bounds also meets looser bounds. It therefore replaces a more expensive plan
     from a solve that was stopped early. The point at factor 1 is always the plan itself.
@@ -95,8 +95,8 @@ def monotone_points(found: Mapping[float, SweepCost]) -> Iterator[CurvePoint]:
 
 
 def slo_prices(sweep: SloSweep, cost: float, noise: float) -> Iterator[BindingConstraint]:
-    """Yield a constraint for each application whose bounds increase the cost, with the saving if its bounds
-    were looser. Savings up to `noise` are ignored."""
+    """Yield a constraint for each application whose bounds increase the cost, with the saving that looser
+    bounds would bring. Savings up to `noise` are ignored."""
     for app in (applications := sweep.plan_input.applications):
         if not bounded(applications, app.name):
             continue

@@ -1,4 +1,4 @@
-"""Simulates all request classes of a plan on all of its stations.
+"""Simulation of all request classes of a plan on all of the plan's stations.
 
 Runs are repeated with other random numbers until the 95th percentiles of all classes are precise enough.
 """
@@ -38,17 +38,17 @@ class SimulatedTimes:
     slowdowns: tuple[RequestTimes, RequestTimes, RequestTimes]
     """Slowdowns of TTFT, TPOT and E2E. Empty if the requests have no idle latencies."""
     finished: float
-    """Number of requests per second that finished while requests arrived. Below the rate if the plan is
-    overloaded.
+    """Number of requests per second that finished while requests arrived. It is below the arrival rate if the
+    plan is overloaded.
     """
 
 
 @dataclass(frozen=True)
 class SimulatedPlan:
     times: dict[str, SimulatedTimes]
-    """Request class -> simulated latencies."""
+    """Simulated latencies by request class."""
     queues: dict[str, QueuePeak]
-    """Station -> peak of its queues in all runs."""
+    """Peak of the queues in all runs, by station."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class _EndToEndRun:
     tpot: NDArray[np.float64]
     e2e: NDArray[np.float64]
     idle: NDArray[np.float64]
-    """TTFT, TPOT and E2E of each request alone on the idle replica of its SLO, shape (requests, 3). NaN if
-    the SLO has no idle replica.
+    """TTFT, TPOT and E2E of each request if it runs alone on the idle replica of its SLO, shape (requests,
+    3). NaN if the SLO has no idle replica.
     """
     finished: float
     """Number of requests per second that finished while requests arrived."""

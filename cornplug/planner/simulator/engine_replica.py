@@ -1,10 +1,10 @@
-"""Simulates one replica of a language model's engine, with iterations that prefill, decode, or do both.
+"""Simulation of one replica of a language model's engine, with iterations that prefill, decode, or do both.
 
-A scheduler has a queue, a batch and KV. An iteration computes waiting prompts by priority and in order of
-arrival, up to `chunk_tokens` minus one token per decoding request. A request is admitted if fewer than
-`max_batch` requests are running and the KV of its complete prompt and output fits into the cache in addition
-to all reservations. The media items of a prompt (tasks with E) are encoded in the iteration of its first
-chunk.
+A scheduler has a queue, a batch and a KV cache. An iteration computes waiting prompts by priority and in
+order of arrival, up to `chunk_tokens` minus one token per decoding request. A request is admitted if fewer
+than `max_batch` requests are running and the KV of its complete prompt and output fits into the cache in
+addition to all reservations. The media items of a prompt (tasks with E) are encoded in the iteration of its
+first chunk.
 
 Iterations without prefill differ only in their context, which grows by one token per request, so consecutive
 iterations without prefill are one event: n iterations of b requests with c tokens of context take n·decode(b)
@@ -37,7 +37,7 @@ class EngineReplica:
         self._version = 0
         self._start = self._until = 0.0
         self._count = 0
-        """Number of iterations in the current piece of work."""
+        """Number of iterations in the current piece of work, which is one event of the simulation."""
         self._idle = True
         self._mixed = False
         self.outstanding = 0
@@ -80,7 +80,8 @@ class EngineReplica:
     def load(self, now: float) -> float:
         """Return the remaining work in seconds.
 
-        Prompts count as if they ran alone, and decoding requests with their share of a full batch.
+        A prompt counts with its time if it ran alone, and a decoding request with its share of a full batch's
+        time.
         """
         work_s = max(group.work_s for group in self._groups)
         return work_s + (max(self._until - now, 0.0) if self._mixed else 0.0)
@@ -115,7 +116,8 @@ class EngineReplica:
             self._idle = True
 
     def _schedule(self, start: float, count: int, seconds: float) -> None:
-        """Begin a piece of work of `count` iterations at `start`. It replaces the current piece of work."""
+        """Begin a piece of work of `count` iterations at `start`, which replaces the current piece of
+        work."""
         self._idle = False
         self._start, self._count, self._until = start, count, start + seconds
         self._version += 1
@@ -180,8 +182,8 @@ class GroupScheduler:
         self._reserved = 0
         self.work_s = 0.0
         self._prefilling = self._most_prefilling = self._most_waiting = 0
-        """Number of prompt tokens of requests that have not finished prefill, its peak, and the peak number
-        of waiting requests."""
+        """Number of prompt tokens in requests that have not finished prefill, the peak of this number, and
+        the peak number of waiting requests."""
         self.outstanding = 0
 
     @property

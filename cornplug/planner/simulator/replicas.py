@@ -1,8 +1,8 @@
 """Simulated replicas that serve requests one after another, and simulated encoder replicas that serve
 batches.
 
-The event loop and the router use the same members of all kinds of replicas: `arrive`, `wake`, `load`,
-`outstanding` and `busy_s`. Replicas of a language model's engine are in `engine_replica.py`.
+All kinds of replicas have the members of `SimulatedReplica`, which the event loop and the router use.
+Replicas of a language model's engine are in `engine_replica.py`.
 """
 
 from __future__ import annotations
@@ -55,10 +55,8 @@ class EventAgenda:
 
 
 class TokenLog:
-    """Priorities of jobs, and times of their first and last tokens.
-
-    Also the time window in which utilisation is measured.
-    """
+    """Priorities of jobs, times of their first and last tokens, and the time window in which utilisation is
+    measured."""
 
     def __init__(self, since: float, until: float, priority: Sequence[int]) -> None:
         """Create an empty log. `priority` has one entry per job."""
@@ -72,7 +70,7 @@ class TokenLog:
 
 
 class _Unlimited:
-    """Replica for which a plan's commands set no queue limit."""
+    """Base class of replicas whose queue has no limit in a plan, so that no peak is reported."""
 
     queue_peak = QueuePeak()
 
@@ -80,8 +78,8 @@ class _Unlimited:
 class SerialReplica(_Unlimited):
     """Replica that serves one request after another: a generator, or an engine with a generator.
 
-    A monolith that generates (PDG) occupies its device for a request's prefill, decode and generation, as
-    Cornfigurator's monoliths do.
+    An engine with a generator (PDG) occupies its device for a request's prefill, decode and generation, as in
+    Cornfigurator.
     """
 
     def __init__(self, station: Station, agenda: EventAgenda, log: TokenLog) -> None:
@@ -196,9 +194,10 @@ def batches_s(station: Station, patches: Sequence[int]) -> float:
 
 
 def off_device_s(station: Station, request: SampledRequest) -> float:
-    """Return the time in seconds that a request's prefill takes in addition, without occupying a replica.
+    """Return the additional time in seconds of a request's prefill in which the request does not occupy a
+    replica.
 
-    This is the time of the engine's API and network, and of later pipeline stages for the last tokens.
+    This is the time in the engine's API and the network, and in later pipeline stages for the last tokens.
     """
     if station.steps is None or "P" not in station.tasks:
         return 0.0

@@ -5,7 +5,8 @@ iterations of an engine are one piece of work, so the simulation of a request do
 output is longer. Requests that arrive at the same time share an iteration or a batch. Failures, preemption
 for lack of KV (admission reserves KV), and the router's latency are not simulated.
 
-A station's router chooses a replica for each request, and the first replica among equal replicas:
+A station consists of identical replicas behind one router. The router chooses a replica for each request by
+one of these policies, and the first replica among equal replicas:
 
 - power_of_two: the replica with fewer requests, of two random replicas, as in vllm-router and sglang-router.
 - random: a random replica.
@@ -190,7 +191,8 @@ class RouterDispatch:
         return self._least_work(now)
 
     def _shorter_of_two(self) -> SimulatedReplica:
-        """Choose the less loaded of two different random replicas, or the first drawn on a tie."""
+        """Choose the less loaded of two different random replicas. On a tie, choose the replica that was
+        drawn first."""
         i, k = self._below(len(self._replicas)), self._below(len(self._replicas) - 1)
         one, other = self._replicas[i], self._replicas[k + (k >= i)]
         return one if one.outstanding <= other.outstanding else other

@@ -39,8 +39,8 @@ class Station:
     """Whether prompts may be divided among iterations. Otherwise a prompt longer than a chunk has its own
     iteration."""
     groups: int = 1
-    """Number of attention-DP groups per replica. `steps`, `kv_tokens`, `max_batch` and `chunk_tokens` are
-    those of one group."""
+    """Number of attention-DP groups per replica. `steps`, `kv_tokens`, `max_batch` and `chunk_tokens` are per
+    group."""
 
     @property
     def schedulers(self) -> int:
@@ -51,14 +51,20 @@ class Station:
         for tasks, times in (("PD", self.steps), ("E", self.encode), ("G", self.generate)):
             if times is None and set(tasks) & set(self.tasks):
                 needed = {"PD": "steps", "E": "encode", "G": "generate"}[tasks]
-                raise ConfigError(f"{self.name}.{needed}", f'missing for tasks "{self.tasks}"', "Set it.")
+                raise ConfigError(
+                    f"{self.name}.{needed}", f'missing for tasks "{self.tasks}"', "Set this field."
+                )
         if not self.tasks or self.tasks != "".join(t for t in "EPDG" if t in self.tasks):
             raise ConfigError(
-                f"{self.name}.tasks", f'"{self.tasks}"', 'Write one or more letters of "EPDG", in this order.'
+                f"{self.name}.tasks",
+                f'"{self.tasks}" is not valid',
+                'Write one or more letters of "EPDG", in this order.',
             )
         for field in ("replicas", "groups", "max_batch", "chunk_tokens", "max_patches"):
             if getattr(self, field) < 1:
-                raise ConfigError(f"{self.name}.{field}", f"{getattr(self, field)}", "Write 1 or more.")
+                raise ConfigError(
+                    f"{self.name}.{field}", f"{getattr(self, field)} is too small", "Write 1 or more."
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +92,8 @@ class QueuePeak:
 
     requests: int = 0
     prompt_tokens: int = 0
-    """Number of prompt tokens of requests that have not finished prefill, including cached tokens, as in
-    vLLM."""
+    """Number of prompt tokens in requests that have not finished prefill. Like vLLM's limit, the number
+    includes cached tokens."""
 
     def __or__(self, other: QueuePeak) -> QueuePeak:
         return QueuePeak(max(self.requests, other.requests), max(self.prompt_tokens, other.prompt_tokens))
@@ -111,7 +117,7 @@ class JobOutcomes:
     """Time from the arrival at a station until the job leaves the station, shape (jobs, visits). NaN beyond a
     job's visits."""
     busy: dict[str, float]
-    """Station -> share of the time between the first and last arrival in which the station's replicas have
-    work."""
+    """Share of the time between the first and last arrival in which a station's replicas have work, by
+    station."""
     queues: dict[str, QueuePeak]
-    """Station -> largest queue of one of the station's replicas."""
+    """Largest queue of one of a station's replicas, by station."""

@@ -1,4 +1,4 @@
-"""Durations of an engine's iterations on one replica. They do not depend on profiles or the GPU table."""
+"""Durations of an engine's iterations on one replica. This module does not use profiles or the GPU table."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class GroupPrefill:
     """Prefill times of an attention-DP group if the other groups have fewer tokens."""
 
     common: PiecewiseCurve
-    """Time in seconds that the groups work together on experts, including communication, by mean number of
-    tokens of all groups. It is part of `EngineStepTimes.prefill`."""
+    """Time in seconds in which the groups compute experts together, including communication, by mean number
+    of tokens of all groups. This time is part of `EngineStepTimes.prefill`."""
     alone: PiecewiseCurve
     """Time in seconds of an iteration by number of prompt tokens, if the other groups have no tokens."""
 
@@ -82,8 +82,7 @@ class GroupPrefill:
 class EngineStepTimes:
     """Durations of an engine's iterations on one replica (all TP ranks).
 
-    With attention data parallelism, they are the durations on one group if every other group has as many
-    tokens.
+    With attention data parallelism, the durations apply to one group if every other group has as many tokens.
     """
 
     prefill: PiecewiseCurve
@@ -153,15 +152,15 @@ def in_group_s(prefill: PiecewiseCurve, common: PiecewiseCurve, tokens: float, m
     """Return the time in seconds of a group's iteration with `tokens` tokens, if the mean over all groups is
     `mean`.
 
-    It is at least the time of an iteration with `mean` tokens in each group, because weights are read for any
-    number of tokens.
+    The result is at least the time of an iteration with `mean` tokens in each group, because weights are read
+    for any number of tokens.
     """
     return max(prefill(tokens) - common(tokens) + common(mean), prefill(mean))
 
 
 @dataclass(frozen=True)
 class CellHardware:
-    """Times and memory of a cell's replica. The times of tasks outside its role are None."""
+    """Times and memory of a cell's replica. Times of tasks that the replica does not have are None."""
 
     steps: EngineStepTimes | None = None
     encode: PiecewiseCurve | None = None
@@ -172,9 +171,9 @@ class CellHardware:
     """Number of tokens that fit into the KV cache. If `steps` is set, 0 means that the model itself does not
     fit."""
     requests_per_s: dict[str, float] = field(default_factory=dict)
-    """"application/request" (or ANY) -> requests per second, if only a throughput is known."""
+    """Requests per second by "application/request" (or ANY), if only a throughput is known."""
     tpot_s: dict[str, float] = field(default_factory=dict)
-    """"application/request" -> seconds per token at this throughput, if it was measured under an SLO."""
+    """Seconds per token at this throughput by "application/request", if they are known."""
     source: str = ""
     """Source of the profile, for example "roofline (H100, 2026-11 table)" or "measured: ..."."""
     measured: bool = False

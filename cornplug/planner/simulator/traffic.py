@@ -1,4 +1,4 @@
-"""Generates the requests of a plan's classes, and the stations that they visit, for a simulation.
+"""Requests of a plan's classes, and the stations that they visit, generated for a simulation.
 
 Arrivals are a renewal process with gamma-distributed interarrival times. `burst` is their squared coefficient
 of variation: 1 is Poisson, 4 is bursty, and 0.25 is more regular than Poisson. The interarrival times are
@@ -21,7 +21,8 @@ from cornplug.planner.simulator.replicas import isolated_latency_s
 from cornplug.planner.simulator.simulator import Station, StationJob, StationVisit
 
 Delays = Callable[[str, str, SampledRequest], float]
-"""(tasks of the previous stage, tasks of the next stage, request) -> seconds between the stages."""
+"""Function of (tasks of the previous stage, tasks of the next stage, request) that returns the seconds
+between the stages."""
 _MEANS_TO_WARM = 3.0
 _LEAST_OF_A_CLASS = 500
 _LONGER_FOR_RARE = 3.0
@@ -34,8 +35,8 @@ class TrafficClass:
 
     name: str
     rate: float
-    """Number of arrivals per second. The rates of the plan's routes determine only how these requests are
-    divided among paths."""
+    """Number of arrivals per second. The rates of the plan's routes are used only to divide these requests
+    among paths."""
     burst: float
     """Squared coefficient of variation of the interarrival times."""
     samples: Sequence[SampledRequest]
@@ -188,8 +189,8 @@ def arrivals_within(
 ) -> NDArray[np.float64]:
     """Return the ascending times in seconds of the arrivals in [0, `seconds`).
 
-    The process is closed to a circle and cut at a random point, so that a bursty process does not always
-    begin with a burst.
+    The sequence of intervals starts at a random point of the process, so that a bursty process does not
+    always begin with a burst.
     """
     n = int(rate * seconds + rng.random())
     at = (np.cumsum(_gaps(burst, n, rng)) * seconds / max(n, 1) + rng.random() * seconds) % seconds

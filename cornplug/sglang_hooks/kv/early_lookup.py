@@ -1,9 +1,9 @@
 """Looks up a request's pages on SGLang's scheduler thread, before a prefetch is queued.
 
-For a prompt that is not stored, looking up the first page is sufficient and takes 0.1 ms. If a far store may
-have that page, a prefetch is queued, and SGLang's prefetch thread waits for the far store. If the host's
-store has the page, the following stored pages are counted, and the time to fetch them is compared with the
-time to compute them.
+If a prompt is not stored, looking up its first page is sufficient and takes 0.1 ms. If a far store (remote
+storage) may have that page, a prefetch is queued, and SGLang's prefetch thread waits for the far store. If
+the host's store has the page, the stored pages after it are counted. Then the time to fetch these pages is
+compared with the time to compute them.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ class EarlyLookup:
         *,
         in_pairs: bool = False,
     ) -> int:
-        """Return how many of `tokens`, which follow `prefix` in a request, are stored and faster to fetch
-        than to compute.
+        """Return how many of `tokens` are stored and faster to fetch than to compute. `tokens` follow
+        `prefix` in a request.
 
-        Pages that will not be fetched are counted as misses. Raises CornplugError.
+        Pages that will not be fetched are counted as misses. Raises CornplugError if the lookup fails.
         """
         first = first_page(self._index, tokens, prefix, last_hash, space, in_pairs=in_pairs)
         begins = self._reader.begins(first, len(tokens))
         if begins is None:
-            # Other hosts may have pages. Assume one page, because only the prefetch determines how many.
+            # Other hosts may have pages. Assume one page, because the prefetch itself determines the number.
             return self._index.page_size
         if not begins:
             return 0
         near = tokens[: _NEAR_TOKENS + in_pairs]
         names = pages(self._index, near, prefix, last_hash, space, in_pairs=in_pairs)
         count, on_disk = self._reader.count(names)
-        # A window that ends after the looked-up pages is not checked here: the storage's thread looks it up
-        # with all of its pages.
+        # This does not check a window that ends after the looked-up pages. The storage's thread looks it up
+        # together with all of its pages.
         if self._windows is not None and (count < len(names) or len(tokens) <= _NEAR_TOKENS):
             count = self._windows.reach(names[:count], at_start=not prefix)
             if not count:
                 self._reader.count_absent(len(names))
                 return 0
-        # If every page of the lookup is stored, the following pages are likely to be stored too.
+        # If the store has every page of the lookup, it likely has the following pages too.
         ahead = len(tokens) if count == len(names) else count * self._index.page_size
         disk_s = self._reader.disk_s(on_disk * ahead // (count * self._index.page_size)) if count else 0.0
         if self._pace.pays(ahead, first_s=disk_s):
@@ -88,9 +88,9 @@ def pages(
     *,
     in_pairs: bool = False,
 ) -> list[str]:
-    """Return SGLang's hashes of the pages of `tokens`, which follow `prefix`, and record them in the index.
+    """Return SGLang's hashes of the pages of `tokens`, which follow `prefix`. Record the pages in the index.
 
-    With `in_pairs`, hashes cover pairs of adjacent tokens, so the last token does not begin a pair.
+    With `in_pairs`, hashes cover pairs of adjacent tokens. The last token then does not begin a pair.
     """
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.utils import get_storage_hash_str
@@ -105,8 +105,8 @@ def pages(
         return found
 
     if last_hash is not None and prefix and index.find([last_hash])[0] is None:
-        # Record the prefix from its first token, because `last_hash` may be the hash of other tokens. If it
-        # is, the pages of `tokens` are not recorded.
+        # Record the prefix from its first token. `last_hash` may be the hash of other tokens, and then the
+        # pages of `tokens` are not recorded.
         hashed([*prefix, *tokens[:in_pairs]], None)
     return hashed(tokens, last_hash)
 
@@ -122,7 +122,7 @@ def first_page(
 ) -> str | None:
     """Return SGLang's hash of the first page of `tokens`, or None if they do not fill a page.
 
-    Records every SGLang page of the store page in which this first page begins.
+    Records all SGLang pages in the store page in which the first page begins.
     """
     whole = max(index.page_size, index.page_tokens - len(prefix) % index.page_tokens)
     names = pages(index, tokens[: whole + in_pairs], prefix, last_hash, space, in_pairs=in_pairs)

@@ -1,8 +1,8 @@
-"""Settings, models, drafts and deployments that exclude KV sharing.
+"""Settings, models, draft models and deployments that exclude KV sharing.
 
-`hicache_config.settle` checks these exclusions at the end of SGLang's own resolution of its settings, before
-cornplug changes any setting. A server that cannot share therefore runs with exactly its stock settings.
-Properties of the loaded model are checked before the host pools are allocated (`late_exclusions.py`).
+`hicache_config.settle` checks these exclusions at the end of SGLang's own resolution of its settings. At this
+time, cornplug has not changed any setting. A server that cannot share therefore runs with exactly its stock
+settings. `late_exclusions.py` checks properties of the loaded model before the host pools are allocated.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from cornplug.kv_page import QUANTISED
 from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS, runs_generic_backend
 
 _LEAST_ROOM_BYTES: Final = 1 << 30
-"""Minimum memory for all host pools. Smaller pools would share little, and loading the model may need the
-memory."""
+"""Minimum total memory of the host pools. Smaller pools would share little, and loading the model may need
+this memory."""
 _HALF_PAGES: Final = "each rank holds a part of a page that is not a range of heads"
 _NO_CPU: Final = "not tested: SGLang 0.5.23 needs a GPU for it"
 _REFUSES: Final = "SGLang does not start with HiCache and this flag"
@@ -35,9 +35,9 @@ NO_PAGE_OF_PAIR: Final = (
     "--disaggregation-mode prefill without --page-size (SGLang transfers KV only between servers with the "
     "same page size: set `--page-size 64` on prefill and decode servers)"
 )
-"""Reason why a prefill server needs an explicit page size: a decode server fails at its first request if its
+"""Reason why a prefill server needs an explicit page size. A decode server fails at its first request if its
 prefill server has another page size."""
-# Fields of a text config that indicate state of a token other than K and V of full attention.
+# Fields of a text config that indicate per-token state other than K and V of full attention.
 HYBRID_FIELDS: Final = (
     "attention_chunk_size",
     "attn_type_list",
@@ -52,7 +52,7 @@ HYBRID_FIELDS: Final = (
 )
 _KV_DTYPES: Final = frozenset({"auto", "bf16", "bfloat16"})
 """Values of `--kv-cache-dtype` with which the cache has a dtype in `codec.ITEM_BYTES`. All other values
-quantise the cache: values in `kv_page.QUANTISED` by a cast, and the rest with separate scales."""
+quantise the cache: values in `kv_page.QUANTISED` by a cast, and other values with separate scales."""
 _WINDOWED: Final = "not tested: a draft model that attends to a window"
 DRAFTS: Final = "not tested. EAGLE, STANDALONE and NGRAM can be shared"
 """Reason why values of `--speculative-algorithm` other than `_DRAFTERS` exclude sharing."""
@@ -158,7 +158,8 @@ def fits(page_size: int, page_tokens: int) -> bool:
 def page_for(settled: Any, page_tokens: int) -> int:
     """Return SGLang's page size for servers whose operator and model set none, or 0 if no size fits.
 
-    A prefill chunk must consist of complete pages, so the result is the largest page size that divides it.
+    A prefill chunk must consist of complete pages, so the result is the largest page size that divides a
+    chunk.
     """
     chunk = settled.chunked_prefill_size
     for size in (page_tokens, *(n for n in (64, 32, LINK_TOKENS) if n < page_tokens)):
@@ -168,7 +169,7 @@ def page_for(settled: Any, page_tokens: int) -> int:
 
 
 def is_free(server_args: Any) -> bool:
-    """Return whether the page size is SGLang's default, because neither operator nor model has set it."""
+    """Return whether the page size is SGLang's default. If so, neither operator nor model has set it."""
     for source, declared in reversed(getattr(server_args, "_resolved_overrides", None) or ()):
         if "page_size" in declared:
             return bool(source == "_page_size_default")
@@ -176,7 +177,8 @@ def is_free(server_args: Any) -> bool:
 
 
 def deployment(settings: Any) -> str:
-    """Return the reason why the deployment excludes sharing, with flag and value, or "" if it does not."""
+    """Return the reason why the deployment excludes sharing, with the flag and its value, or "" if it can
+    share."""
     for each in DEPLOYMENTS:
         if (value := getattr(settings, each.field)) not in (each.plain, *each.also):
             return f"{each.flag} {value} ({each.why})"
@@ -188,8 +190,8 @@ def deployment(settings: Any) -> str:
 
 
 def _not_together(settings: Any) -> str:
-    """Return the reason why the combination of two or more of certain flags excludes sharing, or "" if at
-    most one of these flags is set.
+    """Return the reason why a combination of certain flags excludes sharing, or "" if at most one of these
+    flags is set.
 
     Each of these flags alone does not exclude sharing.
     """
@@ -206,13 +208,13 @@ def _checkpoint(server_args: Any, settled: Any) -> str:
     try:
         config = Checkpoint.open(settled.model_path, settled.revision).config
     except CheckpointError:
-        return ""  # KV of this model is not shared, because its identity cannot be computed later.
+        return ""  # Identification fails later, so KV is not shared.
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     hybrid = [name for name in HYBRID_FIELDS if text.get(name)]
     kinds = {str(kind) for kind in text.get("layer_types") or ()} - {"full_attention"}
     # With a single pool, layers with windows also keep K and V of every token. Multimodal models with windows
-    # are excluded, because only some attention backends let the tokens of an image attend to each other
-    # (Gemma 3).
+    # are excluded. In some of these models (Gemma 3), the tokens of an image attend to each other, but only
+    # some attention backends support this.
     in_one = settled.disable_hybrid_swa_memory and kinds and not _is_multimodal(server_args)
     if in_one or (kinds == {"sliding_attention"} and keeps_windows_apart(server_args)):
         kinds.discard("sliding_attention")
@@ -242,7 +244,8 @@ def keeps_windows_apart(server_args: Any) -> bool:
 
 
 def _windows(server_args: Any, settled: Any) -> str:
-    """Return the reason why KV of a model with a separate window pool is not shared, or "" if it is."""
+    """Return the reason why KV of a model with a separate window pool is not shared, or "" if it is
+    shared."""
     from sglang.srt.arg_groups.overrides import model_config_of
 
     if not model_config_of(server_args).is_hybrid_swa:
@@ -310,8 +313,8 @@ def _images_look_alike(server_args: Any) -> str:
     """Return why SGLang cannot distinguish prompts that differ only in their images, or "" if it can.
 
     SGLang's own models replace placeholder tokens by values of the image's hash. The generic backend does not
-    (0.5.23, `MultiModalMixin.pad_input_ids`). With this backend, SGLang runs without a radix cache, but
-    decides so only after it has set up cornplug's storage.
+    (0.5.23, `MultiModalMixin.pad_input_ids`). With the generic backend, SGLang disables the radix cache, but
+    only after it has set up cornplug's storage.
     """
     from sglang.srt.arg_groups.overrides import model_config_of
 
@@ -324,15 +327,15 @@ def _images_look_alike(server_args: Any) -> str:
 def _no_room() -> str:
     """Return the reason why host memory is too small for HiCache, or "" if it is large enough.
 
-    SGLang keeps a reserve of host memory (10 GiB) out of its host pools. A server with HiCache does not start
-    if no memory is left after the reserve. A server without HiCache does.
+    SGLang does not use a reserve of host memory (10 GiB) for its host pools. If no memory is left after the
+    reserve, a server with HiCache does not start, but a server without HiCache does.
     """
     from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
     from sglang.srt.mem_cache.pool_host import base
 
     try:
         free, reserve = available_host_memory_bytes(), base.HICACHE_HOST_MEMORY_RESERVE_BYTES
-    except RuntimeError as e:  # The cgroup's limits are not readable, so SGLang could not size its pools.
+    except RuntimeError as e:  # SGLang cannot size its pools without the cgroup's limits.
         return str(e)
     if free - reserve >= _LEAST_ROOM_BYTES:
         return ""
@@ -366,7 +369,7 @@ DRAFT_SETTINGS: Final = (
 
 
 def drafter(settings: Any) -> str:
-    """Return the reason why KV is not shared with these settings of speculative decoding, or "" if it is."""
+    """Return why KV is not shared with these settings of speculative decoding, or "" if it is shared."""
     algorithm = str(settings.speculative_algorithm or "").upper()
     if algorithm not in _DRAFTERS:
         return f"--speculative-algorithm {algorithm} ({DRAFTS})"
@@ -383,8 +386,8 @@ def drafter(settings: Any) -> str:
 
 
 def branches(settings: Any) -> str:
-    """Return why a server with NGRAM drafts would not start with pages of several tokens, or "" if it
-    would."""
+    """Return why a server with NGRAM drafts would not start with pages of several tokens, or "" if it would
+    start."""
     if str(settings.speculative_algorithm or "").upper() != "NGRAM":
         return ""
     if settings.speculative_ngram_max_bfs_breadth <= 1 or settings.attention_backend == "flashinfer":

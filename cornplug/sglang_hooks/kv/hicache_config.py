@@ -1,12 +1,12 @@
 """Configures SGLang's hierarchical cache (HiCache) for sharing KV pages.
 
 If an operator's flags exclude sharing, `check` raises an error before any process starts. `settle` decides
-the remaining settings during SGLang's own resolution, after SGLang has resolved the model, dtype and
-attention backend. If KV can be shared, `settle` declares the settings that the operator did not set. If KV
-cannot be shared, the server runs with exactly its stock settings.
+the remaining settings during SGLang's own resolution, when the model, dtype and attention backend are
+resolved. If KV can be shared, `settle` declares the settings that the operator did not set. If KV cannot be
+shared, the server runs with exactly its stock settings.
 
-SGLang's layout of the host pool and its copy engine are not changed. With every host layout, copies between a
-host page and a shared page `[kv_head][layer][K,V][token][dim]` consist of contiguous ranges of `dim` values.
+SGLang's host pool layout and its copy engine are not changed. In every host layout, a shared page
+`[kv_head][layer][K,V][token][dim]` consists of contiguous ranges of `dim` values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BACKEND: Final = {
     "class_name": "CornplugStorage",
     "interface_v1": 1,
 }
-"""Settings with which SGLang's "dynamic" storage loads `CornplugStorage`."""
+"""Settings that make SGLang's "dynamic" storage load `CornplugStorage`."""
 
 SECOND_SIGHT: Final = "write_through_selective"
 """SGLang's write policy that offers a page to the storage when a second request uses the page."""
@@ -43,8 +43,8 @@ RIVALS: Final = (
     ("enable_flexkv", False, "--enable-flexkv"),
     ("enable_hisparse", False, "--enable-hisparse"),
     ("radix_cache_backend", None, "--radix-cache-backend"),
-    # In other modes, backups bypass the hook that records a page's hash, and SGLang treats a page as stored
-    # even if a full store rejected it.
+    # In other modes, backups bypass the hook that records a page's hash. SGLang also treats a page as stored
+    # even if the store was full and rejected it.
     ("hicache_host_memory_mode", "cache", "--hicache-host-memory-mode"),
 )
 
@@ -52,8 +52,8 @@ RIVALS: Final = (
 def check(server_args: Any, config: Config) -> None:
     """Raise ConfigError if an operator's flag cannot be combined with cornplug.
 
-    `server_args` are the operator's settings before SGLang resolves them. A deployment that cannot share KV
-    for another reason is accepted, and `settle` logs that reason.
+    `server_args` are the operator's settings before SGLang resolves them. If the deployment cannot share KV
+    for another reason, this does not raise an error, and `settle` logs the reason.
     """
     if not config.engine.share_kv or exclusions.deployment(server_args):
         return
@@ -79,7 +79,7 @@ def settle(server_args: Any) -> None:
     page = config.engine.page_tokens
     if why := exclusions.excluded(server_args, page) or _no_compiler():
         logger.warning("cornplug: KV is not shared, only embeddings: %s", why)
-        if is_ours(settled):  # The operator enabled HiCache explicitly, so it stays on.
+        if is_ours(settled):  # The operator enabled HiCache explicitly.
             declare_resolution(server_args, "cornplug", hicache_storage_backend=None)
         return
     if exclusions.is_free(server_args):
@@ -96,13 +96,13 @@ def settle(server_args: Any) -> None:
 
 
 def storage_settings(page_size: int, config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the extra config with which SGLang's storage shares pages, merged with the operator's values."""
+    """Return the extra config for SGLang's storage, merged with the values that the operator set."""
     return {
         # Even a prefix of a single page is worth a lookup, because the store replies in 0.1 ms.
         "prefetch_threshold": page_size,
-        # Time in seconds that SGLang waits for a prefetch before it computes. SGLang adds time for each page.
+        # Seconds that SGLang waits for a prefetch before it computes the tokens. SGLang adds time per page.
         "prefetch_timeout_base": config.store.background_timeout_s,
-        # Without this setting, a backup has the hashes of its own pages, but not of the pages before them.
+        # Without this setting, a backup has the hashes of its own pages but not of the preceding pages.
         "hicache_storage_pass_prefix_keys": True,
         **given,
         **BACKEND,
@@ -113,7 +113,7 @@ def _write_policy(resolved: str, config: Config) -> str:
     """Return SGLang's write policy for `engine.save`.
 
     "write_through_selective" copies a page to host memory and offers it to the storage when a second request
-    uses the page. "write_back" is kept if the operator set it.
+    uses the page. If the operator set "write_back", it is kept.
     """
     if config.engine.save == "second" and resolved == "write_through":
         return SECOND_SIGHT
@@ -135,10 +135,10 @@ def is_ours(server_args: Any) -> bool:
 
 
 def named_extra(text: str | None) -> dict[str, Any] | None:
-    """Return the extra config of SGLang's "dynamic" storage, if it names cornplug's storage, else None."""
+    """Return the extra config of SGLang's "dynamic" storage if it names cornplug's storage, else None."""
     try:
         extra = json.loads(text or "{}")
-    # The value is "@FILE", or invalid JSON, for which SGLang raises an error.
+    # The value is "@FILE" or invalid JSON. SGLang raises an error for invalid JSON.
     except json.JSONDecodeError:
         return None
     ours = isinstance(extra, dict) and extra.get("class_name") == BACKEND["class_name"]
@@ -177,10 +177,10 @@ def _given_extra(server_args: Any) -> dict[str, Any]:
 
 
 def compile_hash() -> None:
-    """Compile SGLang's page hash, once per machine.
+    """Compile SGLang's page hash. This is necessary only once per machine.
 
-    Otherwise SGLang would compile the hash at its first call, in the thread that handles lookups, and for
-    half a minute every request would wait until its lookup times out. Raises ConfigError if the compilation
+    Otherwise SGLang would compile the hash at its first call, on the thread that handles lookups. For half a
+    minute, every request would then wait until its lookup times out. Raises ConfigError if the compilation
     fails.
     """
     from sglang.srt.mem_cache.utils import get_hash_str

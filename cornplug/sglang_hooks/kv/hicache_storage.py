@@ -1,7 +1,7 @@
 """Storage backend "cornplug" for SGLang's hierarchical cache, using the host's store.
 
-SGLang calls the backend on its storage threads, in batches of at most 128 pages, and computes pages that the
-backend does not return. No call raises an exception if the store fails, and every call has a deadline.
+SGLang calls the backend on its storage threads, in batches of at most 128 pages. It computes pages that the
+backend does not return. If the store fails, no call raises an exception. Every call has a deadline.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _MOST_ERRORS: Final = 8
 class CornplugStorage(FurtherPools):
     """Storage backend of one rank.
 
-    If KV cannot be shared, the reason is logged once, and SGLang then uses only its host pool.
+    If KV cannot be shared, this logs the reason once, and SGLang then uses only its host pool.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
@@ -91,7 +91,8 @@ class CornplugStorage(FurtherPools):
         self._ahead: EarlyLookup | None = None
         self._host_page_bytes = 0
         self.pace: LoadPace | None = None
-        """Durations of loads and steps on this rank, or None until SGLang has registered its pools."""
+        """Measured durations of loads and steps on this rank, or None until SGLang has registered its
+        pools."""
         self.idle: IdleBackups | None = None
         """Backups while the server is idle. None until SGLang has registered its pools, and on servers that
         do not save pages while they are idle."""
@@ -121,8 +122,8 @@ class CornplugStorage(FurtherPools):
             self._off = ""
         except CornplugError as e:
             self._stop(e.reason, str(e))
-        # At startup, SGLang registers the draft model's pool after this call. For a storage that is attached
-        # at run time, SGLang has already registered it.
+        # At startup, SGLang registers the draft model's pool after this call. If the storage is attached at
+        # run time, SGLang has already registered the pool.
         self._share_draft()
 
     def _share_draft(self) -> None:
@@ -147,7 +148,8 @@ class CornplugStorage(FurtherPools):
         tokens = self._run.config.engine.page_tokens
         pages = host_pages(self.mem_pool_host)
         if groups is not None:
-            # SGLang keeps windows that end at the ends of its own pages. Larger store pages rarely end there.
+            # SGLang keeps windows that end where one of its own pages ends. Larger store pages rarely end
+            # there.
             tokens = min(tokens, pages.page_size)
         kv_heads = model.get_total_num_kv_heads()
         full_layers = model.num_hidden_layers if groups is None else len(groups.full.layers)
@@ -166,8 +168,8 @@ class CornplugStorage(FurtherPools):
             index = page_hash_index.open_index(pages.page_size, tokens)
         except ValueError as e:
             raise LayoutError(str(e), reason="page_size") from e
-        # Load the compiled hash in this process now. Otherwise SGLang would load it on a thread that it may
-        # have to stop in the meantime.
+        # Load the compiled hash in this process now. Otherwise SGLang would load it on a thread that may have
+        # to stop in the meantime.
         compile_hash()
         roots = NamespaceRoots(self._run.secret, page, _identify)
         layers = place.layers if groups is None else range(page.layers)
@@ -178,7 +180,7 @@ class CornplugStorage(FurtherPools):
         self.pace = LoadPace(self._run.config.store.load_when, token_bytes)
         stops = self._controller.storage_stop_event.is_set
         threads = copy_threads(self._controller.mem_pool_device.device, place.ranks)
-        # If SGLang's own tree offers pages only at their second request, cornplug does not count requests.
+        # If SGLang's own tree offers pages only at their second request, cornplug need not count requests.
         only_seen = self._only_seen()
         self._context = PoolContext(self._run, index, self._tally, self.pace, stops, only_seen)
         pool = RankPool(mine, pages, threads)
@@ -193,16 +195,16 @@ class CornplugStorage(FurtherPools):
             )  # fmt: skip
         whole: PageSize = page if self._windows is None else self._windows.with_full(page)
         own_tokens = self._controller.mem_pool_device.size
-        # An idle server's copies must begin on all ranks in the same turn, but pipeline stages have idle
-        # turns at different times.
+        # Copies on an idle server must begin on all ranks in the same turn of the scheduler's loop. However,
+        # pipeline stages have idle turns at different times.
         if self._run.config.engine.save == "second" and not only_seen and len(place.layers_of_stages) == 1:
             self.idle = IdleBackups(partial(self._free_tokens, whole), own_tokens)
         self._ahead = EarlyLookup(
             index, self._reader, self.pace, self._tally, self._run.app, windows=self._windows
         )
         logger.info(
-            "cornplug: KV is shared: pages of %d tokens in host layout %s as pages of %d, heads %d to %d "
-            "of %d, layers %d to %d of %d; the layout is verified",
+            "cornplug: KV is shared: pages of %d tokens in host layout %s as pages of %d, heads %d to "
+            "%d of %d, layers %d to %d of %d; its layout is verified",
             pages.page_size,
             self.mem_pool_host.layout,
             tokens,
@@ -214,8 +216,8 @@ class CornplugStorage(FurtherPools):
             page.layers,
         )
         logger.info(
-            "cornplug: SGLang's HiCache uses %.1f GiB of host memory on this rank for it, and rejects "
-            "requests with beam_width",
+            "cornplug: SGLang's HiCache uses %.1f GiB of host memory on this rank for KV sharing, and "
+            "rejects requests with beam_width",
             sum(pool.kv_buffer.nbytes for pool in self.registered_pools.values()) / (1 << 30),
         )
         if place.tp_rank == place.stage == 0:
@@ -233,17 +235,19 @@ class CornplugStorage(FurtherPools):
         logger.info("cornplug: KV of the draft model is shared with servers that have the same draft model")
 
     def _only_seen(self) -> bool:
-        """Return whether cornplug must count the requests that use a page, because SGLang's tree does not.
+        """Return whether cornplug must count the requests that use a page.
 
-        Pages are counted only if they are saved at their second request.
+        This is the case if pages are saved at their second request and SGLang's tree does not count requests.
         """
         by_tree = self._controller.write_policy == SECOND_SIGHT
         return self._run.config.engine.save == "second" and not by_tree
 
     @staticmethod
     def _part(place: RankPlace, page: PageGeometry, group: bytes, *, latent: bool) -> WriterPart | None:
-        """Return the part of a page that this rank writes, or None. Raises LayoutError."""
-        # Every rank of a stage holds the same latents (MLA), so only the stage's first rank writes them.
+        """Return the part of a page that this rank writes, or None if it writes complete pages or no pages.
+
+        Raises LayoutError if the ranks have no common group name."""
+        # Every rank of a stage holds the same latents (MLA). Only the stage's first rank writes them.
         size, rank = (1, 0) if latent else (place.tp_size, place.tp_rank)
         stages = len(place.layers_of_stages)
         if size * stages > 1 and not group:
@@ -274,10 +278,10 @@ class CornplugStorage(FurtherPools):
         *,
         in_pairs: bool = False,
     ) -> int:
-        """Return how many of `tokens`, which follow `prefix` in a request, are worth fetching.
+        """Return how many of `tokens` are worth fetching. `tokens` follow `prefix` in a request.
 
         Called on the scheduler's thread. Returns 0 if the store fails. With `in_pairs`, SGLang hashes pairs
-        of tokens, as it does with an EAGLE draft.
+        of tokens, as for an EAGLE draft model.
         """
         found = 0
         if self._ahead is not None and self._may_share():
@@ -295,8 +299,8 @@ class CornplugStorage(FurtherPools):
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Return how many leading pages the store has.
 
-        Returns 0 for a model with sliding windows, because pages of full attention without a window are not
-        sufficient to continue a request (`batch_exists_v2`).
+        Returns 0 for a model with sliding windows. Such a model also needs window pages to continue a
+        request, which `batch_exists_v2` looks up.
         """
         found = 0
         if self._may_share() and self._reader is not None and self._windows is None:
@@ -310,7 +314,8 @@ class CornplugStorage(FurtherPools):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Fill host pages from the store. Returns True for each page that now has verified KV."""
+        """Fill host pages from the store. Returns a bool per page: whether the host page has verified KV
+        now."""
         done = 0
         if self._may_share() and self._reader is not None:
             began = time.monotonic()
@@ -325,7 +330,7 @@ class CornplugStorage(FurtherPools):
     def _free_tokens(self, page: PageSize) -> int | None:
         """Return the number of tokens that fit into the store without an eviction.
 
-        The result is 0 if KV is not shared, and None if the store does not reply.
+        The result is 0 if this rank does not share KV, and None if the store does not reply.
         """
         if self._off or weights_guard.replaced():
             return 0
@@ -374,8 +379,8 @@ class CornplugStorage(FurtherPools):
     ) -> list[bool]:
         """Offer pages to the store.
 
-        Always returns True for each page. SGLang uses the result only to log each page that the storage did
-        not accept, which would flood the log if the store is full or absent. Metrics count the outcomes.
+        Always returns True for each page. SGLang uses the result only to log each rejected page, which would
+        flood the log if the store is full or absent. Metrics count the outcomes.
         """
         if self._writer is not None and self._may_save():
             with self._fenced("save"):

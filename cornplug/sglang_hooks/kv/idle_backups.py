@@ -1,16 +1,17 @@
 """Saves prompts of finished requests while an SGLang server is idle.
 
-With `engine.save = "second"`, a page is not saved at its first use, so a prompt that one app sent once would
-be computed again for another app. An idle server backs up these prompts as SGLang does at their second
-request, one prompt at a time, as long as the store has free capacity. No page is evicted for them.
+With `engine.save = "second"`, a page is not saved at its first use. A prompt that one app sent once would
+then be computed again for another app. While a server is idle, it backs up these prompts in the same way as
+SGLang does at their second request, one prompt at a time. It stops when the store has no free capacity, so no
+page is evicted for these prompts.
 
     a request finishes ──> its key in SGLang's tree is remembered
     the server idles for 50 ms ──> the newest prompt's pages that are still on the device are copied to the
                                    host pool, and from there to the store
-    a flush, or a release of memory ──> waits for the copy in progress, because it needs an idle server
+    a flush, or a release of memory ──> waits for the copy in progress, because SGLang must be idle
 
 All ranks of a tensor-parallel group copy in the same turn of the scheduler's loop. The ranks run their turns
-in step, and vote on each copy.
+in lockstep and vote on each copy.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
 _SETTLE_S: Final = 0.05
-"""Time in seconds without a batch before the first copy, so that no copy begins in a short pause."""
+"""Seconds without a batch before the first copy, so that no copy begins in a short pause."""
 _VOTE_TURNS: Final = 8
-"""Number of idle turns from one vote of a group's ranks to the next. SGLang synchronizes several times per
+"""Number of idle turns between two votes of a group's ranks. SGLang synchronizes the ranks several times per
 turn, which takes 30 ms if there are more ranks than cores."""
 _NOT_YET: Final = -1
 
@@ -39,8 +40,8 @@ class IdleBackups:
     Args:
         free_tokens: returns the number of tokens that fit into the store without an eviction, 0 if nothing
             should be saved, or None if the store does not reply.
-        most_tokens: maximum number of tokens of the prompts that are remembered. Usually the size of the
-            device pool.
+        most_tokens: maximum total number of tokens of the remembered prompts. Usually the size of the device
+            pool.
         clock: returns the time in seconds.
     """
 
@@ -57,7 +58,7 @@ class IdleBackups:
         """Number of tokens in `_finished`."""
         self._idle_since: float | None = None
         self._unanswered = False
-        """Whether the store failed to reply since the server became idle."""
+        """Whether the store has failed to reply during this idle period."""
         self._turns = 0
 
     def remember(self, key: RadixKey) -> None:
@@ -94,10 +95,10 @@ class IdleBackups:
         self._idle_since, self._unanswered = None, False
 
     def _room(self, scheduler: Any) -> int:
-        """Return how many tokens may be copied now.
+        """Return the maximum number of tokens to copy now.
 
-        The result is `_NOT_YET` if the server has other work, became idle only recently, or the store did not
-        reply.
+        The result is `_NOT_YET` if the server has other work, became idle only recently, or if the store did
+        not reply.
         """
         if not scheduler.is_fully_idle():
             return _NOT_YET
@@ -107,8 +108,8 @@ class IdleBackups:
         if self._unanswered or now - self._idle_since < _SETTLE_S:
             return _NOT_YET
         free = self._free_tokens()
-        # If the store does not reply, retry only in the next pause, because the scheduler's thread waits for
-        # each reply.
+        # If the store does not reply, retry only in the next idle period, because the scheduler's thread
+        # waits for each reply.
         self._unanswered = free is None
         return _NOT_YET if free is None else free
 
@@ -121,6 +122,6 @@ class IdleBackups:
             _, node, path_tokens = tree.match_full_device_prefix(key)
             if tree.is_root(node) or tree.is_backuped(node) or path_tokens > room:
                 continue
-            # As at a node's second hit, SGLang also copies the node's ancestors that have no copy.
+            # As at a node's second hit, SGLang also copies the node's ancestors if they have no copy.
             cache._execute_and_commit_kv_backup(tree.build_backup_kv_action(node))
             return

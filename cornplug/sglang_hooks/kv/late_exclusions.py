@@ -1,15 +1,15 @@
 """Turns off HiCache or its storage if the loaded model's KV cannot be shared.
 
-    model and device pools exist ──> if their kind or dtype excludes sharing, HiCache is not set up
-    storage is attached ──> if a rank could not verify its layout, all ranks detach their storage
+    model and device pools exist ──> HiCache is not set up if their kind or dtype excludes sharing
+    storage is attached ──> all ranks detach their storage if a rank could not verify its layout
     a draft model's host pool exists ──> the same check for the draft model's pool
     storage is attached while SGLang runs (PUT /hicache/storage-backend) ──> all checks run again, and the
                                    server rejects the request with the reason if it cannot share
 
 All checks run in SGLang's scheduler processes. The first check depends only on properties that are equal on
-every rank. In the other checks all ranks vote over SGLang's own group, in functions that all ranks call
-anyway. Therefore no rank waits in one of cornplug's collectives for a rank whose storage is not open. HiCache
-stays on if the operator enabled it explicitly.
+every rank. In the other checks, all ranks vote over SGLang's own process group, in functions that all ranks
+call anyway. Therefore no rank waits in one of cornplug's collectives for a rank whose storage is not open.
+HiCache stays on if the operator enabled it explicitly.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _schedulers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
 def unshareable(pool: Any, model: torch.nn.Module | None = None) -> str:
-    """Return the reason why the KV in a device pool of SGLang cannot be shared, or "" if it can.
+    """Return the reason why the KV in one of SGLang's device pools cannot be shared, or "" if it can.
 
-    `model` is the model that writes to the pool. It is needed if the KV has fp8 values.
+    `model` is the model that writes to the pool. It is necessary if the KV has fp8 values.
     """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
@@ -98,10 +98,10 @@ def _unshareable(scheduler: Any) -> str:
 
 
 def _draft_seen(scheduler: Any) -> str:
-    """Announce the draft model to this process's storage, if there is one.
+    """Pass the draft model to this process's storage, if there is one.
 
-    Returns the reason why the draft model's KV cannot be shared, or "" if it can or if there is no draft
-    model.
+    Returns the reason why the draft model's KV cannot be shared. Returns "" if it can be shared, or if there
+    is no draft model.
     """
     from cornplug.sglang_hooks.kv_pages import draft_pages
 
@@ -117,12 +117,12 @@ def _draft_seen(scheduler: Any) -> str:
 
 
 def _host_pools_made(_result: None, cache: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Vote on the model's storage after it was created. All ranks call this at the same point."""
+    """Vote on the model's storage after its creation. All ranks call this at the same point."""
     _vote(cache, with_draft=False)
 
 
 def _draft_pools_made(_result: None, *_args: Any, tree_cache: Any, **_kwargs: Any) -> None:
-    """Vote on the storage after the draft model's host pool was created.
+    """Vote on the storage after the creation of the draft model's host pool.
 
     All ranks call this at the same point.
     """
@@ -130,45 +130,45 @@ def _draft_pools_made(_result: None, *_args: Any, tree_cache: Any, **_kwargs: An
 
 
 def _vote(cache: Any, *, with_draft: bool) -> None:
-    """Detach the storage of all ranks if one rank cannot share."""
+    """Detach the storage of all ranks if any rank cannot share."""
     controller = getattr(cache, "cache_controller", None)
     storage = controller.storage_backend if controller is not None else None
     if not isinstance(storage, CornplugStorage):
         return
     shares = storage.is_open and not (with_draft and storage.lacks_draft)
     if storage.is_open and not shares:
-        logger.warning("cornplug: KV of this engine is not shared: KV of its draft model has no pages")
+        logger.warning("cornplug: KV of this engine is not shared: its draft model's KV has no pages")
     if agreed(cache, shares):
         return
     if shares:
-        logger.warning("cornplug: KV of this engine is not shared: another rank cannot share")
+        logger.warning("cornplug: KV of this engine is not shared: another rank cannot share it")
     cache.detach_storage_backend()
     for scheduler in _schedulers:
         _without_storage(scheduler)
         if not _given(scheduler):
             logger.warning(
-                "cornplug: SGLang's HiCache stays on, because its pools are allocated already. Start with "
+                "cornplug: SGLang's HiCache stays on, because its pools are already allocated. Start with "
                 "CORNPLUG_ENGINE_SHARE_KV=false to run without it"
             )
 
 
 def _attaching(original: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
-    """Wrap the function that attaches a storage at run time, and reject cornplug's storage if KV cannot be
+    """Wrap the function that attaches a storage at run time. Reject cornplug's storage if KV cannot be
     shared.
 
-    All ranks of a pipeline stage call this at the same point, but the stages do not.
+    All ranks of a pipeline stage call this at the same point, but different stages do not.
     """
     call = arguments(original, args, kwargs)
     cache, extra = call["self"], hicache_config.named_extra(call["storage_backend_extra_config_json"])
     named = activation.is_on() and call["storage_backend"] == "dynamic"
     if not named or extra is None or cache.enable_storage:
         return original(*args, **kwargs)
-    # Until the call of `original`, every rank takes the same branches.
+    # All ranks take the same branches until the call of `original`.
     scheduler = next((one for one in _schedulers if one.tree_cache is cache), None)
     if scheduler is None:
         return False, f"cornplug: this server was started without KV sharing. {_RESTART}"
     if cache.pp_size > 1:
-        return False, f"cornplug: pipeline stages cannot agree while the server handles requests. {_RESTART}"
+        return False, f"cornplug: pipeline stages cannot vote while the server handles requests. {_RESTART}"
     if why := _unshareable(scheduler):
         return False, f"cornplug: KV of this engine is not shared: {why}"
     settled = hicache_config.storage_settings(cache.page_size, activation.config(), extra)
@@ -182,7 +182,7 @@ def _attaching(original: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
         why = "the draft model's KV has no pages" if storage.lacks_draft else ""
     if agreed(cache, not why):
         return ok, said
-    # Detach after a failure in SGLang too, because its controller may still hold a storage that the cache
+    # Also detach after a failure in SGLang, because its controller may still hold a storage that the cache
     # ignores.
     cache.detach_storage_backend()
     return False, f"cornplug: KV of this engine is not shared: {why or 'another rank cannot share'}"
@@ -191,7 +191,7 @@ def _attaching(original: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
 def _clearing(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Reject POST /hicache/storage-backend/clear for cornplug's storage.
 
-    SGLang itself would reply with status 200 although the storage does not clear the store.
+    SGLang itself would reply with status 200, although the storage does not clear the store.
     """
     scheduler = arguments(original, args, kwargs)["self"]
     controller = getattr(scheduler.tree_cache, "cache_controller", None)
@@ -200,14 +200,14 @@ def _clearing(original: Any, *args: Any, **kwargs: Any) -> Any:
     from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
 
     logger.warning(
-        "cornplug: the store is not cleared, because other engines use it too; `cornplug store purge --app "
+        "cornplug: cannot clear the store, because other engines use it too; `cornplug store purge --app "
         "NAME` removes an app's entries"
     )
     return ClearHiCacheReqOutput(success=False)
 
 
 def _without_storage(scheduler: Any) -> None:
-    """Change SGLang's settings as SGLang does when a storage is detached at run time."""
+    """Change SGLang's settings in the same way as SGLang does when a storage is detached at run time."""
     from sglang.srt.runtime_context import get_context
 
     scheduler.enable_hicache_storage = False
@@ -219,7 +219,7 @@ def _without_storage(scheduler: Any) -> None:
 def _given(scheduler: Any) -> bool:
     """Return whether the operator enabled HiCache explicitly.
 
-    Settings that cornplug declares do not change the field that this reads.
+    Settings that cornplug declares do not change the field that this function reads.
     """
     return bool(scheduler.server_args.enable_hierarchical_cache)
 

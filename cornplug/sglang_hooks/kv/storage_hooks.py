@@ -1,8 +1,8 @@
-"""Hooks on SGLang's prefetch for a request, and hooks that notify `idle_backups.py` of finished requests and
-idle turns.
+"""Hooks on SGLang's prefetch for a request, and hooks that report finished requests and idle turns to
+`idle_backups.py`.
 
-The prefetch hooks look up the request's pages before the prefetch is queued, and measure the duration of the
-prefetch.
+The prefetch hooks look up the request's pages before the prefetch is queued, and measure how long the
+prefetch takes.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ _WANT_IDLE: Final = frozenset(
         "ReleaseMemoryOccupationReqInput",
     }
 )
-"""Requests that SGLang can handle only if nothing is in progress. Otherwise it rejects them or exits."""
+"""Requests that SGLang can handle only while it is idle. Otherwise it rejects the request or exits."""
 _END_ROUNDS, _ROUND_S = 1000, 0.002
-"""Maximum number of checks whether a copy has ended before a flush, and seconds between two checks."""
+"""Maximum number of checks, and seconds between two checks, whether a copy has ended before a flush."""
 
 
 def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Look up a request's pages on the scheduler's thread, and let SGLang prefetch only if this is
+    """Look up a request's pages on the scheduler's thread. Let SGLang prefetch only if the prefetch is
     worthwhile.
 
     SGLang queues its own lookup, and a request that waits for the result misses the current batch. While
-    other requests decode, this delays the request by one step, for a hit and for a miss. The store replies in
-    0.1 ms, so a prefetch is queued only if the store has the first page that the engine lacks.
+    other requests decode, this delays the request by one step, for a hit and for a miss. A lookup in the
+    store takes only 0.1 ms. Therefore a prefetch is queued only if the store has the first page that the
+    engine lacks.
     """
     call = arguments(original, args, kwargs)
     cache = call["self"]
@@ -47,7 +48,7 @@ def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(storage, CornplugStorage) or call["storage_hit_end"]:
         return original(*args, **kwargs)
     if len(call["new_input_tokens"]) < cache.prefetch_threshold:
-        return original(*args, **kwargs)  # SGLang does not prefetch fewer tokens than its threshold.
+        return original(*args, **kwargs)  # SGLang does not prefetch fewer tokens.
     ahead = storage.ahead(
         call["new_input_tokens"],
         call["matched_prefix_tokens"] or (),
@@ -57,7 +58,7 @@ def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
     )
     fetches = ahead > 0
     if cache.tp_world_size > 1 or cache.pp_size > 1:
-        # SGLang's own collectives would wait for a prefetch that is queued only on some ranks. With several
+        # SGLang's own collectives would wait for a prefetch that is queued on only some ranks. With several
         # pipeline stages, the first stage decides, in the order in which each stage handles the requests.
         vote = torch.tensor([fetches], dtype=torch.int32)
         cache._all_reduce(vote, torch.distributed.ReduceOp.MIN)
@@ -65,12 +66,13 @@ def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
     if fetches:
         storage.queued(call["request"], ahead)
         return original(*args, **kwargs)
-    # Call SGLang as for a request without a page to fetch, so that it records the same state.
+    # Call SGLang as if there were no page to fetch, so that SGLang records the same state.
     return original(**(call | {"new_input_tokens": call["new_input_tokens"][:0]}))
 
 
 def _stepped(_result: Any, scheduler: Any, batch: Any, result: Any) -> None:
-    """Measure the duration of a batch whose result was processed, and record that the server was busy."""
+    """Measure the duration of a batch whose result was just processed, and record that the server was
+    busy."""
     storage = _storage(scheduler.tree_cache)
     if storage is None:
         return
@@ -83,7 +85,7 @@ def _stepped(_result: Any, scheduler: Any, batch: Any, result: Any) -> None:
 
 
 def _progress(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap SGLang's check whether a request's prefetch is done, to measure how long the request waited."""
+    """Wrap SGLang's check whether a request's prefetch has ended, to measure how long the request waited."""
     done = original(*args, **kwargs)
     call = arguments(original, args, kwargs)
     storage = _storage(call["self"])
@@ -103,7 +105,7 @@ def _remember(_result: None, *args: Any, **kwargs: Any) -> None:
     if idle is None or not request.finished():
         return
     if cache.buffer_pipeline is not None:
-        return  # This cache's copies bypass the host pool.
+        return  # Copies of this cache bypass the host pool.
     key = RadixKey(
         request.full_untruncated_fill_ids[: call["up_to"]],
         request.extra_key,
@@ -115,7 +117,7 @@ def _remember(_result: None, *args: Any, **kwargs: Any) -> None:
 
 
 def _idle_turn(scheduler: Any) -> None:
-    """Run an idle turn before SGLang's housekeeping, after which the scheduler may sleep."""
+    """Run an idle turn before SGLang's housekeeping. The scheduler may sleep after the housekeeping."""
     idle = _idle_backups(scheduler.tree_cache)
     if idle is not None:
         idle.turn(scheduler)
@@ -128,11 +130,12 @@ def _input_requests(scheduler: Any, recv_reqs: list[Any]) -> None:
 
 
 def _end_copies(scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Wait for the copy in progress before SGLang flushes its caches. Otherwise the flush would fail."""
+    """Wait for the copy in progress before SGLang flushes its caches, because the flush fails during a
+    copy."""
     cache = scheduler.tree_cache
     if _idle_backups(cache) is None:
         return
-    # All ranks make the same number of checks, because they determine together which copies have ended.
+    # All ranks make the same number of checks, because they jointly determine which copies have ended.
     for _ in range(_END_ROUNDS):
         copies = cache.ongoing_write_through or cache.ongoing_backup
         if not copies or scheduler.waiting_queue or not scheduler.running_batch.is_empty():

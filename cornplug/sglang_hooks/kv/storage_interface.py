@@ -1,6 +1,6 @@
-"""SGLang's storage interface, except for the pages of the model's main pool.
+"""SGLang's storage interface, except the operations for pages of the model's main pool.
 
-It has the operations for additional pools, and operations that are not supported.
+This module has the operations for additional pools, and operations that are not supported.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from cornplug.sglang_hooks.kv_pages.reader import PageReader
 
 
 class PagesOnly(HiCacheStorage):
-    """Storage whose operations on single values do nothing, because pages are transferred in batches."""
+    """Storage whose operations on single values do nothing, because pages are transferred only in batches."""
 
     def exists(self, key: str) -> bool:
         """Return whether the store has this page."""
         return self.batch_exists([key]) == 1
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
-        """Return None, because pages are loaded only with `batch_get_v1`."""
+        """Return None, because pages are loaded only with the `v1` and `v2` functions."""
         return None
 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None] | int:
-        """Return None for each key, like `get`."""
+        """Return None for each key, because pages are loaded only with the `v1` and `v2` functions."""
         return [None] * len(keys)
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Return False, because pages are saved only with `batch_set_v1`."""
+        """Return False, because pages are saved only with the `v1` and `v2` functions."""
         return False
 
     def batch_set(
@@ -56,20 +56,20 @@ class PagesOnly(HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Return False, like `set`."""
+        """Return False, because pages are saved only with the `v1` and `v2` functions."""
         return False
 
     def clear(self) -> bool:
         """Return False, because other engines use the store too."""
-        logger.warning("cornplug: the store is shared by the host's engines and is not cleared")
+        logger.warning("cornplug: the store was not cleared, because other engines use it too")
         return False
 
 
 class FurtherPools(PagesOnly):
     """Storage for the model's main pool and one additional pool.
 
-    `batch_get_v1` and `batch_set_v1` copy the pages of the main pool, and the corresponding `v2` functions
-    copy the pages of the additional pool (windows, or a draft model's KV).
+    `batch_get_v1` and `batch_set_v1` copy pages of the main pool. The corresponding `v2` functions copy pages
+    of the additional pool (windows, or a draft model's KV).
     """
 
     def __init__(self, runtime: EngineRuntime, tally: Tally) -> None:
@@ -81,7 +81,7 @@ class FurtherPools(PagesOnly):
 
     @property
     def lacks_draft(self) -> bool:
-        """Whether this engine has a draft model whose pool is not registered."""
+        """Whether this engine has a draft model whose pool SGLang has not registered."""
         return self._drafter is not None and self._draft is None
 
     @abstractmethod
@@ -92,9 +92,10 @@ class FurtherPools(PagesOnly):
 
     @abstractmethod
     def _fenced(self, what: str) -> AbstractContextManager[None]:
-        """Catch and count an unexpected error in a "lookup", "load" or "save".
+        """Return a context manager that catches and counts an unexpected error in a "lookup", "load" or
+        "save".
 
-        Otherwise the error would end one of SGLang's threads.
+        Without it, the error would end one of SGLang's threads.
         """
 
     def batch_exists_v2(
@@ -103,11 +104,11 @@ class FurtherPools(PagesOnly):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return how many leading pages of the main pool the store has, together with their pages of the
-        additional pool.
+        """Return the number of leading pages for which the store has both the main pool's page and the
+        additional pool's page.
 
-        For windows, the store needs only the window at the end of the leading pages. For any other pool than
-        windows or a draft model's KV, the result is empty.
+        For windows, the store needs only the window at the end of the leading pages. The result is empty for
+        pools other than windows and a draft model's KV.
         """
         if not pool_transfers:
             return PoolTransferResult(self.batch_exists(keys, extra_info), {})
@@ -137,7 +138,7 @@ class FurtherPools(PagesOnly):
     ) -> dict[str, list[bool]]:
         """Fill host pages of an additional pool from the store.
 
-        Returns, for each pool, True for each page that now has verified KV.
+        Returns a bool per page, by pool: whether the host page has verified KV now.
         """
         done = {str(transfer.name): [False] * len(transfer.keys or ()) for transfer in transfers}
         if self._windows is not None and self._may_share():
@@ -155,7 +156,7 @@ class FurtherPools(PagesOnly):
     ) -> dict[str, list[bool]]:
         """Offer pages of an additional pool to the store.
 
-        For windows, always returns True for each page, like `batch_set_v1`.
+        For windows, always returns True for each page, for the same reason as `batch_set_v1`.
         """
         kept = self._windows is not None
         if self._windows is not None and self._may_save():

@@ -1,9 +1,9 @@
-"""Pages of SGLang's separate pool for sliding windows.
+"""Pages of SGLang's separate device pool for layers with sliding windows.
 
-A request can continue at token n if all pages of full attention before n and the window pages with the window
-before n are available. SGLang queries both kinds of pages together, fetches the window last, and discards a
-prefix without a window. SGLang keeps windows only at the ends of a prompt's prefill steps and of finished
-requests, so most pages of a long prompt have no window page.
+A request can continue at token n if two kinds of pages are available: all full-attention pages before n, and
+the window pages that contain the window before n. SGLang queries both kinds together, fetches the window
+last, and discards a prefix without a window. SGLang keeps windows only at the ends of a prompt's prefill
+steps and of finished requests. Therefore most pages of a long prompt have no window page.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that SGLang keeps in one device pool."""
+    """Layers whose KV SGLang keeps in one device pool."""
 
     device: Any
     layers: tuple[int, ...]
-    """Numbers of the layers in the model, in the pool's order."""
+    """Numbers of these layers in the model, in the pool's order."""
     window: int
-    """Number of tokens that the layers attend to, or 0 for all tokens."""
+    """Number of tokens to which the layers attend, or 0 for all tokens."""
 
     def page(self, page: PageGeometry) -> PageGeometry:
         """Return the geometry of this group's pages.
 
-        Only SGLang reads these pages, because other engines are not tested with them.
+        Only SGLang reads these pages, because no test has compared them with other engines' pages.
         """
         return replace(page, engine="sglang", group=self.layers, window=self.window)
 
@@ -60,7 +60,7 @@ class LayerGroups(NamedTuple):
 def window_pools(pool: Any) -> tuple[Any, Any] | None:
     """Return SGLang's device pools for full attention and for windows.
 
-    Returns None if the pages of one of them cannot be shared.
+    Returns None if the pages of either pool cannot be shared.
     """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -80,7 +80,7 @@ def layer_groups(
 
     Args:
         controller: SGLang's cache controller.
-        further: host pools other than the pool of full attention, by SGLang's names.
+        further: host pools other than the full-attention pool, by SGLang's names.
         model: SGLang's config of the complete model.
 
     Raises LayoutError if a pool cannot be shared.
@@ -112,14 +112,14 @@ def layer_groups(
 
 
 class WindowPool:
-    """Looks up, fetches and saves the window pages of one rank.
+    """Looks up, fetches and saves one rank's window pages.
 
-    A window page has the same hash as the page of full attention for the same tokens.
+    A window page has the same hash as the full-attention page for the same tokens.
 
     Args:
         page: geometry of the windows' store pages.
         page_size: number of tokens in an SGLang page.
-        least: minimum number of SGLang pages that contain a window.
+        least: number of SGLang pages that a window needs.
     """
 
     def __init__(
@@ -129,9 +129,9 @@ class WindowPool:
         self._page_size, self._least = page_size, least
 
     def with_full(self, full: PageGeometry) -> PageSize:
-        """Return the size of a page of full attention plus a window page.
+        """Return the size of a full-attention page plus a window page.
 
-        This is the maximum size that the tokens of one page have in the store.
+        This is the maximum number of bytes that the store needs for the tokens of one page.
         """
         return WholePage(full.page_tokens, full.page_bytes + self._page.page_bytes)
 
@@ -146,14 +146,15 @@ class WindowPool:
         """Return the numbers of leading pages after which a request can continue.
 
         A request can continue after n pages if the store has these pages and the window at their end. Only
-        the longest hit's window is read from disk. Absent pages are counted as misses. Raises CornplugError.
+        the longest hit's window is read from disk. Absent pages are counted as misses. Raises CornplugError
+        if the store fails.
 
         Args:
-            full: reader for the pages of full attention.
+            full: reader for the full-attention pages.
             transfers: SGLang's queries. Only a query for windows is supported, which has as many keys as a
                 window has pages.
-            at_start: whether the pages begin a sequence, so that a sequence shorter than a window is its own
-                window. Otherwise SGLang needs a complete window after the pages that it already has.
+            at_start: whether the pages begin a sequence. If so, a sequence shorter than a window needs only
+                its own pages. Otherwise SGLang needs a complete window after the pages that it already has.
         """
         if not _of_windows(transfers):
             return []
@@ -168,15 +169,15 @@ class WindowPool:
         asked = ends[-1] if ends else 0
         most = full.present(hashes[:asked]) if asked else 0
         ends = [end for end in ends if end <= most]
-        # `present` has already counted the missing ones of the first `asked` pages of full attention.
+        # `present` has already counted the misses among the first `asked` full-attention pages.
         full.count_absent(len(hashes) - asked + most - (ends[-1] if ends else 0))
         return ends
 
     def reach(self, hashes: Sequence[str], *, at_start: bool) -> int:
         """Return the largest number of leading pages for which the store has the window at their end.
 
-        Windows on disk count too. This reads no page, because it is called on the scheduler's thread. Raises
-        CornplugError.
+        Windows on disk count too. Reads no page, because this is called on the scheduler's thread. Raises
+        CornplugError if the store fails.
         """
         ends = _ends(self._reader.tiers(hashes, asking=True), self._least, at_start)
         return ends[-1] if ends else 0
@@ -184,7 +185,7 @@ class WindowPool:
     def fetch(self, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
         """Fill the host pages of a window from the store.
 
-        Returns, for each pool, True for each page that now has verified KV.
+        Returns a bool per page, by pool: whether the host page has verified KV now.
         """
         if not _of_windows(transfers):
             return {}
@@ -213,7 +214,7 @@ def _of_windows(transfers: Sequence[PoolTransfer]) -> bool:
 
 
 def _ends(tiers: Sequence[Tier], window: int, at_start: bool) -> list[int]:
-    """Return the numbers of leading pages of which the last `window` pages are available.
+    """Return each number of leading pages of which the last `window` pages are available.
 
     With `at_start`, fewer than `window` leading pages are sufficient if all of them are available.
     """
@@ -239,7 +240,7 @@ def open_windows(
     """Create the window pool of one rank, and verify its layout with test writes.
 
     Args:
-        roots: roots for the pages of full attention.
+        roots: roots for the full-attention pages.
         heads: number of KV heads of the complete model.
         rank: (number of tensor-parallel ranks, number of this rank, name of the ranks' group).
 
@@ -258,6 +259,6 @@ def open_windows(
     mine = RankPool(RankPages(page, in_page, context.runtime.store), pages)
     reader = PageReader(context, roots.of(page), mine, counts_tokens=False)
     writer = PageWriter(context, reader, mine, part_of(page, size, number, name))
-    # Some models count a token's own position as part of the window and some do not.
+    # Some models count a token's own position as part of the window, and some do not.
     least = max(1, -(-(group.window - 1) // index.page_size))
     return WindowPool(page, reader, writer, index.page_size, least)

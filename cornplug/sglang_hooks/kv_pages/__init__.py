@@ -1,1 +1,1 @@
-"""Store pages in SGLang's host pools: layout, keys and copies."""
+"""Layout, keys and copies of store pages in SGLang's host pools."""

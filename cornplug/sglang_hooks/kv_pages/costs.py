@@ -4,7 +4,7 @@
     from queueing of a prefetch until SGLang notices its end        delay in addition to the copies
     in a storage thread, during copies into the host pool           duration and bytes of the copies
 
-Copies between the host pool and the device are not measured. SGLang runs them in parallel to its forward
+Copies between the host pool and the device are not measured. SGLang runs them in parallel with its forward
 pass, and they are several times faster than copies from the store.
 """
 
@@ -20,8 +20,8 @@ from typing import Any, Final
 from cornplug.engine_common.load_policy import LoadRule, When
 
 _MAX_QUEUED: Final = 1024
-"""Maximum number of requests that are remembered until their prefetch ends. SGLang does not report the end of
-a prefetch if the client has disconnected."""
+"""Maximum number of requests in the record of pending prefetches. SGLang does not report the end of a
+prefetch if the client has disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,28 +65,28 @@ class LoadPace:
             self._rule.moved(size_bytes, seconds)
 
     def waited(self, seconds: float) -> None:
-        """Record that a storage thread has waited for a disk or for far stores.
+        """Record that a storage thread has waited for a disk or a far store (remote storage).
 
-        This time is not part of the cost of each load.
+        This time does not count as cost of a load.
         """
         with self._lock:
             self._moved_s += seconds
 
     def far_wait_s(self, tokens: int) -> float:
-        """Return the maximum seconds that a request waits for far stores (`LoadRule.far_wait_s`)."""
+        """Return the maximum seconds that a request waits for far stores (see `LoadRule.far_wait_s`)."""
         with self._lock:
             return self._rule.far_wait_s(tokens)
 
     def pays(self, tokens: int, *, first_s: float = 0.0) -> bool:
-        """Return whether fetching `tokens` tokens, after the queued loads and `first_s` of disk reads, is
-        faster than computing them."""
+        """Return whether fetching `tokens` tokens is faster than computing them. The fetch starts after the
+        queued loads and `first_s` seconds of disk reads."""
         with self._lock:
             waiting = sum(queued.size_bytes for queued in self._queued.values())
             size = int(tokens * self._bytes_a_token)
             return self._rule.pays(tokens=tokens, size_bytes=size, queued_bytes=waiting, first_s=first_s)
 
     def compute_s(self, tokens: int) -> float:
-        """Return the seconds that this rank takes to compute `tokens` tokens, or 0 if no step was
+        """Return the estimated seconds for this rank to compute `tokens` tokens, or 0 if no step was
         measured."""
         with self._lock:
             return self._rule.compute_s(tokens) or 0.0
@@ -112,6 +112,6 @@ class LoadPace:
         return request in self._queued
 
     def news(self) -> str:
-        """Return a line for the log, or "" if there is nothing new to report."""
+        """Return a log message about the measured speeds, or "" if there is nothing new to report."""
         with self._lock:
             return self._rule.news(self._bytes_a_token)

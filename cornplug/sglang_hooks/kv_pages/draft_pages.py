@@ -1,12 +1,12 @@
-"""KV of a draft model, stored in addition to the model's own KV.
+"""KV of a draft model, which is stored in addition to the model's own KV.
 
 SGLang keeps the draft model's KV in a separate host pool, at the same slots as the model's pages. A page is a
-hit only if both pools have it. The model's page and the draft model's page have different keys, and are
-looked up, loaded and saved together. The draft model's KV affects how many proposed tokens the model accepts,
-but never which tokens the model generates.
+hit only if the store has both the model's page and the draft model's page. The two pages have different keys,
+and are looked up, loaded and saved together. The draft model's KV affects how many proposed tokens the model
+accepts, but never which tokens the model generates.
 
 The last position of a draft page depends on the token after the page, which is not part of any key. If
-another request continues with another token, that one position of 64 is stale. SGLang's own tree has the same
+another request continues with another token, one position of 64 is stale. SGLang's own tree has the same
 limitation for STANDALONE.
 """
 
@@ -32,14 +32,14 @@ from cornplug.sglang_hooks.kv_pages.reader import PageReader, PoolContext, RankP
 from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
 
 _ENGINE: Final = "sglang draft"
-"""Engine name for draft pages. A draft model receives each token one position early, so its pages differ from
-the pages of the same model on a server without speculative decoding."""
+"""Engine name in the geometry of draft pages. A draft model receives each token one position early. Its pages
+therefore differ from the pages of the same model on a server without speculative decoding."""
 
 _model: Any = None
 
 
 def announce(model: Any) -> None:
-    """Set the draft model of this process's engine.
+    """Set the draft model of this process's engine. The storage reads it with `announced`.
 
     `model` is SGLang's ModelConfig of the draft model, or None if no draft model has KV.
     """
@@ -48,7 +48,7 @@ def announce(model: Any) -> None:
 
 
 def announced() -> Any:
-    """Return SGLang's ModelConfig of this engine's draft model, or None (`announce`)."""
+    """Return SGLang's ModelConfig of this engine's draft model, or None (see `announce`)."""
     return _model
 
 
@@ -87,8 +87,8 @@ class DraftPages:
         held = RankSlice(heads=heads, layers=range(page.layers), writes=writes)
         roots = NamespaceRoots(runtime.secret, page, partial(_identify, model))
         self.page_bytes, self._page_size = page.page_bytes, pages.page_size
-        # The threads that copy the model's pages are idle in the meantime, because SGLang copies a page and
-        # its draft page in turn.
+        # The threads that copy the model's pages are idle in the meantime, because SGLang does not copy pages
+        # and draft pages at the same time.
         threads = copy_threads(pool.device_pool.device, tp[0])
         mine = RankPool(RankPages(page, held, runtime.store), pages, threads)
         uncounted = dataclasses.replace(context, tally=Tally())
@@ -111,7 +111,7 @@ class DraftPages:
     def get(self, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
         """Fill the draft model's host pages from the store.
 
-        Returns, for each pool, True for each key whose page now has verified KV.
+        Returns a bool per key, by pool: whether the host page has verified KV now.
         """
         found = {}
         for transfer in transfers:
@@ -147,7 +147,7 @@ def _identify(model: Any) -> tuple[bytes, dict[str, Any]]:
     from cornplug.sglang_hooks.model.model_config import draft_model, engine_model
 
     fingerprint, spec = draft_model(model).kv_identity()
-    # EAGLE's KV depends on the model's hidden states and embedding, so the model is part of the key. For a
-    # standalone draft model, this is not necessary.
+    # EAGLE's KV depends on the model's hidden states and embedding, so the model is part of the key. A
+    # standalone draft model does not depend on the model.
     of, beside = engine_model().kv_identity()
     return fingerprint, {**spec, "drafts_for": {"weights": of.hex(), "spec": beside}}

@@ -1,8 +1,8 @@
-"""Views of SGLang's host pools, in every layout, as pages of [kv_head][layer][K,V][token][dim].
+"""Views of SGLang's host pools as pages of [kv_head][layer][K,V][token][dim], in every host layout.
 
-A page is a strided view, so a single copy transfers it. Shapes alone do not prove that a view is right.
-`verify` writes a pattern into the device pool with SGLang's own code, lets SGLang back the pattern up, and
-compares it with the view.
+A page is a strided view, so a single copy transfers it. Shapes alone do not prove that a view is correct.
+Therefore `verify` writes a pattern into the device pool with SGLang's own code, lets SGLang back up the
+pattern, and compares the backup with the view.
 
 A rank (`RankPlace`) holds a part of each page:
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 _FP8: Final[Mapping[torch.dtype, str]] = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
-"""dtypes with one byte per value, and their names in `PageGeometry.quantised`. AMD's first fp8 format has
-other values."""
+"""dtypes with one byte per value, and their names in `PageGeometry.quantised`. AMD's first fp8 format, which
+represents other values, is not included."""
 _MHA: Final = {
     # Indices of (plane, head, layer, token) among a page's dimensions. dim is the last dimension.
     "layer_first": (0, 3, 1, 2),
@@ -40,7 +40,7 @@ _MHA: Final = {
 }
 _MLA: Final = ("layer_first", "page_first", "page_first_direct")
 _verified: Final[weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], str]]] = weakref.WeakKeyDictionary()
-"""Host pool -> the device pool and the I/O backend that `verify` used when it accepted the pool."""
+"""Device pool and I/O backend with which `verify` accepted a host pool, by host pool."""
 
 
 class RankPlace(NamedTuple):
@@ -85,7 +85,7 @@ def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
 
 
 def require_stage(place: RankPlace, device_pool: Any) -> None:
-    """Raise LayoutError("layout") unless SGLang's device pool begins with the first layer of the stage.
+    """Raise LayoutError("layout") unless SGLang's device pool begins with the stage's first layer.
 
     `layout.page_geometry` checks the number of layers.
     """
@@ -98,10 +98,10 @@ def require_stage(place: RankPlace, device_pool: Any) -> None:
 
 
 def agreed(cache: Any, mine: bool) -> bool:
-    """Return whether `mine` is True on all ranks that compute this rank's requests, including all stages.
+    """Return whether `mine` is True on all ranks that compute this rank's requests, in all stages.
 
     Call this only at startup, when all ranks call it. While SGLang handles requests, its pipeline stages do
-    not run in step, and SGLang passes the first stage's decisions to later stages
+    not run in lockstep, and SGLang passes the first stage's decisions to later stages
     (`UnifiedRadixCache._all_reduce`).
     """
     vote = torch.tensor([mine], dtype=torch.int32)
@@ -133,7 +133,7 @@ class HostPages:
 
     pool: Any
     latent: bool
-    """Whether the pool holds latents (MLA), which have one plane and no heads."""
+    """Whether the pool holds MLA latents, which have one plane and no heads."""
 
     @property
     def page_size(self) -> int:
@@ -141,13 +141,13 @@ class HostPages:
         return int(self.pool.page_size)
 
     def page(self, slot: int) -> torch.Tensor:
-        """Return a view of the page that begins at a slot.
+        """Return a view of the page that begins at `slot`.
 
-        Its shape is (heads of this rank, layers, planes, tokens, dim).
+        The view has shape (heads of this rank, layers, planes, tokens, dim).
         """
         size, layout, buffer = self.page_size, self.pool.layout, self.pool.kv_buffer
         if self.latent:
-            # Every layout has a dimension of one head between tokens and dim. Replace it by the planes.
+            # Every layout has a dimension of size 1 between tokens and dim. Replace it by the planes.
             match layout:
                 case "layer_first":
                     found = buffer[:, slot : slot + size]
@@ -204,12 +204,12 @@ def host_pages(pool: Any) -> HostPages:
 
 
 class ModelKV(NamedTuple):
-    """Dimensions of the KV of a complete model, or of a group of its layers."""
+    """Dimensions of KV: of a complete model, or of a group of its layers."""
 
     heads: int
     layers: int
     config: Mapping[str, Any]
-    """The model's config, which shows whether the model has sliding windows."""
+    """The model's config. It shows whether the model has sliding windows."""
 
 
 def page_geometry(
@@ -221,12 +221,12 @@ def page_geometry(
     attention: str = "",
     place: RankPlace | None = None,
 ) -> PageGeometry:
-    """Return the model's page geometry. Raises LayoutError.
+    """Return the model's page geometry. Raises LayoutError if the pool's KV cannot be shared.
 
     Args:
         quantised: `quantised_format` of the device pool.
-        attention: SGLang's attention backends. With quantised KV, each backend rounds queries differently,
-            which affects the KV of all later layers.
+        attention: names of SGLang's attention backends. With quantised KV, each backend rounds queries
+            differently, which affects the KV of all later layers.
         place: position of this rank, or None for a rank that holds all layers.
     """
     pool = pages.pool
@@ -259,7 +259,7 @@ def _only_engine(pages: HostPages, config: Mapping[str, Any], attention: str) ->
     if pages.latent:
         return engine_of_latents("sglang", config)
     if attention:
-        # fp8 KV of SGLang has not been compared with fp8 KV of vLLM.
+        # No test has compared SGLang's fp8 KV with vLLM's fp8 KV.
         return f"sglang {attention}"
     return "sglang" if _declares_windows(config) else ""
 
@@ -267,8 +267,8 @@ def _only_engine(pages: HostPages, config: Mapping[str, Any], attention: str) ->
 def _declares_windows(config: Mapping[str, Any]) -> bool:
     """Return whether a model's config declares sliding windows that are in use.
 
-    Which layers apply the windows depends on each engine's code. In SGLang, no layer of Qwen3 and Mistral
-    does.
+    Which layers apply the windows depends on each engine's code. In SGLang, no layer of Qwen3 or Mistral
+    applies them.
     """
     text = config.get("text_config") or config
     if text.get("use_sliding_window") is False:
@@ -277,7 +277,8 @@ def _declares_windows(config: Mapping[str, Any]) -> bool:
 
 
 def rank_heads(pages: HostPages, page: PageGeometry, tp_size: int, tp_rank: int) -> tuple[range, bool]:
-    """Return (KV heads of this rank, whether this rank saves them). Raises LayoutError."""
+    """Return (KV heads of this rank, whether this rank saves them). Raises LayoutError for an unexpected
+    division of heads."""
     if pages.latent:
         return range(1), tp_rank == 0
     heads, writes = tensor_parallel_heads(page.heads, tp_size, tp_rank)
@@ -291,11 +292,11 @@ def rank_heads(pages: HostPages, page: PageGeometry, tp_size: int, tp_rank: int)
 
 
 def verify(pages: HostPages, controller: Any, device: Any = None) -> None:
-    """Verify that SGLang backs up values of the device pool to `pages`, and loads them from there.
+    """Verify that SGLang backs up values of the device pool to `pages`, and loads them back from `pages`.
 
-    `device` is the device pool of `pages`, needed if the controller has several. The check uses one free host
-    page and the device's padding page, and restores both. A pool that passed is not checked again, because
-    the tree of a running server may fill the host pool.
+    `device` is the device pool of `pages`. It is required if the controller has several device pools. The
+    check uses one free host page and the device's padding page, and restores both. A pool that has passed is
+    not checked again, because the tree of a running server may fill the host pool.
 
     Raises LayoutError("layout") if a value is lost or moved, or if no host page is free.
     """
@@ -316,7 +317,7 @@ def verify(pages: HostPages, controller: Any, device: Any = None) -> None:
     # The first page's slots hold the KV of padding tokens. No sequence uses these slots.
     padding = torch.arange(size, dtype=torch.int64, device=device.device)
     at = controller.move_indices(slots, padding)
-    # Same as in SGLang's controller: the staged kernel reads the host's slots from host memory.
+    # As in SGLang's controller, the staged kernel reads the host's slots from host memory.
     staged = controller.io_backend == "kernel" and host.layout == "page_first" and host.can_use_write_back_jit
     to_host = (slots, padding) if staged else at
     try:
@@ -343,7 +344,7 @@ def verify(pages: HostPages, controller: Any, device: Any = None) -> None:
 
 
 def _pattern(like: torch.Tensor, *, seed: int) -> torch.Tensor:
-    """Return random values. Almost all of them differ, so a wrong order is detected."""
+    """Return random values. Almost all values are different, so a wrong order is detected."""
     generator = torch.Generator().manual_seed(seed)
     if like.dtype == torch.uint8:
         return torch.randint(0, 256, like.shape, generator=generator, dtype=torch.uint8)
@@ -351,12 +352,12 @@ def _pattern(like: torch.Tensor, *, seed: int) -> torch.Tensor:
 
 
 def _cache_write(device: Any, slots: torch.Tensor, pattern: torch.Tensor, *, latent: bool) -> None:
-    """Write a pattern into the device pool as the engine's attention does.
+    """Write a pattern into the device pool with the same call as the engine's attention.
 
     The pattern's shape is (heads, layers, planes, tokens, dim).
     """
     values = pattern.to(device.device)
-    if device.store_dtype != device.dtype:  # fp8 values are kept as bytes.
+    if device.store_dtype != device.dtype:  # The pool stores fp8 values as bytes.
         values = values.view(device.dtype)
     for i in range(pattern.shape[1]):
         layer = device.start_layer + i

@@ -1,11 +1,12 @@
 """Roots of page keys. A root is a digest of everything that affects the KV of a namespace, except the tokens.
 
-The roots equal vLLM's roots for the same checkpoint, dtype, page geometry and salt, because both engines call
-`engine_common.model_identity.page_root`.
+The roots are equal to vLLM's roots for the same checkpoint, dtype, page geometry and salt, because both
+engines call `engine_common.model_identity.page_root`.
 
 SGLang creates an id at each load of a LoRA adapter, and appends the id to the `extra_key` of a request's
-namespace. The root contains the adapter's digest instead, and the names of the adapter's weights that this
-server skips. A server applies only modules that `--lora-target-modules` (or the adapters at start) name.
+namespace. The root contains two other things instead: the adapter's digest, and the names of the adapter's
+weights that this server skips. A server applies only modules that `--lora-target-modules` (or the adapters at
+start) name.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
 
 _files: Final = LaterAdapters()
 _paths: dict[str, str | None] = {}
-"""LoRA id -> folder from which this process loaded the adapter, or None if it was loaded from tensors."""
+"""Folder from which this process loaded an adapter, or None if it was loaded from tensors, by LoRA id."""
 _managers: dict[str, Any] = {}
-"""LoRA id -> SGLang's LoRAManager that has loaded it."""
+"""SGLang's LoRAManager that has loaded an adapter, by LoRA id."""
 _left_out: dict[str, bytes] = {}
-"""LoRA id -> digest of the names of weights that this server does not apply, or b"" if it applies all."""
+"""Digest of the names of an adapter's weights that this server does not apply, by LoRA id. b"" if it applies
+all weights."""
 _disputed: set[str] = set()
-"""LoRA ids that a request without LoRA had in its extra_key. SGLang's own cache mixes the KV of such a
-request with the adapter's KV."""
+"""LoRA ids that a request without LoRA had in its extra_key. SGLang's own cache does not separate such a
+request's KV from the adapter's KV."""
 _MANAGER: Final = "sglang.srt.lora.lora_manager.LoRAManager"
 _MAX_ROOTS: Final = 4096
 
@@ -42,8 +44,8 @@ _MAX_ROOTS: Final = 4096
 def taken_apart(extra_key: str | None) -> tuple[str | None, bytes | None]:
     """Split SGLang's `extra_key` of a request with a LoRA adapter.
 
-    Returns (the user's own extra_key, digest of the adapter's applied weights or None without an adapter).
-    Waits only briefly for the file system.
+    Returns (the user's own extra_key, digest of the adapter's applied weights). The digest is None without an
+    adapter. Waits at most briefly for the file system.
 
     Raises CheckpointError: "lora" if the applied weights cannot be determined, "identifying" if the file
     system does not respond, "lora_changed" if the files have changed.
@@ -63,7 +65,7 @@ def taken_apart(extra_key: str | None) -> tuple[str | None, bytes | None]:
     whole = _files.digest(path, name)
     left_out = _not_applied(name)
     applied = digest("cornplug-adapter-part-v1", whole, left_out) if left_out else whole
-    # SGLang treats an absent extra_key as "" when it appends the id.
+    # When SGLang appends the id, it treats an absent extra_key as "".
     return extra_key.removesuffix(name) or None, applied
 
 
@@ -81,7 +83,7 @@ def _not_applied(name: str) -> bytes:
             )
         weights = {weight for layer in adapter.layers for weight in layer.weights}
         weights.update(adapter.embedding_layers)
-        # Same rule as SGLang's memory pool: a weight is applied if its name contains a target's name.
+        # SGLang's memory pool has the same rule: a weight is applied if its name contains a target's name.
         skipped = sorted(w for w in weights if not any(target in w for target in manager.target_modules))
         _left_out[name] = (
             digest("cornplug-adapter-skipped-v1", json.dumps(skipped).encode()) if skipped else b""
@@ -90,7 +92,7 @@ def _not_applied(name: str) -> bytes:
 
 
 def _adapter_loads(manager: Any, lora_ref: Any) -> None:
-    """Digest an adapter's current files before SGLang loads the adapter from its folder."""
+    """Compute the digest of an adapter's current files before SGLang loads the adapter from its folder."""
     if not activation.is_on():
         return
     _managers[lora_ref.lora_id] = manager
@@ -98,7 +100,9 @@ def _adapter_loads(manager: Any, lora_ref: Any) -> None:
     try:
         _files.read(lora_ref.lora_path, lora_ref.lora_id)
     except CheckpointError as e:
-        logger.warning("cornplug: KV under LoRA %s is not shared: %s", lora_ref.lora_name, e)
+        logger.warning(
+            "cornplug: KV of requests with LoRA adapter %s is not shared: %s", lora_ref.lora_name, e
+        )
 
 
 def _adapter_comes_as_tensors(manager: Any, lora_ref: Any, *args: Any, **kwargs: Any) -> None:
@@ -122,8 +126,8 @@ class NamespaceRoots:
     """Computes the roots of page keys in one engine process.
 
     Args:
-        identify: returns (language model fingerprint, KV spec). It reads weights, so it runs on another
-            thread. If it raises CheckpointError, every call of `root` raises the same error.
+        identify: returns (language model fingerprint, KV spec). Runs on another thread, because it reads
+            weights. If it raises CheckpointError, every call of `root` raises the same error.
     """
 
     def __init__(
@@ -141,7 +145,7 @@ class NamespaceRoots:
         return other
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the checkpoint has been read or its reading has failed.
+        """Wait until the checkpoint has been read, or until reading it has failed.
 
         Returns False if the timeout expires first.
         """
@@ -151,10 +155,10 @@ class NamespaceRoots:
         """Return the root of a namespace's page keys (32 bytes).
 
         Raises CheckpointError if the model or adapter is not identified: "identifying" while the checkpoint
-        is read, "weights_updated", "lora", "lora_changed", or the error with which reading the checkpoint
-        failed.
+        is being read, "weights_updated", "lora", "lora_changed", or the error that ended the reading of the
+        checkpoint.
         """
-        # Wait as at startup. Otherwise the first batch after an update of the weights would always miss.
+        # Wait as at startup. Otherwise the first batch after a weight update would always miss.
         self._identity.now()[1].first_wait()
         epoch, identity = self._identity.get()
         extra_key, adapter = taken_apart(space.extra_key)
@@ -169,7 +173,7 @@ class NamespaceRoots:
 
 
 class RootsOfCall:
-    """Caches the roots during a single call, because hundreds of pages share a namespace."""
+    """Cache of roots for a single call, because hundreds of pages share a namespace."""
 
     def __init__(self, roots: NamespaceRoots) -> None:
         self._roots = roots

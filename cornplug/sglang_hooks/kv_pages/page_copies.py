@@ -1,14 +1,14 @@
-"""Copies of this rank's KV between SGLang's host pool and pages of the store, tile by tile.
+"""Copies one rank's KV between SGLang's host pool and pages of the store, tile by tile.
 
     save    host pool ──gather──> tile, in the page's order ──sum──> ──copy──> the store's memory
     load    the store's memory ──copy──> tile ──sum──> ──scatter──> host pool
 
-A tile has as many complete heads as fit into a core's cache, so each page is read from memory once and
+A tile has as many complete heads as fit into a core's cache. Each page is therefore read from memory once and
 written once. Each step is one call of numpy or xxhash, which release the interpreter's lock. SGLang's
-scheduler therefore runs in parallel, and other threads can copy other pages of the batch.
+scheduler runs in parallel, and other threads can copy other pages of the batch.
 
-Checksums are computed from the tile, never from the store's memory. If a late writer of another page damages
-a page, its readers therefore detect the damage.
+Checksums are computed from the tile, never from the store's memory. If a late writer of another page corrupts
+a page, readers of the page therefore detect the corruption.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from cornplug.sglang_hooks.kv_pages.layout import HostPages
 from cornplug.store.base import Lease, PayloadLocation
 
 Rows = NDArray[np.void]
-"""Array of shape (heads, layers, planes, tokens). Each item is a row: all values of a token in one plane of
-one head and layer."""
+"""Array of shape (heads, layers, planes, tokens). Each item is a row: a token's values in one plane of one
+head and layer."""
 
 _TILE_BYTES: Final = 1 << 20
-"""Number of bytes to copy at a time, unless one head's part of a page, over all layers of this rank, is
-larger. It is the cache size of one core in a server."""
+"""Number of bytes to copy at a time, about the cache size of a server's core. A tile is larger if a single
+head's part of a page, over all layers of this rank, is larger."""
 _MOST_THREADS: Final = 4
 _CORES_A_THREAD: Final = 4
-"""Number of cores of a rank for each copying thread. SGLang's own processes need the other cores."""
+"""A rank has one copying thread per this number of cores. SGLang's own processes need the other cores."""
 
 
 def copy_threads(device: torch.device | str, ranks: int) -> int:
-    """Return the number of threads that copy a rank's pages in one direction.
+    """Return the number of threads that copy one rank's pages in one direction.
 
-    If the model runs on the CPU, this is one thread. Otherwise it is at most `_MOST_THREADS`, depending on
-    the number of cores that the `ranks` of this host share.
+    The result is 1 if the model runs on the CPU. Otherwise it is at most `_MOST_THREADS`, depending on the
+    number of cores that the host's `ranks` ranks share.
     """
     if torch.device(device).type == "cpu":
         return 1
@@ -71,9 +71,9 @@ class _Tile:
         heads, layers = rows[:2]
         here = memory[: math.prod(rows) * row.itemsize]
         self.layers = here.reshape(heads, layers, -1)
-        """The buffer with shape (heads, layers, bytes)."""
+        """Buffer, with shape (heads, layers, bytes)."""
         self.segments = [segment.data for segment in here.reshape(heads, -1)]
-        """Part of the buffer for each head."""
+        """Slice of the buffer for each head."""
         self.rows: Rows = here.view(row).reshape(rows)
 
 
@@ -81,21 +81,21 @@ class _Block(NamedTuple):
     """Segments of a page that are copied together through one tile."""
 
     heads: slice
-    """Heads of the segments, counted in this rank's part of a page."""
+    """Heads of the segments, as indices in this rank's part of a page."""
     layers: slice
-    """Layers of the segments, counted in this rank's part of a page."""
+    """Layers of the segments, as indices in this rank's part of a page."""
     numbers: list[int]
     """Indices of these segments among all segments of the page."""
     tile: _Tile
 
 
 class _Scratch:
-    """Memory for the tiles that one thread copies."""
+    """Memory for the tiles of one thread."""
 
     def __init__(self, size_bytes: int) -> None:
         self.memory = np.empty(size_bytes, np.uint8)
         self.blocks: dict[int, list[_Block]] = {}
-        """Number of segments per head -> blocks of this rank's part of a page. Tiles use this memory."""
+        """Blocks of this rank's part of a page, by number of segments per head. Tiles use this memory."""
 
 
 class PageCopies:
@@ -118,7 +118,7 @@ class PageCopies:
         self._helpers = ThreadPoolExecutor(max(1, threads - 1), "cornplug-kv")
 
     def close(self) -> None:
-        """Stop the threads. Later calls copy only on the caller's thread."""
+        """Stop the copying threads. Later calls of `read` and `write` copy on the caller's thread only."""
         del self._scratch[1:]
         self._helpers.shutdown(wait=False)
 
@@ -127,7 +127,7 @@ class PageCopies:
     def at(self, slot: int) -> Rows:
         """Return the host page that begins at a slot."""
         page, rest = divmod(slot, self._host_size)
-        # SGLang usually allocates complete pages, which are items of one view of the pool.
+        # SGLang usually allocates complete pages. These pages are items of one view of the pool.
         return self.rows(self._host.page(slot)) if rest else self._pages[page]
 
     def rows(self, part: torch.Tensor) -> Rows:
@@ -150,8 +150,8 @@ class PageCopies:
     ) -> list[dict[int, int] | None]:
         """Copy pages into reserved memory of the store, in order.
 
-        Returns, for each page, the checksums of this rank's part by segment. This is {} if the page could not
-        be written, and None if `stops` returned True before the page was copied.
+        Returns, for each page, the checksums of this rank's segments by index. A page's item is {} if the
+        page could not be written, and None if `stops` returned True before it was copied.
         """
         found: list[dict[int, int] | None] = [None] * len(pages)
 
@@ -169,9 +169,9 @@ class PageCopies:
     ) -> tuple[int, CornplugError | None]:
         """Copy leased pages into the host pool, in order, until `stops` returns True.
 
-        Returns the number of leading pages that are complete and verified, and the error of the next page, if
-        any. Heads are verified before they are copied. The memory of that page and of later pages may contain
-        some heads.
+        Returns (number of leading pages that are complete and verified, error of the next page or None). Each
+        head is verified before it is copied. The memory of the next page and of later pages may contain some
+        heads.
         """
         found: list[bool | CornplugError] = [False] * len(pages)
         failed = False
@@ -190,11 +190,12 @@ class PageCopies:
         return whole, error if isinstance(error, CornplugError) else None
 
     def _each(self, count: int, work: Callable[[int, _Scratch], None], stops: Callable[[], bool]) -> None:
-        """Call `work` with the numbers below `count`, in order, on all threads in parallel until `stops`."""
+        """Call `work` with each number below `count`, in order, on all threads in parallel, until
+        `stops()`."""
         numbers = iter(range(count))
 
         def some(scratch: _Scratch) -> None:
-            # A thread always processes the number that it took, so all pages before a failed page are
+            # A thread always finishes the number that it took. Therefore all pages before a failed page are
             # complete.
             while not stops() and (number := next(numbers, None)) is not None:
                 work(number, scratch)
@@ -242,7 +243,7 @@ class PageCopies:
     def _read_staged(
         self, location: PayloadLocation, checksums: Sequence[int], parts: Sequence[PagePart]
     ) -> None:
-        """Copy and verify one page whose segments have more layers than this rank holds."""
+        """Copy and verify one page whose segments have more layers than this rank has."""
         memory = self._mine.memory()
         self._mine.copy(location, checksums, memory)
         rows = self.rows(memory)

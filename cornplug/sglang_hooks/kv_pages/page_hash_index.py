@@ -1,13 +1,14 @@
-"""Index from SGLang's page hashes to the store's pages, and hooks that fill it with the tokens of SGLang's
-lookups and backups.
+"""Index from SGLang's page hashes to the store's pages, and the hooks that fill the index with the tokens of
+SGLang's lookups and backups.
 
 SGLang passes only its own hash of each page to a storage backend. For each page of recent prompts, this index
-contains the page's end position in its sequence and the value of cornplug's key chain at this position. With
-these values, cornplug finds the store pages inside an SGLang page, or the store page that contains it.
+contains the page's end position in its sequence, and the value of cornplug's key chain (a chained hash of the
+tokens) at this position. With these values, cornplug finds the store pages inside an SGLang page, or the
+store page that contains it.
 
-SGLang's tree core computes page hashes itself (in Rust), so the hooks record hashes and do not replace them.
-A lookup calls `get_storage_hash_str` with its tokens. A backup calls `write_storage` with its node's tokens
-and, because `hicache_storage_pass_prefix_keys` is set, with the hashes of the pages before them.
+SGLang's tree core computes page hashes itself (in Rust), so the hooks only record hashes. A lookup calls
+`get_storage_hash_str` with its tokens. A backup calls `write_storage` with its node's tokens. Because
+`hicache_storage_pass_prefix_keys` is set, it also passes the hashes of the preceding pages.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from cornplug.sglang_hooks.media import placeholder_tokens
 from cornplug.sglang_hooks.media.placeholder_tokens import FIRST_PLACEHOLDER
 
 _MAX_BYTES: Final = 64 << 20
-"""Maximum memory of the index. A page that the index drops is not shared until its prompt is sent again."""
+"""Maximum memory of the index. A page that the index has dropped is not shared until its prompt is sent
+again."""
 _PAGE_BYTES: Final = 280
 _END_BYTES: Final = 144
-"""Measured memory of a page's entry (`_PAGE_BYTES`) and of each chain value in the entry (`_END_BYTES`)."""
+"""Measured bytes per page entry (`_PAGE_BYTES`) and per chain value in an entry (`_END_BYTES`)."""
 _MAX_CONTINUATIONS: Final = 4
 
 
@@ -45,27 +47,28 @@ class CacheNamespace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HashedPage:
-    """An SGLang page with its position in its sequence and in cornplug's key chain."""
+    """SGLang page with its position in its sequence and in cornplug's key chain."""
 
     space: CacheNamespace
     prior: str | None
     """SGLang's hash of the previous page, or None at the start of a sequence."""
     end: int
-    """Number of tokens of the sequence up to the end of this page."""
+    """Number of tokens from the start of the sequence to the end of this page."""
     link: bytes
     """Chain value at the end of this page."""
     ends: tuple[bytes, ...]
     """Chain values at the ends of store pages. If SGLang's pages are at least as large as store pages, these
     are the store pages inside this page, in order. If SGLang's pages are smaller, these are the store pages
-    that contain this page, one for each recorded continuation of the sequence (the newest last). Empty until
-    a continuation fills a store page."""
+    that contain this page, one for each recorded continuation of the sequence (the newest last). The list is
+    empty until a continuation fills a store page."""
 
 
 class PageOverlap(NamedTuple):
     """Tokens that an SGLang page and a store page have in common."""
 
     links: tuple[bytes, ...]
-    """Chain value at the end of the store page. Several values if the sequence has several continuations."""
+    """Chain value at the end of the store page. Has several values if the sequence has several
+    continuations."""
     inside: slice
     """Range of tokens in the store page."""
     page: slice
@@ -76,10 +79,10 @@ class PageHashIndex:
     """Index of bounded size from SGLang's page hashes to pages. Thread-safe.
 
     Args:
-        page_size, page_tokens: number of tokens in an SGLang page and in a store page. One must be a multiple
-            of the other, and both must be multiples of 16. Otherwise raises ValueError.
-        is_unkeyed: returns whether a placeholder value belongs to a medium without an embedding key. The page
-            with such a value and all later pages are not recorded.
+        page_size, page_tokens: number of tokens in an SGLang page and in a store page. Raises ValueError
+            unless both are multiples of 16 and one is a multiple of the other.
+        is_unkeyed: returns whether a placeholder value belongs to a media item without an embedding key. The
+            page with such a value and all later pages are not recorded.
         advance: `identity.chain`, or a faster function with the same results.
         max_bytes: approximate maximum memory of all entries.
     """
@@ -114,17 +117,17 @@ class PageHashIndex:
             self._pages.clear()
 
     def find(self, hashes: Sequence[str]) -> list[HashedPage | None]:
-        """Return the page for each of these hashes, or None for a hash that is not in the index."""
+        """Return the page for each of these hashes, or None if the index does not have the hash."""
         with self._lock:
             return [self._pages.get(name) for name in hashes]
 
     def record(
         self, prior: str | None, hashes: Sequence[str], tokens: Sequence[int], space: CacheNamespace
     ) -> None:
-        """Record the pages of `tokens` under their SGLang `hashes`, after the page `prior`.
+        """Record the pages of `tokens`, which follow the page `prior`, under their SGLang `hashes`.
 
-        A `prior` of None begins a sequence. If `prior` is not in the index or belongs to another namespace,
-        nothing is recorded.
+        If `prior` is None, the pages begin a sequence. If the index does not have `prior`, or if `prior`
+        belongs to another namespace, nothing is recorded.
         """
         size = self.page_size
         with self._lock:
@@ -140,8 +143,8 @@ class PageHashIndex:
                 if before is None or before.space != space:
                     return
                 end, link = before.end, before.link
-        # Compute the chain without the lock, because this takes milliseconds for a long prompt, and the
-        # scheduler's thread uses the index too.
+        # Compute the chain without the lock. This takes milliseconds for a long prompt, and the scheduler's
+        # thread uses the index too.
         new = self._named(tokens[known * size : len(hashes) * size])
         if not new:
             return
@@ -155,7 +158,8 @@ class PageHashIndex:
                 self._pages.popitem(last=False)
 
     def overlaps(self, page: HashedPage) -> list[PageOverlap]:
-        """Return the overlaps of a page with store pages, or [] if the store pages are not complete yet."""
+        """Return the overlaps of a page with store pages, or [] if no overlapping store page is complete
+        yet."""
         size, stored = self.page_size, self.page_tokens
         if size >= stored:
             return [
@@ -166,14 +170,14 @@ class PageHashIndex:
         return [PageOverlap(page.ends, slice(first, first + size), slice(0, size))] if page.ends else []
 
     def is_closing(self, page: HashedPage) -> bool:
-        """Return whether a store page ends where this page ends."""
+        """Return whether a store page ends at the end of this page."""
         return page.end % self.page_tokens == 0
 
     def siblings(self, name: str) -> list[tuple[str, HashedPage]]:
-        """Return the SGLang pages of the store page whose last SGLang page is `name`, as (hash, page) in
+        """Return the SGLang pages in the store page whose last SGLang page is `name`, as (hash, page) in
         order.
 
-        Pages that the index has dropped are missing.
+        Pages that the index has dropped are left out.
         """
         with self._lock:
             return self._siblings(name)
@@ -190,7 +194,7 @@ class PageHashIndex:
         return found[::-1]
 
     def _named(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return the tokens of all complete pages before the first medium without a key."""
+        """Return the tokens of all complete pages before the first media item without a key."""
         # Check only placeholder values, because a prompt may have a hundred thousand tokens.
         wide = np.flatnonzero(np.array(tokens, np.int64) >= FIRST_PLACEHOLDER).tolist()
         whole = next((i for i in wide if self._is_foreign(tokens[i])), len(tokens))
@@ -222,7 +226,7 @@ def attaching_controller() -> Any:
 
 
 def open_index(page_size: int, page_tokens: int) -> PageHashIndex:
-    """Create an index that this process's hooks fill from now on.
+    """Create an index. From now on, this process's hooks fill the index.
 
     Raises ValueError in the same cases as `PageHashIndex`.
     """
@@ -236,7 +240,7 @@ def open_index(page_size: int, page_tokens: int) -> PageHashIndex:
 def _native_chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
     """Compute `identity.chain` with SGLang's page hash.
 
-    SGLang's hash has the same result, but is compiled and releases the GIL.
+    SGLang's hash gives the same result, but is compiled and releases the GIL.
     """
     from sglang.srt.mem_cache.utils import get_hash_str
 
@@ -250,13 +254,13 @@ def _fastest_chain() -> Callable[[bytes, Sequence[int]], list[bytes]]:
     tokens = array("q", (*range(2 * LINK_TOKENS), *(1 << 40 for _ in range(LINK_TOKENS))))
     for prior in (b"", bytes(range(32))):
         if _native_chain(prior, tokens) != chain(prior, tokens):
-            logger.warning("cornplug: SGLang's page hash changed, so cornplug uses its own, which is slower")
+            logger.warning("cornplug: SGLang's page hash has changed, so cornplug uses its own slower hash")
             return chain
     return _native_chain
 
 
 def close_index() -> None:
-    """Drop the index. The hooks record nothing from now on."""
+    """Drop the index. From now on, the hooks record nothing."""
     global _index
     _index = None
 
@@ -275,8 +279,8 @@ def _hashed(original: Any, *args: Any, **kwargs: Any) -> Any:
         return result
     call = arguments(original, args, kwargs)
     key = call["key"]
-    # With an EAGLE draft, SGLang hashes pairs of adjacent tokens, so a page's hash also depends on the token
-    # after the page. The model's KV does not depend on that token, so the index omits it.
+    # With an EAGLE draft model, SGLang hashes pairs of adjacent tokens, so a page's hash also depends on the
+    # token after the page. The model's KV does not depend on that token, so the index leaves it out.
     if call["page_size"] == index.page_size:
         index.record(
             call["prior_hash"], result, key.raw_token_ids(), CacheNamespace(key.extra_key, key.cache_salt)
@@ -300,16 +304,16 @@ def _backing_up(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _know_prefix(index: PageHashIndex, cache: Any, node_id: Any, space: CacheNamespace) -> None:
-    """Record the pages before a node if the index lacks them.
+    """Record the pages before a node if the index does not have them.
 
-    They were backed up before this storage was attached, or were evicted from the index.
+    They were backed up before this storage was attached, or the index has dropped them.
     """
     before = cache.tree_core.get_prefix_hash_values(node_id)
     if not before or index.find(before[-1:])[0] is not None:
         return
     (path,) = cache.tree_core.collect_path_info([node_id])
     for node in path[:-1]:
-        # None for a node without a copy on the host. If a node is backed up, all nodes before it have copies.
+        # None for a node without a copy on the host. If a node is backed up, all its ancestors have copies.
         spec = cache.tree_core.build_storage_backup_spec(node.node_id, True)
         if spec is None:
             return
@@ -323,7 +327,7 @@ def _record(
     prefix: Sequence[str] | None,
     space: CacheNamespace,
 ) -> None:
-    # If SGLang hashes pairs of tokens, there is one token more.
+    # If SGLang hashes pairs of tokens, there is one more token.
     if hashes and prefix is not None and len(tokens) - len(hashes) * index.page_size in (0, 1):
         index.record(prefix[-1] if prefix else None, hashes, tokens, space)
 
@@ -340,7 +344,7 @@ def _writing_storage(original: Any, *args: Any, **kwargs: Any) -> Any:
 def _attach(original: Any, controller: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap the creation of a storage backend, to pass the controller to cornplug's storage.
 
-    The storage needs the controller to verify the layout.
+    The storage needs the controller to verify the host pool's layout.
     """
     token = _attaching.set(controller)
     try:
@@ -353,8 +357,8 @@ _CONTROLLER: Final = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller"
 _CACHE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 
 HOOKS: tuple[Hook, ...] = (
-    # Hook the controller module's binding of the function, because a hook on the function in mem_cache.utils
-    # would not affect this binding.
+    # Hook the name in the controller module, because a hook on the function in mem_cache.utils would not
+    # affect that name.
     Hook(f"{_CONTROLLER}.get_storage_hash_str", "around", _hashed, ("key", "prior_hash", "page_size")),
     Hook(f"{_CACHE}.write_backup_storage", "around", _backing_up, ("self", "node_id")),
     Hook(

@@ -1,6 +1,6 @@
 """Looks up pages in the store, and copies them to SGLang's host pool.
 
-A lookup may wait for pages that are on disk or in far stores.
+A lookup may wait for pages that are on disk or in far stores (remote storage).
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from cornplug.store.payload import FAR_WAIT_S, LEASE_S, recalled, sought
 
 @dataclass(frozen=True, slots=True)
 class PoolContext:
-    """Objects and settings that all pools of a rank use."""
+    """Objects and settings that all of a rank's pools use."""
 
     runtime: EngineRuntime
     index: PageHashIndex
     tally: Tally
     pace: LoadPace
-    """Measures the engine's steps, from which the time to compute a page is estimated."""
+    """Measures the engine's steps, in order to estimate the time to compute a page."""
     stopping: Callable[[], bool]
-    """Returns whether SGLang waits for its storage threads to end. SGLang exits after 10 s."""
+    """Returns whether SGLang is waiting for its storage threads to end. After 10 s, SGLang exits."""
     only_seen: bool = False
-    """Whether to save only pages that an earlier request used (`PagePublisher`)."""
+    """Whether to save only pages that an earlier request used (see `PagePublisher`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +56,18 @@ class RankPool:
     mine: RankPages
     host: HostPages
     threads: int = 1
-    """Number of threads that copy pages in parallel (`PageCopies`)."""
+    """Number of threads that copy pages in parallel (see `PageCopies`)."""
 
 
 _RECALL_FRESH_S: Final = 60.0
-"""Age in seconds at which measurements of the disk's speed expire, so that a disk that was too slow is tried
-again."""
+"""Seconds after which measured disk speeds expire, so that reads from a slow disk are tried again."""
 _RECALL_PAUSE_S: Final = 5.0
-"""Time in seconds without waits for disks and far stores after a disk read exceeded its deadline, because
-each wait delays a request."""
+"""Seconds without waits for disks and far stores after a disk read has exceeded its deadline, because each
+wait delays a request."""
 
 
 class PageWaits:
-    """Waits for pages on disk and in far stores, for one `PageReader`.
+    """Waits of one `PageReader` for pages on disk and in far stores.
 
     Args:
         pace: measured durations of this engine, or None if they are not measured.
@@ -85,17 +84,17 @@ class PageWaits:
         self._again_s = 0.0
 
     def disk_s(self, entries: int) -> float:
-        """Return the seconds that the store takes to read `entries` entries from disk.
+        """Return the estimated seconds for the store to read `entries` entries from disk.
 
         Returns 0 if no recent read was measured.
         """
         return self._disk_pace.seconds(entries * self._entry_bytes, fresh_s=_RECALL_FRESH_S) or 0.0
 
     def begin(self, store: Store, keys: Sequence[bytes], *, tokens: int) -> bool:
-        """Query far stores for absent keys, and return whether a storage thread should wait for the replies.
+        """Query far stores for absent keys. Return whether a storage thread should wait for the replies.
 
-        `keys` are for the first page of the `tokens` absent tokens. Called on the scheduler's thread, so this
-        does not wait.
+        `keys` are the keys of the first of the absent pages, which have `tokens` tokens. Called on the
+        scheduler's thread. Does not wait.
         """
         if not store.far_answers or time.monotonic() < self._again_s:
             return False
@@ -108,7 +107,7 @@ class PageWaits:
         """Return a `Tier` for each key, after waiting for far stores. Raises StoreUnavailable.
 
         Args:
-            parts: alternative keys for each part of the pages. One stored entry per part is sufficient.
+            parts: alternative keys for each part of a page. A part is available if any of its keys is stored.
         """
         store, deadline_s, began_s = self._run.store, self._run.deadline_s, time.monotonic()
         keys = unique(parts)
@@ -124,9 +123,9 @@ class PageWaits:
         return found
 
     def recalled(self, parts: Sequence[Sequence[bytes]]) -> dict[bytes, int]:
-        """Return the same as `sought`, after waiting also for entries on disk.
+        """Return the tier of each key like `sought`, after also waiting for entries on disk.
 
-        If an entry is not read in time, the next calls do not wait for a few seconds.
+        If an entry is not read in time, calls in the next few seconds do not wait.
         """
         store, deadline_s = self._run.store, self._run.deadline_s
         if time.monotonic() < self._again_s:
@@ -150,7 +149,7 @@ class PageWaits:
 
 
 def unique(parts: Sequence[Sequence[bytes]]) -> list[bytes]:
-    """Return the keys of all parts in order, each key once."""
+    """Return the keys of all parts, in order and without duplicates."""
     return list(dict.fromkeys(key for part in parts for key in part))
 
 
@@ -160,10 +159,11 @@ def lacking(parts: Sequence[Sequence[bytes]], found: Mapping[bytes, int]) -> lis
 
 
 class PageReader:
-    """Reads pages for one rank. Called on SGLang's storage threads unless a method says otherwise.
+    """Reads pages for one rank. Called on SGLang's storage threads, unless a method's docstring says
+    otherwise.
 
     Args:
-        counts_tokens: whether hits and saved tokens are counted. False for pages whose tokens another reader
+        counts_tokens: whether to count hits and saved tokens. False for pages whose tokens another reader
             counts.
     """
 
@@ -187,14 +187,14 @@ class PageReader:
         self._copies.close()
 
     def roots(self) -> RootsOfCall:
-        """Return a cache of the roots for one call."""
+        """Return an object that caches roots during one call."""
         return RootsOfCall(self._roots)
 
     def keys(self, page: HashedPage, part: PageOverlap, roots: RootsOfCall) -> list[bytes]:
         """Return the store keys of the store page that overlaps `page` in `part`.
 
-        There are several keys if the sequence has several continuations, newest first. Raises
-        CheckpointError.
+        If the sequence has several continuations, there are several keys, newest first. Raises
+        CheckpointError if the namespace has no root.
         """
         root = roots.root(page.space)
         return [
@@ -202,11 +202,11 @@ class PageReader:
         ]
 
     def begins(self, first: str | None, tokens: int) -> bool | None:
-        """Return whether the store has the page `first`, or None if far stores are queried for the page.
+        """Return whether the store has the page `first`, or None if far stores were queried for the page.
 
-        `first` is the first page of `tokens` tokens that the engine lacks. If the page is absent, all of them
-        are counted as misses. Called on the scheduler's thread, with a second connection, so that this does
-        not wait for calls of the storage threads. Raises CornplugError.
+        `first` is the first page of `tokens` tokens that the engine lacks. If the page is absent, all these
+        tokens are counted as misses. Called on the scheduler's thread, with a second connection, and
+        therefore does not wait for calls of the storage threads. Raises CornplugError.
         """
         plan = list(self._plan(self._index.find([first]))) if first is not None else []
         if not plan:
@@ -227,7 +227,7 @@ class PageReader:
     def count(self, hashes: Sequence[str]) -> tuple[int, int]:
         """Return (number of leading pages that the store has, number of entries that are only on disk).
 
-        Called on the scheduler's thread, like `begins`. Raises CornplugError.
+        Called on the scheduler's thread with the second connection. Raises CornplugError.
         """
         wanted = [[keys for _, keys in parts] for parts in self._plan(self._index.find(hashes))]
         keys = list(dict.fromkeys(key for parts in wanted for part in parts for key in part))
@@ -240,7 +240,7 @@ class PageReader:
         return found, tiers.count(Tier.DISK)
 
     def present(self, hashes: Sequence[str]) -> int:
-        """Return how many leading pages the store has in memory, after it has read pages that were on disk.
+        """Return how many leading pages the store has in memory, after reading pages from disk.
 
         Missing pages are counted as misses. Raises CornplugError.
         """
@@ -263,13 +263,13 @@ class PageReader:
     def tiers(self, hashes: Sequence[str], *, asking: bool = False, recall: bool = False) -> list[Tier]:
         """Return the tier of each of these pages.
 
-        A page is absent if any part of it is absent, and on disk if any part is only on disk. The first page
-        without a key and all later pages count as absent. Raises CornplugError.
+        A page is absent if any of its parts is absent, and on disk if any of its parts is only on disk. The
+        first page without a key and all later pages count as absent. Raises CornplugError.
 
         Args:
-            asking: whether this is called on the scheduler's thread, like `begins`. If so, far stores are not
-                queried.
-            recall: whether to wait for pages that are only on disk, like `present`.
+            asking: whether the caller is on the scheduler's thread. If so, the second connection is used, and
+                far stores are not queried.
+            recall: whether to wait for pages that are only on disk.
         """
         plan = [[keys for _, keys in parts] for parts in self._plan(self._index.find(hashes))]
         wanted = [part for parts in plan for part in parts]
@@ -285,11 +285,11 @@ class PageReader:
         return pages + [Tier.ABSENT] * (len(hashes) - len(pages))
 
     def count_absent(self, pages: int) -> None:
-        """Count a number of SGLang pages as misses, because the store does not have them."""
+        """Count `pages` SGLang pages as misses, because the store does not have them."""
         self._missed("absent", pages * self._index.page_size)
 
     def load(self, hashes: Sequence[str], slots: Sequence[int]) -> int:
-        """Verify pages, copy them to the host pool, and return the number of leading pages that were copied.
+        """Copy verified pages to the host pool, and return the number of leading pages that were copied.
 
         `slots` are the pages' first slots in the host pool. Does not raise an exception if the store fails.
         """
@@ -322,7 +322,7 @@ class PageReader:
         return done
 
     def borrow(self, page: HashedPage) -> torch.Tensor | None:
-        """Return the KV of an SGLang page from a larger store page, or None if the store does not have it.
+        """Return the KV of an SGLang page, read from a larger store page. Return None if it is not stored.
 
         The shape is (heads, layers, planes, tokens, dim). Raises CornplugError.
         """
@@ -344,10 +344,10 @@ class PageReader:
         slots: Sequence[int],
         leases: Mapping[bytes, Lease],
     ) -> tuple[list[tuple[Lease, list[PagePart]]], list[int]]:
-        """Return the store pages to copy, each with its memory in the host pool.
+        """Return the store pages to copy, each with its memory in the host pool, and the number of leading
+        store pages that each page of the plan needs.
 
-        The result ends at the plan's first page without a lease. Also returns, for each page of the plan, how
-        many leading store pages the page needs.
+        The store pages end at the plan's first page without a lease.
         """
         jobs: list[tuple[Lease, list[PagePart]]] = []
         ends: list[int] = []
@@ -390,20 +390,20 @@ class PageReader:
         try:
             yield {lease.key: lease for lease in leases}
         finally:
-            # If the store has exited, its leases have ended too.
+            # If the store has exited, its leases have already ended.
             with suppress(StoreUnavailable):
                 if leases:
                     store.release([lease.token for lease in leases], deadline_s=deadline_s)
 
     def _missed(self, reason: str, tokens: int) -> None:
-        # Count complete store pages, because an engine never stores an incomplete page.
+        # Count complete store pages, because engines never store an incomplete page.
         if pages := tokens // self._index.page_tokens:
             self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason, by=pages)
 
     def _count(self, done: int, reason: str) -> None:
         app, tokens = self._run.app, done * self._index.page_size
         if done and self._counts_tokens:
-            # Count store pages, like all other engines.
+            # Count store pages, as all other engines do.
             pages = max(1, tokens // self._index.page_tokens)
             self._tally.count("cornplug_hits_total", app, KV_PAGE, "store", by=pages)
             self._tally.count("cornplug_saved_tokens_total", app, by=tokens)
@@ -415,10 +415,10 @@ class PageReader:
 
 
 def _nearest(tiers: Sequence[Tier]) -> Tier:
-    """Return the best tier of several entries of which one is sufficient."""
+    """Return the best tier among several entries of which one is sufficient."""
     return min((tier for tier in tiers if tier), default=Tier.ABSENT)
 
 
 def _farthest(tiers: Sequence[Tier]) -> Tier:
-    """Return the worst tier of several entries that are all needed."""
+    """Return the worst tier among several entries that are all necessary."""
     return Tier.ABSENT if Tier.ABSENT in tiers else max(tiers)

@@ -1,8 +1,8 @@
 """Copies pages from SGLang's host pool to the store.
 
 Tensor-parallel ranks and pipeline stages write a page together without exchanging messages. Each rank
-reserves its part of the same page, writes the heads and layers that it holds, and commits their checksums.
-The store's daemon joins the parts. A rank that is late or has exited does not delay other ranks.
+reserves its part of the page, writes its own heads and layers, and commits their checksums. The store's
+daemon joins the parts. A rank that is late or has exited does not delay other ranks.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from cornplug.sglang_hooks.kv_pages.reader import PageReader, PoolContext, RankP
 from cornplug.store.base import Reservation, ReserveRefusal, WriterPart
 
 _TAIL_BYTES: Final = 64 << 20
-"""Maximum total size of the pages that are kept until their store page is complete."""
+"""Maximum total size in bytes of pages that are kept until their store page is complete."""
 _ROUND_BYTES: Final = 64 << 20
-"""Number of bytes that one call reserves. A new store grows by this size within one call, while other calls
+"""Number of bytes to reserve in one call. A new store grows by this size within one call, while other calls
 wait."""
 _SAVE_S: Final = 30.0
-"""Maximum duration of `save` in seconds. Until it returns, SGLang keeps the pages in its host pool."""
+"""Maximum duration of `save` in seconds. SGLang keeps the pages in its host pool until `save` returns."""
 _STOP_S: Final = 3.0
-"""Time in seconds for which `save` may continue after SGLang begins to wait for this thread. SGLang exits
+"""Seconds for which `save` may continue after SGLang begins to wait for this thread to end. SGLang exits
 after 10 s."""
 _FIRST_PAUSE_S: Final = 0.01
 _LONGEST_PAUSE_S: Final = 0.1
 
 
 class _Stored(NamedTuple):
-    """Tokens of a new store page that are not in memory, but may be in another page of the store."""
+    """Tokens of a new store page that are not in memory. Another page of the store may contain them."""
 
     inside: slice
     page: HashedPage
@@ -62,7 +62,8 @@ def part_of(
 
 
 class PageWriter:
-    """Writes pages of one rank. Called on SGLang's backup thread. No call raises if the store fails.
+    """Writes one rank's pages. Called on SGLang's backup thread. If the store fails, no call raises an
+    exception.
 
     Args:
         part: this rank's part of a page, or None if the rank writes complete pages or no pages.
@@ -97,7 +98,7 @@ class PageWriter:
         if not self._mine.held.writes:
             return
         if self._epoch != weights_guard.epoch():
-            # Drop pages that the previous weights computed, because SGLang's page hashes do not depend on the
+            # Drop pages that the previous weights computed. SGLang's page hashes do not depend on the
             # weights.
             self._tails.clear()
             self._epoch, self._tail_bytes = weights_guard.epoch(), 0
@@ -134,7 +135,7 @@ class PageWriter:
         return self._reader.keys(page, part._replace(links=(page.link,)), roots)[0]
 
     def _gathered(self, closing: str, at: Mapping[str, int]) -> list[PagePart | _Stored] | None:
-        """Return the SGLang pages that form one store page, or None if one of them is not available."""
+        """Return the SGLang pages that form one store page, or None if one of the pages is not available."""
         found: list[PagePart | _Stored] = []
         for name, page in self._index.siblings(closing):
             parts = self._index.overlaps(page)
@@ -153,7 +154,7 @@ class PageWriter:
     def _keep_tails(self, hashes: Sequence[str], slots: Sequence[int]) -> None:
         """Keep copies of the pages after the last complete store page.
 
-        A later call may complete their store page.
+        A later call may complete the store page of these pages.
         """
         size, index = self._index.page_size, self._index
         if size >= index.page_tokens:
@@ -171,10 +172,10 @@ class PageWriter:
     # -- writing pages --------------------------------------------------------------------------
 
     def _offer(self, wanted: _Wanted) -> None:
-        """Write pages in small groups, in order, because a reader stops at the first missing page.
+        """Write pages in small groups, in order, because readers stop at the first missing page.
 
-        SGLang offers each page only once, so pages that a growing store rejects are retried while the store
-        grows.
+        SGLang offers each page only once. Therefore pages that the store rejects while it grows are tried
+        again during the same call.
         """
         left, step = list(wanted), max(1, _ROUND_BYTES // self._mine.page.page_bytes)
         moved_s = time.monotonic()
@@ -246,7 +247,7 @@ class PageWriter:
         return self._stops_s is not None and now_s >= self._stops_s
 
     def _at_hand(self, parts: Sequence[PagePart | _Stored]) -> list[PagePart] | None:
-        """Return the parts in memory, or None if a part could not be copied from the store."""
+        """Return the parts in memory. Return None if a part could not be copied from the store."""
         found = []
         try:
             for part in parts:

@@ -1,4 +1,4 @@
-"""Gets an image's embedding into the store before the request goes to the scheduler.
+"""Puts an image's embedding into the store before the request goes to the scheduler.
 
     in the store ──────────────────────────────> the scheduler loads it from the store
     not in the store: request to the encoder service
@@ -6,8 +6,8 @@
         └─ no service, rejected or late ───────> counted as a miss: the engine encodes the image
     the engine's tower is faster than the store > counted as a miss, without a lookup
 
-This runs in the tokenizer process. Only the image's own request waits, up to a deadline that depends on the
-scheduler process's measurements of its tower. The source of the embedding is sent with the item, and the
+This runs in the tokenizer process. Only the image's own request waits. Its deadline depends on the time of
+the tower, which the scheduler process measures. The source of the embedding is sent with the item, and the
 scheduler counts the hit when it uses the embedding.
 """
 
@@ -47,13 +47,13 @@ from cornplug.store.payload import NewPayload, put_payload, recalled
 
 _SOURCE: Final = "cornplug_source"
 waited: Final[ContextVar[bool]] = ContextVar("cornplug_waited", default=False)
-"""Whether this task's request has already waited for an encoder until the deadline. If so, the request does
-not wait for another encoder."""
+"""Whether this task's request has already waited for an encoder until the deadline. Such a request does not
+wait for another encoder."""
 
 
 def source_of(item: Any) -> str | None:
-    """Return the source of an item's embedding, such as "store", or None if it is not expected in the
-    store."""
+    """Return the source of an item's embedding, such as "store". Return None if the store is not expected to
+    have the embedding."""
     found: str | None = item.model_specific_data.get(_SOURCE)
     return found
 
@@ -66,13 +66,13 @@ class EmbeddingPrefetcher:
         self._tally = tally
         self._policy = EncoderRequestPolicy()
         self._encoder = engine_encoder(runtime.config, runtime.secret)
-        # Use separate threads, because asyncio's own threads may all be busy with decoding images.
+        # Use separate threads, because decoding images may occupy all of asyncio's own threads.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="cornplug-ask")
 
     async def prepare(
         self, items: list[Any], tower_of: Callable[[Any], TowerIdentity | None], salt: str | None
     ) -> None:
-        """Get the embeddings of items with a key into the store, and set the source of each item.
+        """Put the embeddings of items with a key into the store, and set the source of each item.
 
         `tower_of` returns the tower of an item. Never raises an exception.
         """
@@ -107,8 +107,8 @@ class EmbeddingPrefetcher:
         except CornplugError as e:
             self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, e.reason)
             return ""
-        except Exception:  # noqa: BLE001 - any error: the engine encodes it
-            logger.exception("cornplug: looking up an embedding failed")
+        except Exception:  # noqa: BLE001 - any error: the engine encodes the item
+            logger.exception("cornplug: looking up an embedding failed, so this server encodes the item")
             self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, "error")
             return ""
         finally:
@@ -161,9 +161,9 @@ class EmbeddingPrefetcher:
         return tiers[0] == Tier.MEMORY
 
     def _put(self, key: bytes, tensor: WireTensor) -> None:
-        """Save an embedding that the service sent but could not save.
+        """Save an embedding that the service has sent but could not store.
 
-        This happens if the service is on another host, or if its store has failed.
+        This happens if the service runs on another host, or if its store has failed.
         """
         outcome = put_payload(
             self._run.store,
@@ -178,9 +178,9 @@ class EmbeddingPrefetcher:
 
 
 def _inputs(item: Any, wanted: Sequence[str]) -> dict[str, WireTensor]:
-    """Return the tensors of one item by name, as its tower receives them.
+    """Return one item's tensors by name, in the form that its tower expects.
 
-    Raises EncoderRefused("no_inputs").
+    Raises EncoderRefused("no_inputs") if the item does not contain these tensors.
     """
     known = {**item.model_specific_data, "pixel_values": item.feature}
     values = {name: known[name] for name in wanted if name in known}
@@ -189,7 +189,7 @@ def _inputs(item: Any, wanted: Sequence[str]) -> dict[str, WireTensor]:
         if isinstance(value, np.ndarray):
             value = torch.from_numpy(value)
         if not isinstance(value, torch.Tensor):
-            # For example, a handle to another process's GPU memory, or LLaVA's (width, height).
+            # Examples are a handle to another process's GPU memory, or LLaVA's (width, height).
             raise EncoderRefused(f"{name} is a {type(value).__name__}", reason="no_inputs")
         found[name] = to_wire(value)
     return found

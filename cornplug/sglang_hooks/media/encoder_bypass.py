@@ -1,15 +1,15 @@
-"""Loads stored embeddings instead of running the tower, and saves embeddings that the tower computes.
+"""Loads stored embeddings instead of running the tower, and saves the embeddings that the tower computes.
 
 This runs in the scheduler processes. SGLang determines which images of a batch are not in its own embedding
 cache, and calls the model's `get_image_feature` for these images. `EncoderBypass` replaces that call. It
-loads and verifies stored embeddings, the tower computes the other embeddings, and SGLang's own code puts both
+loads and verifies stored embeddings. The tower computes all other embeddings, and SGLang's own code puts both
 into its cache.
 
     images ──> EncoderBypass ──in the store──> verified, on the device ─┐
                     └─ not in the store ──> the model's own tower ──────┴─> one tensor per item
 
 A tower may run collectives over the tensor-parallel ranks, so all ranks must run it for the same images. Each
-rank reads from the store, and then only embeddings that every rank has read are used.
+rank reads from the store. Then only embeddings that every rank has read are used.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class EmbeddingSource:
         """Create a source.
 
         Args:
-            dtype: the language model's dtype, as torch's name without "torch.".
+            dtype: the language model's dtype: the name of the torch dtype without the "torch." prefix.
             width: number of columns of the language model's embeddings.
             first: whether this rank is the first of its group. All ranks load the same embeddings, but only
                 the first rank saves and counts them.
@@ -63,10 +63,10 @@ class EmbeddingSource:
     def take(self, items: Sequence[Any], model: Any, device: torch.device) -> list[torch.Tensor | None]:
         """Return each item's embedding from the store, or None.
 
-        An embedding has the shape that `model` uses, (rows, width), and is on `device`. It is None if it is
-        not expected in the store or cannot be loaded.
+        An embedding has shape (rows, width), in the width that `model` uses, and is on `device`. It is None
+        if the item has no source, or if it cannot be loaded.
         """
-        # A tower with deepstack (Qwen3-VL) also computes inputs of deeper layers, as additional columns.
+        # A tower with deepstack (Qwen3-VL) also computes inputs for deeper layers, as additional columns.
         deepstack = getattr(model, "use_deepstack", None) or {}
         found = []
         for item in items:
@@ -90,13 +90,13 @@ class EmbeddingSource:
                 key = key_of(item) if publish and self._first and is_current(item) else None
                 if key is not None and dtype_name(tensor.dtype) == self._dtype:
                     self._publisher.offer(key, tensor, cost_s=self._rule.encode_s(len(tensor)) or 0.0)
-        except Exception:  # noqa: BLE001 - any error: the engine has its embeddings
+        except Exception:  # noqa: BLE001 - any error: the engine has the embeddings
             self._log_error("offer")
 
     def encode(self, original: EmbedItems, items: list[Any], device: torch.device) -> Any:
         """Compute the embeddings of `items` with the model, and publish the measured cost.
 
-        The tokenizer process uses the cost to decide whether to fetch embeddings.
+        The tokenizer process decides with this cost whether to fetch embeddings.
         """
         if self._tower is None:
             self._tower = TowerClock(device)
@@ -116,8 +116,8 @@ class EmbeddingSource:
         self._publisher.close()
 
     def _take(self, item: Any, width: int, device: torch.device) -> torch.Tensor | None:
-        # If the item has no source, the embedding is not expected in the store, and the tokenizer has already
-        # counted a miss.
+        # If the item has no source, the embedding is not expected in the store. The tokenizer has already
+        # counted the miss.
         key = key_of(item)
         if key is None or source_of(item) is None:
             return None
@@ -134,20 +134,20 @@ class EmbeddingSource:
             expected.check(header.dtype, header.shape, len(payload))
             dtype = getattr(torch, header.dtype)
             tensor = torch.frombuffer(payload, dtype=dtype).view(header.shape).to(device, non_blocking=True)
-            # The time includes the copy to the device: for memory that is not pinned, `to` returns when the
+            # The time includes the copy to the device. For memory that is not pinned, `to` returns when the
             # host has finished.
             self._rule.read(len(payload), time.perf_counter() - began)
             self._row_bytes = width * dtype.itemsize
         except CornplugError as e:
             self._miss(e.reason)
             return None
-        except Exception:  # noqa: BLE001 - any error: the tower computes it
+        except Exception:  # noqa: BLE001 - any error: the tower computes the embedding
             self._log_error("load")
             return None
         return tensor
 
     def _log_error(self, what: str) -> None:
-        compat.logger.exception("cornplug: embedding %s failed", what)
+        compat.logger.exception("cornplug: an embedding's %s failed", what)
         self._miss("error")
 
     def _miss(self, reason: str) -> None:
@@ -166,12 +166,12 @@ class EncoderBypass:
     def __init__(self, original: EmbedItems, here: EmbeddingSource | None, device: torch.device) -> None:
         """Create a replacement for one call.
 
-        `here` is None on a rank that cannot share. This rank still votes on the embeddings to use.
+        `here` is None on a rank that cannot share. Such a rank still votes on the embeddings to use.
         """
         self._original = original
         self._here = here
         self._device = device
-        # SGLang uses these attributes to recognise encoders that move features to the device themselves.
+        # By these attributes, SGLang recognises encoders that move features to the device themselves.
         self.__self__ = getattr(original, "__self__", None)
         self.__name__ = getattr(original, "__name__", "")
 
@@ -191,7 +191,7 @@ class EncoderBypass:
         made = self._made(here, rest) if rest else []
         split = _split(made, rest)
         if split is None:
-            # The output cannot be split by items, so the engine computes all embeddings.
+            # The output cannot be split by items, so the engine's own computation is used for all items.
             return made if len(rest) == len(items) else self._original(items)
         if here is not None:
             here.used(items, taken)
@@ -217,7 +217,7 @@ def _split(made: Any, items: Sequence[Any]) -> list[torch.Tensor] | None:
 
 
 def _agreed(taken: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Return `taken` with None for each embedding that at least one rank of the group has not loaded.
+    """Return `taken`, with None for each embedding that at least one rank of the group has not loaded.
 
     Call this either on all ranks of the group or on none.
     """
@@ -249,8 +249,8 @@ def _embeddings() -> EmbeddingSource | None:
             first=get_dp_tp_group().rank_in_group == 0,
         )
     except CornplugError as e:
-        # The tokenizer process assigns no keys in this case, and logs the reason.
-        compat.logger.debug("cornplug: embeddings are not shared: %s", e)
+        # In this case, the tokenizer process assigns no keys and logs the reason.
+        compat.logger.debug("cornplug: this server does not share embeddings: %s", e)
         return None
 
 

@@ -1,21 +1,21 @@
-"""Embedding keys for embeddings that an encoder sends through SGLang's encoder disaggregation (EPD).
+"""Keys for embeddings that an encoder sends through SGLang's encoder disaggregation (EPD).
 
     cornplug encoder ── header + rows ──> tokenizer or scheduler ──> items
                           └ signed statement: model, media digests      └ `assign_key` (embedding key)
 
 A statement is valid if it is signed with the store's secret for exactly these rows. The key is never read
 from the message. It is computed from this engine's own model identity, the media digests and the request's
-salt. If a statement has another model, dtype or preprocessing than this engine's checkpoint, it is rejected.
-In this case the request fails, or this server encodes the image itself. Embeddings without a statement (from
-a stock encoder) are used as in stock SGLang, and get no key.
+salt. A statement with another model, dtype or preprocessing than this engine's checkpoint is rejected. The
+request then fails, or this server encodes the image itself. Embeddings without a statement (from a stock
+encoder) are used as in stock SGLang, and get no key.
 
-Hashing the rows of a large image takes tens of milliseconds, so it runs in a thread. In the meantime the
-request waits as for a part that has not arrived, and the scheduler's step continues.
+Hashing the rows of a large image takes tens of milliseconds, so it runs in a thread. In the meantime, the
+request waits as if a part had not arrived, and the scheduler's step continues.
 
 With `zmq_to_tokenizer`, keys are set when the request goes to the scheduler, because other hooks clear or set
 keys before that. With `zmq_to_scheduler`, each rank sets the keys of its items, and all ranks must set the
-same keys. Therefore each rank reads the model's identity before the server is ready, and the ranks compare
-it.
+same keys. Therefore each rank computes the model's identity before the server is ready, and the ranks compare
+the identities.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _KEY: Final = "_cornplug_epd_key"
 _PARTS: Final = "_cornplug_epd_parts"
 
 _AT_ONCE_BYTES: Final = 1 << 20
-"""Maximum size of rows that are hashed without a thread. Hashing them takes a millisecond, as long as
-switching to a thread."""
+"""Maximum size in bytes of rows that are hashed without a thread. Hashing them takes a millisecond, which is
+as long as switching to a thread."""
 
 Media = Sequence[bytes] | None
 """Digests of the images in one part of a request, or None if the part has no valid signature."""
@@ -54,7 +54,7 @@ Media = Sequence[bytes] | None
 
 @dataclass(slots=True)
 class _EpdState:
-    """State that encoder disaggregation needs in this process."""
+    """State for encoder disaggregation in this process."""
 
     identity: bytes | None = None
     """Model identity that signed statements must contain, or None if no statement is accepted."""
@@ -62,14 +62,14 @@ class _EpdState:
 
 _here = _EpdState()
 _receiving: ContextVar[dict[int, Future[Media]] | None] = ContextVar("cornplug_epd", default=None)
-"""Parts of the current request in the tokenizer: part number -> digests of its images, once verified."""
+"""Digests of the images in each verified part of the tokenizer's current request, by part number."""
 
 
 def verify_claims(data: Any, identity: bytes | None, secret: bytes) -> Media:
     """Verify the signed statement of a received EmbeddingData, and return the digests of its media.
 
-    Raises CodecError ("no_statement", "statement", "not_identified") if there is no valid statement, and
-    EncoderRefused("other_model") if the model that computed the embedding is not `identity`.
+    Raises CodecError ("no_statement", "statement" or "not_identified") if there is no valid statement. Raises
+    EncoderRefused("other_model") if another model than `identity` computed the embedding.
     """
     statement = SignedClaim.read(vars(data))
     if statement is None or data.embedding is None:
@@ -148,11 +148,12 @@ def _initialised(_result: None, receiver: Any, *_args: Any, **_kwargs: Any) -> N
     try:
         identity = engine_model().tower_identity().served_identity
     except CheckpointError as e:
-        logger.warning("cornplug: embeddings from encoders are not shared: %s", e)
+        logger.warning("cornplug: this server does not share embeddings from encoders: %s", e)
     group = receiver.tp_group
     if group is not None and receiver.tp_size > 1 and len(set(group.all_gather_object(identity))) > 1:
         logger.warning(
-            "cornplug: the ranks identify their model differently; embeddings from encoders are not shared"
+            "cornplug: this server does not share embeddings from encoders, because its ranks "
+            "identify the model differently"
         )
         identity = None
     _here.identity = identity
@@ -185,7 +186,8 @@ def _part_came(original: Callable[..., Any], current: Any, recv_obj: Any, model_
 def _judged(data: Any) -> Media:
     """Verify the encoder's statement about a part of a request, and return the media digests in it.
 
-    Returns None and counts a miss if the statement is missing or invalid. Raises EncoderRefused.
+    Returns None and counts a miss if the statement is missing or invalid. Raises EncoderRefused if another
+    model computed the embedding.
     """
     try:
         return verify_claims(data, _here.identity, activation.runtime().secret)
@@ -203,7 +205,8 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _send_salt(entries: list[dict[str, Any]], _receiver: Any, request_obj: Any) -> None:
-    """Add the request's salt to the messages for the encoder service, which stores the embedding with it."""
+    """Add the request's salt to the messages for the encoder service, which uses it in the embedding's
+    key."""
     salt = salt_of_request(request_obj)
     if activation.is_on() and salt is not None and _here.identity is not None:
         for entry in entries:
@@ -215,7 +218,8 @@ def _send_salt(entries: list[dict[str, Any]], _receiver: Any, request_obj: Any) 
 async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any, **kwargs: Any) -> Any:
     """Wrap SGLang's `recv_mm_data`, to return a request's items with embedding keys (zmq_to_tokenizer).
 
-    `epd_fallback` calls this, because SGLang supports only one "around" hook per function.
+    This is not a hook itself, because SGLang supports only one "around" hook per function. The hook in
+    `epd_fallback` calls it.
     """
     parts: dict[int, Future[Media]] = {}
     token = _receiving.set(parts)
@@ -238,7 +242,8 @@ async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any,
 
 
 def _sent(_manager: Any, tokenized_obj: Any) -> None:
-    """Set a request's keys before it goes to the scheduler, after all other hooks have changed its items."""
+    """Set a request's keys before the request goes to the scheduler, after all other hooks have changed its
+    items."""
     mm_inputs = getattr(tokenized_obj, "mm_inputs", None)
     if activation.is_on() and mm_inputs is not None:
         for item in mm_inputs.mm_items:
@@ -251,7 +256,7 @@ def _sent(_manager: Any, tokenized_obj: Any) -> None:
 
 
 def _prepared(original: Callable[..., bool], waiting: Any) -> bool:
-    """Wrap the function that assembles a request's parts, and return False until they are verified.
+    """Wrap the function that assembles a request's parts. Return False until all parts are verified.
 
     SGLang calls this again in each step. An exception ends only this request.
     """

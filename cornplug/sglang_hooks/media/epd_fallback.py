@@ -1,19 +1,19 @@
 """Lets a language-only server encode images itself if its encoder has exited, is slow or rejects a request.
 
 Without this fallback, SGLang 0.5.23 fails the request (zmq_to_scheduler with the encoder's own error,
-zmq_to_tokenizer with 503) and waits up to 180 s for an encoder that does not reply. But several families load
-their tower in `--language-only` servers too, and with `--enable-adaptive-dispatch-to-encoder` all families
-do. In this case the request is delayed at most until a deadline, and the server encodes the image itself,
-which counts as a miss:
+zmq_to_tokenizer with status 503), and waits up to 180 s for an encoder that does not reply. However, several
+families also load their tower in `--language-only` servers. With `--enable-adaptive-dispatch-to-encoder`, all
+families do. In these cases, the request is delayed at most until a deadline, and the server encodes the image
+itself, which counts as a miss:
 
     zmq_to_tokenizer   no reply ──> the tokenizer processes the image like a server with a tower
     zmq_to_scheduler   /encode failed or is late ──> the tokenizer does the same, and sends the request
                        again ──> on every rank, it replaces the request that waits
 
 A request that has waited until a deadline does not wait for another service (`--cornplug-encoder`). After a
-failure of the encoder, the next requests skip it for a while. A server without a tower returns SGLang's own
-error, but within `encoder.language_only_timeout_s` instead of 180 s, and the error ends only the request. In
-stock SGLang, an encoder's error can end the scheduler.
+failure of the encoder, the next requests skip the encoder for a while. A server without a tower returns
+SGLang's own error, but within `encoder.language_only_timeout_s` instead of 180 s. The error ends only the
+request. In stock SGLang, an encoder's error can end the scheduler.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from cornplug.sglang_hooks.compat import Hook, logger
 from cornplug.sglang_hooks.media import embedding_prefetch, epd
 
 _WITH_TOWER: Final = frozenset({"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"})
-"""Architectures whose language-only servers load the tower in SGLang 0.5.23."""
+"""Architectures for which SGLang 0.5.23 loads the tower in language-only servers."""
 _MARGIN_S: Final = 5.0
-"""Time in seconds that is added to deadlines, so that the encoder's own error arrives first."""
+"""Seconds to add to deadlines, so that the encoder's own error arrives first."""
 
 
 @dataclass(slots=True)
@@ -45,10 +45,10 @@ class _FallbackState:
     tower: bool = False
     """Whether this server can encode images itself."""
     answer_s: float = math.inf
-    """Maximum time in seconds until an encoder's reply."""
+    """Maximum seconds to wait for an encoder's reply."""
     backoff: BackOff = field(default_factory=BackOff)
     late: set[str] = field(default_factory=set)
-    """Ids of requests whose encoder exceeded its deadline, until this server encodes them."""
+    """Ids of requests whose encoder has exceeded its deadline, until this server encodes their images."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -94,12 +94,13 @@ def _initialised(_result: None, receiver: Any, *_args: Any, hf_config: Any = Non
     config = activation.config().encoder
     answer_s = config.deadline_s if _here.tower else config.language_only_timeout_s + _MARGIN_S
     _here.answer_s = answer_s
-    # Values set by the operator are kept.
+    # Values that the operator has set are kept.
     if not envs.SGLANG_ENCODER_HTTP_TIMEOUT.is_set():
         envs.SGLANG_ENCODER_HTTP_TIMEOUT.set(answer_s)
     if not envs.SGLANG_ENCODER_RECV_TIMEOUT.is_set():
         receiver.recv_timeout = answer_s
-        # The scheduler waits for the encoder, and after a failure for the tokenizer to process the images.
+        # The scheduler waits for the encoder. After a failure, it waits for the tokenizer to process the
+        # images.
         receiver.wait_timeout = answer_s + (config.language_only_timeout_s if _here.tower else _MARGIN_S)
 
 
@@ -154,8 +155,8 @@ def _dispatch(original: Callable[..., Any], receiver: Any, obj: Any, *args: Any,
 
 
 def _dispatch_failed(original: Callable[..., None], manager: Any, error: Any) -> None:
-    """Let this server encode the images of a request whose encoder failed. The request waits in the
-    scheduler.
+    """Let this server encode the images of a request whose encoder failed. In the meantime, the request waits
+    in the scheduler.
 
     Called on the thread that sent the request to the encoder.
     """
@@ -183,7 +184,7 @@ async def _encode_here(manager: Any, error: Any) -> None:
             await manager._send_one_request(tokenized)
         sent = True
     finally:
-        if not sent:  # asyncio logs the exception, and the client gets the encoder's error.
+        if not sent:  # asyncio logs the exception. The client gets the encoder's error.
             manager._forward_encoder_dispatch_error(error)
 
 
@@ -206,9 +207,9 @@ def _take_places(receiver: Any, recv_reqs: list[Any], *_args: Any, **_kwargs: An
 
 
 def _registration_done(original: Callable[..., None], waiting: Any, future: Any) -> None:
-    """Ignore that the scheduler could not send its address to the encoder, if this server can encode images.
+    """Ignore a failure to send the scheduler's address to the encoder, if this server can encode images.
 
-    The tokenizer also receives an error, and falls back.
+    The tokenizer also receives an error, and then lets this server encode the images.
     """
     if not _falls_back() or future.cancelled() or future.exception() is None:
         original(waiting, future)
@@ -217,8 +218,8 @@ def _registration_done(original: Callable[..., None], waiting: Any, future: Any)
 def _request_for_error(_receiver: Any, recv_req: Any) -> None:
     """Set an empty prompt for a request that fails.
 
-    The processor, which sets the prompt in SGLang, did not run. A prompt of None would crash the scheduler
-    and the server when they report the error.
+    SGLang's processor, which sets the prompt, did not run. A prompt of None would crash the scheduler and the
+    server when they report the error.
     """
     if activation.is_on() and recv_req.input_ids is None:
         recv_req.input_ids = array("q")

@@ -1,29 +1,30 @@
-"""Media digests of a request's images, computed after SGLang's processors have decoded them, and digests of
-the inputs of towers that only SGLang servers run.
+"""Media digests of a request's images, computed after SGLang's processors have decoded the images. Also
+digests of tower inputs, for towers that only SGLang servers run.
 
     image ──decoded by SGLang──> processor ──> item      (tokenizer process)
                     └─ media digest ────────────┘
 
 The digest covers the pixels that the processor receives, like the digests in `encoder_service.media`. SGLang
 0.5.23 decodes some images differently: it does not apply the EXIF orientation, and it drops transparency
-instead of putting the image on a white background. The pixels of these images differ from vLLM's, and so do
-their digests.
+instead of putting the image on a white background. For these images, the pixels and digests differ from
+vLLM's.
 
-The digest is kept in a field of the item that is not sent to the scheduler. The embedding key is computed
-from it later, when the salt is available (`mm_identifiers.py`). Some media have no digest and are not
-shared: video, audio, tensors and embeddings that a client sends, and images of processors without a hook.
+The digest is kept in a field of the item that is not sent to the scheduler. Later, when the salt is
+available, the embedding key is computed from the digest (`mm_identifiers.py`). Some media have no digest and
+are not shared: video, audio, tensors and embeddings that a client sends, and images for processors without a
+hook.
 
 Some of SGLang's towers compute other values than the encoder service, or belong to a family that the encoder
 service does not support. SGLang servers with the same release, settings and checkpoint can still share the
-embeddings of these towers. The key depends on the exact tensors that the tower receives:
+embeddings of these towers. Their keys depend on the exact tensors that the tower receives:
 
-    medium ──SGLang's processor──> tensors of an item ──digest──> embedding key ──> store
-                                                                      │
-                    checkpoint, release, settings ──own_identity──────┘
+    media ──SGLang's processor──> tensors of an item ──digest──> embedding key ──> store
+                                                                     │
+                   checkpoint, release, settings ──own_identity──────┘
 
-Processor arguments therefore do not have to be part of the key. The embeddings are shared, but the KV after a
-medium with such an embedding is not (`placeholder_tokens.py`), because the positions and masks of its tokens
-depend on more than the embedding.
+Therefore processor arguments need not be part of the key. The embeddings are shared, but the KV after such an
+embedding is not (`placeholder_tokens.py`), because the positions and masks of its tokens depend on more than
+the embedding.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from cornplug.sglang_hooks.compat import Hook, validated_families
 
 _DIGEST: Final = "_cornplug_media"
 _MAX_ARTIFACTS: Final = 16_384
-"""Maximum number of entries in `_artifacts`, more than SGLang's own preprocessing cache can hold."""
+"""Maximum number of entries in `_artifacts`. SGLang's own preprocessing cache cannot hold more."""
 
 _CODE: Final = ("sglang", "torch", "torchvision", "transformers")
 """Packages with the code of SGLang's towers."""
@@ -68,13 +69,13 @@ OURS: Final = "cornplug_"
 
 _lock = threading.Lock()
 _artifacts: OrderedDict[str, bytes | None] = OrderedDict()
-"""SGLang's key of a preprocessed image (content and settings) -> media digest."""
+"""Media digest by SGLang's key of a preprocessed image (content and settings)."""
 _llava: ContextVar[dict[int, bytes | None] | None] = ContextVar("cornplug_llava", default=None)
-"""Digests of the current request's images: id of an image_data element -> media digest."""
+"""Digests of the current request's images, by id of the image_data element."""
 
 
 def set_digest(item: Any, media: bytes | Callable[[], bytes | None] | None) -> None:
-    """Set an item's media digest (32 bytes), or a function that computes the digest. None clears it."""
+    """Set an item's media digest: 32 bytes, or a function that computes them. None clears the digest."""
     item.__dict__[_DIGEST] = media
 
 
@@ -90,8 +91,8 @@ def digest_of(item: Any) -> bytes | None:
 async def settle(items: Sequence[Any], own: frozenset[str] = frozenset()) -> None:
     """Compute the digests of items in a thread.
 
-    For the modalities `own`, the digest covers the inputs of the tower. A large image takes 0.1 s, during
-    which the event loop would delay every response of the server.
+    For the modalities `own`, the digest covers the inputs of the tower. The digest of a large image takes 0.1
+    s. On the event loop, this would delay every response of the server.
     """
     for item in items:
         if item.modality.name.lower() in own:
@@ -112,7 +113,7 @@ def image_digest(image: object, *, converts: bool = True) -> bytes | None:
             image = image.convert("RGB")
         return pixels_digest("RGB", image.width, image.height, image.tobytes())
     if isinstance(image, torch.Tensor) and image.dtype == torch.uint8:
-        # The image was decoded on the GPU, so its pixels differ from Pillow's.
+        # The GPU has decoded the image, so its pixels differ from Pillow's.
         array = image.detach().cpu().contiguous().numpy()
         return array_digest("uint8", array.shape, array.tobytes())
     return None
@@ -125,11 +126,11 @@ def converts_to_rgb(processor: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OwnTower:
-    """A tower whose embeddings are shared only among SGLang servers."""
+    """Tower whose embeddings only SGLang servers share."""
 
     tower: TowerIdentity
     modalities: frozenset[str] = field(default_factory=frozenset)
-    """Names of tested modalities: "image", "video", "audio"."""
+    """Tested modalities: "image", "video", "audio"."""
 
 
 def own_modalities(model_type: str, dtype: str) -> frozenset[str]:
@@ -138,16 +139,17 @@ def own_modalities(model_type: str, dtype: str) -> frozenset[str]:
 
 
 def own_tower(model: EngineModel, settings: Any, *, generic: bool) -> OwnTower | None:
-    """Return the identity of a model's tower for sharing among SGLang servers, or None if it is not tested.
+    """Return the identity of a model's tower for sharing among SGLang servers, or None if the tower is not
+    tested.
 
-    This reads all weights, whose digests are cached on disk.
+    Reads all weights, whose digests are cached on disk.
 
     Args:
         settings: SGLang's resolved settings.
-        generic: whether SGLang runs the model with its generic backend. The backend's
-            `MultiModalMixin._forward_hidden_states` does not call a tower of SGLang, so the result is None.
+        generic: whether SGLang runs the model with its generic backend. If so, the result is None, because
+            `MultiModalMixin._forward_hidden_states` does not call one of SGLang's towers.
 
-    Raises CheckpointError in the same cases as `EngineModel.own_identity`.
+    Raises the same errors as `EngineModel.own_identity`.
     """
     modalities = own_modalities(str(model.checkpoint.config.get("model_type")), model.dtype)
     if not modalities or generic:
@@ -160,8 +162,9 @@ def own_tower(model: EngineModel, settings: Any, *, generic: bool) -> OwnTower |
 def inputs_digest(item: Any) -> bytes | None:
     """Return the digest (32 bytes) of everything that an item passes to its tower.
 
-    Returns None if the item has no features of its own, or if a field is not a tensor, number, text or
-    collection of these (for example a handle to another process's GPU memory).
+    Returns None if the item has no features of its own, or if a field has an unsupported type. Supported
+    types are tensors, numbers, text and collections of these types, but not, for example, a handle to another
+    process's GPU memory.
     """
     from sglang.srt.managers.schedule_batch import MultimodalInputFormat
 
@@ -215,12 +218,11 @@ def _finalize_mm_items(
     items = original(this, mm_items, images=images)
     if activation.is_on() and images:
         image_items = [item for item in items if item.is_image()]
-        # Otherwise items cannot be matched with images, because an item has several images or a client sent
-        # tensors.
+        # Items cannot be matched with images if an item has several images or if a client sent tensors.
         if len(image_items) == len(images) and not any(isinstance(image, Mapping) for image in images):
             converts = converts_to_rgb(this._processor)
             for item, image in zip(image_items, images, strict=True):
-                # This may run on the event loop, so `settle` computes the digest in a thread.
+                # This may run on the event loop. `settle` computes the digest in a thread.
                 set_digest(item, functools.partial(image_digest, image, converts=converts))
     return items
 
@@ -257,14 +259,14 @@ def _compose_artifacts(result: Any, this: Any, input_text: Any, artifacts: Seque
 def _llava_task(
     original: Callable[..., Any], image_input: Any, image_hash: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return an image's digest instead of its hash, which no caller uses. Runs in a worker process."""
+    """Return an image's digest instead of its hash, which no caller needs. Runs in a worker process."""
     pixels, _, size = original(image_input, image_hash, *args, **kwargs)
     if not activation.is_on():
         return pixels, image_hash, size
     from sglang.srt.utils import load_image
 
     image, frames = load_image(image_input, False)
-    # SGLang pads or resizes an image before it converts the image to RGB, so other modes get no digest.
+    # SGLang pads or resizes an image before converting it to RGB, so images in other modes get no digest.
     media = None if frames is not None else image_digest(image, converts=False)
     return pixels, media, size
 
@@ -292,7 +294,8 @@ async def _llava_request(
         output = await original(this, image_data, *args, **kwargs)
     finally:
         _llava.reset(token)
-    # There is one item per image that SGLang uses, in order. For some requests, it uses only the first image.
+    # There is one item per image that SGLang uses, in order. For some requests, SGLang uses only the first
+    # image.
     for source, item in zip(image_data, output.mm_items, strict=False):
         if item.is_image():
             set_digest(item, found.get(id(source)))

@@ -1,15 +1,15 @@
 """Assigns embedding keys to images in the tokenizer process. A key is a digest of content, model and salt.
 
-SGLang identifies a medium by 64 bits of a hash of its processed features, by a client's `mm_hashes`, or
-(LLaVA) by its URL. This identifier determines the placeholder tokens in SGLang's radix cache and KV pages,
-and the key in its embedding cache. This module calls
+SGLang identifies a media item by 64 bits of a hash of its processed features, by a client's `mm_hashes`, or
+(LLaVA) by its URL. This identifier determines the item's placeholder tokens in SGLang's radix cache and KV
+pages, and its key in SGLang's embedding cache. This module calls
 
     placeholder_tokens.assign_key(item, embedding key)
 
 for every image with a digest. The key is the same as in vLLM, so that both engines use the same placeholder
-tokens. It replaces any identity that SGLang or a client has set. Media whose tower is run only by SGLang get
-a key for that tower. Media without a digest keep SGLang's identifier and get no identity, so that they cannot
-be confused with media that have a key.
+tokens. It replaces any identity that SGLang or a client has set. Media whose tower only SGLang runs get a key
+for that tower. Media without a digest keep SGLang's identifier and get no identity. Therefore they cannot be
+confused with media that have a key.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from cornplug.sglang_hooks.media.media_digests import OwnTower, own_tower
 from cornplug.sglang_hooks.model.model_config import engine_model, runs_generic_backend
 
 _USUAL: Final[Mapping[str, Any]] = {"detail": "auto"}
-# Request fields, in addition to `mm_processor_kwargs`, that some of SGLang's processors read (InternVL, OCR).
+# Request fields that some of SGLang's processors (InternVL, OCR) read in addition to `mm_processor_kwargs`.
 _REQUEST_FIELDS: Final = (
     "max_dynamic_patch",
     "min_dynamic_patch",
@@ -48,7 +48,7 @@ class Towers:
     images: TowerIdentity | None = None
     """Image tower that was tested against the encoder service, or None."""
     own: OwnTower | None = None
-    """Tower for media that are shared only among SGLang servers, or None."""
+    """Tower for media that only SGLang servers share, or None."""
 
     @property
     def own_modalities(self) -> frozenset[str]:
@@ -68,13 +68,13 @@ class MediaIdentifiers:
 
     def __init__(self, processor: Any) -> None:
         """Begin to identify the towers. `processor` is SGLang's BaseMultimodalProcessor."""
-        # Reading a large checkpoint for the first time takes seconds. Startup continues in the meantime.
+        # The first read of a large checkpoint takes seconds. Startup continues in the meantime.
         self._towers = CurrentIdentity(lambda: _identify(processor), "embeddings", compat.logger.warning)
 
     async def towers(self) -> tuple[int, Towers]:
         """Return (epoch of the weights, towers with these weights).
 
-        There are no towers while the checkpoint is read, or if they cannot be identified.
+        The result has no towers while the checkpoint is being read, or if the towers cannot be identified.
         """
         epoch, towers = self._towers.now()
         if towers.first_wait_s() > 0:
@@ -96,7 +96,7 @@ def _identify(processor: Any) -> Towers:
         if own is None:
             raise failed or e from e
         compat.logger.info(
-            "cornplug: embeddings of %s are shared only with SGLang servers that run the same checkpoint: %s",
+            "cornplug: embeddings of %s are shared only with SGLang servers with this checkpoint: %s",
             ", ".join(sorted(own.modalities)),
             e,
         )
@@ -126,8 +126,8 @@ def _tower_identity(processor: Any) -> TowerIdentity:
 
 
 def assign_keys(mm_inputs: Any, towers: Towers, obj: Any, *, epoch: int = 0) -> list[Any]:
-    """Assign embedding keys to the media of a request, clear the keys of all other items, and return the
-    items with a key.
+    """Assign embedding keys to a request's media, and clear the keys of all other items. Return the items
+    with a key.
 
     Args:
         mm_inputs: SGLang's MultimodalProcessorOutput.
@@ -141,7 +141,7 @@ def assign_keys(mm_inputs: Any, towers: Towers, obj: Any, *, epoch: int = 0) -> 
     ours = []
     for item in items:
         media, tower = media_digests.digest_of(item), towers.of(item)
-        # The digest of inputs of a tower that only SGLang runs already covers the effect of every option.
+        # The digest of a tower's inputs already covers the effect of every option.
         owned = item.modality.name.lower() in towers.own_modalities
         asked = {} if owned else options
         key = None
@@ -171,8 +171,7 @@ def _key(tower: bytes, media: bytes, options: Mapping[str, Any], salt: str | Non
 def _options(obj: Any, image_items: list[Any]) -> dict[int, dict[str, Any]] | None:
     """Return a request's processor arguments by item id, or None if arguments and items cannot be matched.
 
-    The arguments are stored under "sglang", because another engine's processor may interpret them
-    differently.
+    The arguments are stored under "sglang", because other engines' processors may interpret them differently.
     """
     from sglang.srt.multimodal.cache import media_preprocess_kwargs
 
@@ -203,14 +202,14 @@ class _Tokenizer:
         self.prefetches = _one_host()
         if not self.prefetches:
             compat.logger.warning(
-                "cornplug: embeddings are not shared: with --nnodes, each host has its own store"
+                "cornplug: this server does not share embeddings: with --nnodes, each host has its own store"
             )
 
 
 def _one_host() -> bool:
     """Return whether all ranks use this host's store.
 
-    An embedding that one rank lacks is not used by any rank.
+    If one rank lacks an embedding, no rank uses the embedding.
     """
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_server_args

@@ -1,17 +1,17 @@
 """Distinguishes placeholder tokens of media with an embedding key from all other placeholder tokens.
 
-SGLang represents a medium by four rotating token values beyond the vocabulary. For a medium with an embedding
-key, these values identify its content, model and salt. All other values come from a 64-bit hash of features
-or from a client, and do not depend on model and salt, so the KV after them is not shared.
+SGLang represents a media item by four token values beyond the vocabulary, in rotation. For an item with an
+embedding key, these values identify its content, model and salt. All other values come from a 64-bit hash of
+features or from a client, and do not depend on model and salt. Therefore the KV after them is not shared.
 
-    embedding key ── sent with the item: its key in the store and the encoder service
+    embedding key ── sent with the item, and used in the store and the encoder service
          └ with the number of rows ── lineage ── SGLang's identity of the item ── placeholder values
 
-SGLang's own caches therefore also distinguish a medium with more rows from the same medium with fewer rows.
+SGLang's own caches therefore also distinguish an item with more rows from the same item with fewer rows.
 
-The scheduler process adds the identities in requests to a set, which the code for page keys reads on any
-thread. SGLang's own processors may also set an item's identity (Kimi's do, from a value that a client may
-choose). Only an identity that `assign_key` has set counts.
+The scheduler process adds the identities in requests to a set. The code for page keys reads this set on any
+thread. SGLang's own processors may also set an item's identity. For example, Kimi's processor sets it from a
+value that a client may choose. Only an identity that `assign_key` has set counts.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook
 
 FIRST_PLACEHOLDER: Final = 1_000_000
-"""First placeholder value of SGLang, larger than any vocabulary."""
+"""SGLang's first placeholder value, which is larger than any token id in a vocabulary."""
 _KEY: Final = "cornplug_key"
 _EPOCH: Final = "cornplug_epoch"
 _ROWS_ALONE: Final = "cornplug_rows_alone"
 _MAX_IDENTITIES: Final = 65_536
-"""Maximum number of media that are remembered. The KV after a medium that was dropped is no longer shared,
-but is never confused with other KV."""
+"""Maximum number of remembered media items. The KV after a dropped item is no longer shared, but it is never
+confused with other KV."""
 
 _lock = threading.Lock()
 _identities: OrderedDict[bytes, tuple[int, int, int, int]] = OrderedDict()
@@ -40,7 +40,7 @@ _values: set[int] = set()
 
 
 def rows_of(item: Any) -> int:
-    """Return the number of an item's placeholder tokens, which equals the number of rows of its embedding.
+    """Return the number of an item's placeholder tokens, which equals its number of embedding rows.
 
     Returns 0 for an item without offsets.
     """
@@ -54,8 +54,8 @@ def assign_key(item: Any, key: bytes, *, epoch: int = 0, rows_alone: bool = Fals
 
     Args:
         key: embedding key.
-        epoch: epoch of the weights of the tower for which the key was computed.
-        rows_alone: whether only the embedding is shared, and not the KV after the medium.
+        epoch: epoch of the tower's weights for which the key was computed.
+        rows_alone: whether only the embedding is shared, and not the KV after the item.
     """
     rows = rows_of(item)
     if not rows:
@@ -79,7 +79,7 @@ def is_current(item: Any) -> bool:
 
 
 def forget() -> None:
-    """Forget all media, because the keys of current requests and sessions were computed for previous
+    """Forget all media items, because the keys in current requests and sessions were computed for previous
     weights."""
     with _lock:
         _identities.clear()
@@ -95,20 +95,21 @@ def clear_key(item: Any) -> None:
 def key_of(item: Any) -> bytes | None:
     """Return the embedding key that `assign_key` assigned to an item, or None.
 
-    The result is also None if SGLang or a client has set another identity since, or if the item's number of
+    The result is also None if SGLang or a client has set another identity later, or if the item's number of
     rows has changed.
     """
     key = item.model_specific_data.get(_KEY)
-    # A client's own processor output may also set this field.
+    # A client's own processor output may also contain this field.
     if not isinstance(key, bytes) or len(key) != DIGEST_BYTES:
         return None
     return key if item.identity == medium_lineage(key, rows_of(item)) else None
 
 
 def add(identity: bytes) -> None:
-    """Add a medium with an embedding key to the set of remembered media, as the newest entry.
+    """Remember a media item with an embedding key, as the newest entry.
 
-    `identity` is the medium's lineage, which is SGLang's identity of its item.
+    `identity` is the item's lineage (a digest of key and number of rows), which is also SGLang's identity of
+    it.
     """
     with _lock:
         if identity in _identities:
@@ -122,12 +123,12 @@ def add(identity: bytes) -> None:
 
 
 def is_keyed(token: int) -> bool:
-    """Return whether a token is a placeholder of a medium with an embedding key."""
+    """Return whether a token is a placeholder of a media item with an embedding key."""
     return token in _values
 
 
 def is_unkeyed(token: int) -> bool:
-    """Return whether a token is a placeholder of a medium without an embedding key."""
+    """Return whether a token is a placeholder of a media item without an embedding key."""
     return token >= FIRST_PLACEHOLDER and token not in _values
 
 
@@ -139,6 +140,6 @@ def _multimodal_inputs(result: Any, scheduler: Any, mm_inputs: Any) -> None:
 
 
 HOOKS: tuple[Hook, ...] = (
-    # Every rank calls this for every request, whether the inputs come from the tokenizer or an encoder.
+    # Every rank calls this for every request, whether the inputs come from the tokenizer or from an encoder.
     Hook("sglang.srt.managers.scheduler.Scheduler._get_multimodal_inputs", "after", _multimodal_inputs),
 )

@@ -1,15 +1,16 @@
-"""Image preprocessing of SGLang, compared with transformers, which vLLM and the encoder service use.
+"""Compares SGLang's image preprocessing with transformers, which vLLM and the encoder service use.
 
-An embedding's key contains the preprocessor's settings, and assumes that they have the same effect as in
-transformers. SGLang has its own processors for some families (LLaVA's rounds pixels to float16), may
-preprocess on the GPU, and adds settings. `preprocessing_difference` therefore lets both preprocess synthetic
-images. If the pixels differ by more than float32 rounding, the preprocessing becomes part of the identity.
+An embedding's key contains the preprocessor's settings, on the assumption that they have the same effect as
+in transformers. However, SGLang has its own processors for some families (LLaVA's processor rounds pixels to
+float16), may preprocess on the GPU, and adds settings. Therefore `preprocessing_difference` runs both on
+synthetic images. If the pixels differ by more than float32 rounding, the preprocessing becomes part of the
+identity.
 
-On CUDA, SGLang decodes JPEGs with nvJPEG and resizes in float32, and Pillow and torchvision on a CPU compute
-different pixels. With SGLang's default, a server therefore shares embeddings of images only with similar
-servers, and the tower runs once for these servers and once for all other engines. `HOOKS` let a GPU server
-decode and resize images on the CPU. SGLang's authors measured 9.3 full-page images per second with
-preprocessing on a GB300 and one worker, and 8.8 with preprocessing on its CPU and two workers
+On CUDA, SGLang decodes JPEGs with nvJPEG and resizes in float32. The pixels then differ from the pixels that
+Pillow and torchvision compute on a CPU. With SGLang's default, a server therefore shares embeddings of images
+only with similar servers. The tower runs once for these servers and once for all other engines. With `HOOKS`,
+a GPU server decodes and resizes images on the CPU. On a GB300, SGLang's authors measured 9.3 full-page images
+per second with preprocessing on the GPU and one worker, and 8.8 with preprocessing on the CPU and two workers
 (`BaseMultimodalProcessor._resolve_auto_mm_processor_worker_num`).
 """
 
@@ -39,9 +40,8 @@ _ANSWER_S: Final = 0.5
 
 
 def on_cpu(config: Config, *, device: str, family: str, dtype: str) -> bool:
-    """Return whether a server on `device` preprocesses images of `family` on its CPU, and log the
-    decision."""
-    # ROCm's device is also named "cuda". On other devices, SGLang's own choice is kept.
+    """Return whether a server on `device` preprocesses images of `family` on its CPU. Log the decision."""
+    # ROCm's device is also named "cuda". On all other devices, SGLang decides.
     if device != "cuda" or not config.engine.share_embeddings or family not in validated_families(dtype):
         return False
     how = config.engine.sglang_preprocessing
@@ -49,14 +49,14 @@ def on_cpu(config: Config, *, device: str, family: str, dtype: str) -> bool:
         how = "cpu" if _answers(config.encoder) else "device"
     if how == "cpu":
         logger.info(
-            "cornplug: images are decoded and resized on the CPU, as in vLLM and the encoder service, so "
-            'their embeddings are shared. Set engine.sglang_preprocessing = "device" to use the GPU'
+            "cornplug: this server decodes and resizes images on the CPU, like vLLM and the encoder service, "
+            'so their embeddings are shared. Set engine.sglang_preprocessing = "device" to use the GPU'
         )
     else:
         logger.warning(
-            "cornplug: the GPU decodes and resizes images. The pixels differ from those of vLLM and the "
-            "encoder service, so their embeddings are not shared with this server. Set "
-            'engine.sglang_preprocessing = "cpu" to share them'
+            "cornplug: the GPU decodes and resizes images. The pixels differ from vLLM's and the "
+            "encoder service's pixels, so this server does not share embeddings with them. Set "
+            'engine.sglang_preprocessing = "cpu" to share embeddings'
         )
     return how == "cpu"
 
@@ -84,12 +84,12 @@ def _device(original: Callable[..., Any], this: Any, processor: Any) -> str:
 
 
 def _competes(original: Callable[..., Any], this: Any) -> bool:
-    """Return False, so that SGLang uses two workers, as it does for preprocessing on a CPU."""
+    """Return False, so that SGLang uses two workers, as for preprocessing on a CPU."""
     return False
 
 
 def _making(this: Any, *_args: Any, **_kwargs: Any) -> None:
-    # Set the attribute on the class, because SGLang reads it from there. A process serves only one model.
+    # SGLang reads the attribute from the class, so set it there. A process serves only one model.
     type(this).gpu_image_decode = False
 
 
@@ -104,9 +104,9 @@ HOOKS: tuple[Hook, ...] = (
 _SIZES: Final = ((97, 61), (342, 255), (640, 427))
 """(width, height) of the synthetic images: odd sizes, smaller and larger than the input of most towers."""
 _ROUNDING: Final = 1e-5
-"""Maximum difference of normalised pixels due to rounding. One of 255 levels is about 1e-2."""
+"""Maximum difference of normalised pixels that counts as rounding. One of 255 levels is about 1e-2."""
 
-# A processor of another family may raise any of these exceptions, and is then not compared.
+# A processor of another family may raise any of these exceptions. It is then not compared.
 _ITS_WORDS: Final = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
     TypeError, ValueError,
@@ -126,12 +126,11 @@ def probes() -> list[Image.Image]:
 
 
 def preprocessing_difference(processor: Any, model: EngineModel) -> str | None:
-    """Return None if SGLang's `processor` preprocesses images like transformers, otherwise a digest of its
-    tensors.
+    """Compare SGLang's `processor` with transformers. Return None if both compute the same pixels.
 
-    `processor` is a BaseMultimodalProcessor. The result is the hex digest of the tensors that it computes
-    from `probes`. This takes tens of milliseconds, too long for an event loop. Raises
-    CheckpointError("preprocessing") if the processor cannot be called.
+    `processor` is a BaseMultimodalProcessor. If the pixels differ, the result is the hex digest of the
+    tensors that `processor` computes from `probes`. This takes tens of milliseconds, too long for an event
+    loop. Raises CheckpointError("preprocessing") if the processor cannot be called.
     """
     processor = getattr(processor, "inner", processor)
     try:
@@ -172,7 +171,7 @@ def _tensors(processor: Any, image: Image.Image, names: Sequence[str]) -> Tensor
     if isinstance(processor, MediaArtifactCacheMixin) and _keeps_artifacts(processor):
         artifact = _artifact(processor, image)
         if not _agree(artifact, found):
-            # Requests are processed in either way, and a key cannot distinguish them.
+            # The processor may handle a request in either way, and a key cannot distinguish the two ways.
             raise ValueError("the processor processes the same image in two ways")
     return found
 
@@ -211,8 +210,8 @@ def _llava(processor: Any, image: Image.Image) -> Tensors:
 
 
 def _reference(model: EngineModel, ours: Sequence[Tensors]) -> list[Tensors]:
-    """Return the tensors that transformers computes from each probe, by name, for vLLM and the encoder
-    service."""
+    """Return the tensors that transformers computes from each probe, by name. vLLM and the encoder service
+    use the same code."""
     from transformers import AutoImageProcessor
 
     image_processor = AutoImageProcessor.from_pretrained(

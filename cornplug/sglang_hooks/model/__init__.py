@@ -1,1 +1,1 @@
-"""Identity of the model that SGLang runs, and whether its settings allow sharing."""
+"""Identity of the model that SGLang runs, and checks whether SGLang's settings allow sharing."""

@@ -1,8 +1,9 @@
 """SGLang's environment variables as part of its model's identity.
 
-Some variables change the arithmetic, or the weights while they are loaded. They are treated like
-`ServerArgs`. A server shares nothing if a variable of SGLang, or of kernels that SGLang uses, is set and is
-not in any of the tables. `HARMLESS` lists `SGLANG_*` variables without that prefix, `OTHERS` full names.
+Some variables change the arithmetic, or the weights while they are loaded. Such variables are treated like
+`ServerArgs`. A server shares nothing if a variable of SGLang, or of kernels that SGLang uses, is set but is
+in none of the tables. `HARMLESS` lists `SGLANG_*` variables without that prefix, and `OTHERS` lists full
+names.
 """
 
 from __future__ import annotations
@@ -207,8 +208,8 @@ _PREFIX: Final = "SGLANG_"
 HUB_VARIABLE: Final = "SGLANG_USE_MODELSCOPE"
 """Variable that selects the model hub. It has no effect on local files."""
 
-# Variables that select kernels that quantise, approximate or were never compared, and variables that change
-# weights while they are loaded or pixels before they are compared.
+# Variables that select kernels that quantise, approximate or were never compared. Also variables that change
+# weights while they are loaded, or pixels before they are compared.
 _VALUES: Final = """
     AITER_ASM_PREFILL_HD128 AITER_CAPTURE_COPY_IN AITER_FP8_PREFILL_ATTN AITER_FUSE_RMSNORM_PAD
     AITER_GFX942_BLOCKSCALE_USE_CK AITER_HONOR_EXPLICIT_MEM_FRACTION AITER_INTREE_MHC_TILE_M16
@@ -360,7 +361,7 @@ def verdict(*, is_local: bool = False) -> SettingsVerdict:
         if name == HUB_VARIABLE and is_local:
             continue
         field = known.get(name)
-        if field is not None:  # Compare with None, because SGLang's fields have no truth value.
+        if field is not None:  # SGLang's fields have no truth value.
             values[name], defaults[name] = field.get(), field._resolve_default()
         elif name.startswith(_PREFIX) or name in ENVIRONMENT.in_key or name in ENVIRONMENT.refused:
             values[name] = text

@@ -1,4 +1,4 @@
-"""Determines the identity of the model that SGLang runs from SGLang's settings."""
+"""Identity of the model that SGLang runs, computed from SGLang's settings."""
 
 from __future__ import annotations
 
@@ -25,26 +25,28 @@ READS_SAFETENSORS: Final = frozenset(
 """SGLang's load formats that read only the checkpoint's safetensors."""
 
 _READING: Final = frozenset({"concurrency", "enable_multithread_load", "memory_limit", "num_threads"})
-"""Keys of `--model-loader-extra-config` that only affect how fast the files are read."""
+"""Keys of `--model-loader-extra-config` that only affect the speed of reading the files."""
 _DRAFT_SOURCES: Final = frozenset({"speculative_draft_model_path", "speculative_draft_model_revision"})
-"""Settings that only locate a draft model's files. Its fingerprint depends on the content of these files."""
+"""Settings that only locate a draft model's files. The draft's fingerprint covers the content of these
+files."""
 _LIBRARIES: Final = ("backend", "device", "use_fast")
 _PLUGINS: Final = ("sglang.srt.platforms", "sglang.srt.plugins")
 _started: Final = StartedModel()
 
 
 def engine_model() -> EngineModel:
-    """Return the model of this process's engine, from the settings that SGLang has published in this process.
+    """Return the description of this process's engine model, from the settings that SGLang has published
+    here.
 
-    After an update of the weights, the result has the new weights. Raises CheckpointError if the model cannot
-    be identified: "load_format", "settings", "overrides", "no_settings" (SGLang has not published its
-    settings yet), and the errors of `Checkpoint.open` and `StartedModel.now`.
+    After a weight update, the result describes the new weights. Raises CheckpointError if the model cannot be
+    identified: "load_format", "settings", "overrides", or "no_settings" if SGLang has not published its
+    settings yet. Also raises the same errors as `Checkpoint.open` and `StartedModel.now`.
     """
     return _started.now(_described)
 
 
 def started_model() -> StartedModel:
-    """Return the model with which this process's engine started."""
+    """Return the description of the model with which this process's engine started."""
     return _started
 
 
@@ -62,9 +64,9 @@ def _described() -> EngineModel:
 
 
 def describe(settings: Any, model: Any) -> EngineModel:
-    """Return the model that an engine runs, from SGLang's resolved settings and its ModelConfig.
+    """Return the description of a model from SGLang's resolved settings and its ModelConfig.
 
-    Raises CheckpointError in the same cases as `engine_model`.
+    Raises the same errors as `engine_model`.
     """
     _check_sources(settings, model)
     checkpoint = Checkpoint.open(model.model_path, model.revision)
@@ -91,10 +93,10 @@ def runs_generic_backend(model: Any) -> bool:
 
 
 def draft_model(draft: Any) -> EngineModel:
-    """Return the draft model of this process's engine, from its ModelConfig in SGLang.
+    """Return the description of this process's draft model, from its ModelConfig in SGLang.
 
-    Every setting of speculative decoding is part of the key, because it may change the draft model's KV.
-    Raises CheckpointError in the same cases as `engine_model`.
+    Every setting for speculative decoding is part of the key, because it may change the draft model's KV.
+    Raises the same errors as `engine_model`.
     """
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_server_args
@@ -136,10 +138,10 @@ def _check_sources(settings: Any, model: Any) -> None:
 
 
 def _overrides(settings: Any, model: Any, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the values of settings that change computed values, by name.
+    """Return the settings that change computed values, by name.
 
-    SGLang's running config cannot be compared with config.json, because SGLang adds sizes to every config.
-    Only `--json-model-override-args` changes values of the files.
+    SGLang's config at run time cannot be compared with config.json, because SGLang adds sizes to every
+    config. Only `--json-model-override-args` changes values from the files.
     """
     values, defaults = _fields(settings)
     quantised = bool(settings.quantization) or declares_quantization(model.hf_config)
@@ -150,13 +152,13 @@ def _overrides(settings: Any, model: Any, checkpoint: Checkpoint) -> dict[str, A
         found |= {f"{SERVER_ARGS.of}.{name}": value for name, value in chosen.items()}
     asked = (settings.mm_process_config or {}).get("image") or {}
     if libraries := {name: asked[name] for name in _LIBRARIES if name in asked}:
-        # For these arguments, vLLM loads another image processor, but SGLang passes them to its current image
+        # With these arguments, vLLM loads another image processor. SGLang passes them to its current image
         # processor.
         found[f"{SERVER_ARGS.of}.mm_process_config"] = libraries
     if overridden := json.loads(settings.json_model_override_args):
         found["hf_overrides"] = overridden
     if settings.quantization and not declares_quantization(model.hf_config):
-        # If an engine quantises weights while it loads them, their values are specific to the engine, because
+        # If an engine quantises weights while it loads them, the values are specific to the engine, because
         # scales and rounding differ.
         found["sglang_quantization"] = str(settings.quantization)
     if settings.trust_remote_code and (code := remote_code(checkpoint.path)):
@@ -169,7 +171,7 @@ def _overrides(settings: Any, model: Any, checkpoint: Checkpoint) -> dict[str, A
 def _is_local(settings: Any, model: Any) -> bool:
     """Return whether the files of the model and of its draft model are on this host.
 
-    This includes files that were downloaded from a hub.
+    Files that were downloaded from a hub count as on this host.
     """
     named = (model.model_path, settings.speculative_draft_model_path, settings.speculative_token_map)
     return all(Path(one).exists() for one in named if one)
@@ -197,7 +199,7 @@ def _fields(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 def _other_plugins() -> list[str]:
     """Return the names and versions of SGLang plugins other than cornplug.
 
-    A plugin may replace any function of SGLang, so only servers with the same plugins share.
+    A plugin may replace any of SGLang's functions, so only servers with the same plugins share.
     """
     allowed = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
     found = set()

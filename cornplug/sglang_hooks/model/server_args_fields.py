@@ -1,7 +1,7 @@
 """Tables that classify each field of SGLang's `ServerArgs`: part of the key, harmless, or excluding sharing.
 
-A field that is in none of these tables was added by a later release of SGLang. If its value is not the
-default, nothing is shared, and the log names the field (`engine_common.engine_config`). Fields are grouped by
+A field that a later release of SGLang adds is in none of these tables. If its value is not the default, the
+server shares nothing, and the log names the field (`engine_common.engine_config`). Fields are grouped by
 reason. The tables for environment variables are in `environment`.
 """
 
@@ -14,7 +14,7 @@ from cornplug.engine_common.engine_config import AS_OVERRIDE, FieldTables
 
 
 def grouped(groups: Mapping[str, str], prefix: str = "") -> dict[str, str]:
-    """Convert {reason: "name name ..."} to {name: reason}. Raises ValueError for a name that occurs twice."""
+    """Convert {reason: "name name ..."} to {name: reason}. Raises ValueError if a name occurs twice."""
     found: dict[str, str] = {}
     for reason, names in groups.items():
         for name in names.split():
@@ -30,27 +30,28 @@ WHERE_QUANTISED: Final = (
     "fp8_gemm_runner_backend",
     "moe_runner_backend",
 )
-"""Settings that select kernels which quantise activations differently if the weights are quantised."""
+"""Settings that select kernels. If the weights are quantised, these kernels quantise activations
+differently."""
 
 _IDENTIFIED: Final = {
-    "the checkpoint's files are fingerprinted": "model_path revision",
-    "a separate allow list, `model_config.READS_SAFETENSORS`": "load_format",
-    "only keys for parallel reading are allowed, see `model_config.describe`": ("model_loader_extra_config"),
+    "part of the fingerprint of the checkpoint's files": "model_path revision",
+    "has a separate allow list, `model_config.READS_SAFETENSORS`": "load_format",
+    "allowed only with keys for parallel reading, see `model_config.describe`": ("model_loader_extra_config"),
     "refused unless the model is a folder, see `model_config.describe`": "download_dir",
-    "digest of the checkpoint's own code, see `model_config.describe`": "trust_remote_code",
+    "a digest of the checkpoint's own code, see `model_config.describe`": "trust_remote_code",
     "as `dtype`": "dtype",
-    "in the key as `max_model_len`, if rotary embeddings depend on it": "context_length",
-    "in the key as `hf_overrides`": "json_model_override_args",
-    "in the key as `sglang_quantization`, unless the checkpoint declares it": "quantization",
-    "the page's geometry contains the dtype; other dtypes are not shared": "kv_cache_dtype",
-    "in the key as the image processor's arguments; video and audio are not shared": "mm_process_config",
-    "pixels are compared with transformers' (`preprocessing`)": (
+    "part of the key as `max_model_len` if rotary embeddings depend on it": "context_length",
+    "part of the key as `hf_overrides`": "json_model_override_args",
+    "part of the key as `sglang_quantization` unless the checkpoint declares it": "quantization",
+    "part of the page geometry, and other dtypes are not shared": "kv_cache_dtype",
+    "part of the key as image processor arguments; video and audio are not shared": "mm_process_config",
+    "pixels are compared with transformers' pixels (`preprocessing`)": (
         "image_processor_backend disable_fast_image_processor"
     ),
     "digests of adapters' files and of the modules to which they apply, see `namespace_roots`": (
         "lora_paths lora_target_modules"
     ),
-    "in the key if weights are quantised, see `WHERE_QUANTISED`": " ".join(WHERE_QUANTISED),
+    "part of the key if weights are quantised, see `WHERE_QUANTISED`": " ".join(WHERE_QUANTISED),
 }
 
 _VALUES: Final = """

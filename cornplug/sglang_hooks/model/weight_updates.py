@@ -1,10 +1,10 @@
 """Hooks on SGLang's calls that replace a server's weights in place.
 
-Each of these calls ends sharing (`weights_guard`). The exceptions (`weight_epochs.py`) are a successful
-update from a checkpoint and, if a trainer's versions are trusted, updates with tensors.
+Each of these calls ends sharing (`weights_guard`), with two exceptions (`weight_epochs.py`): a successful
+update from a checkpoint, and updates with tensors if a trainer's versions are trusted.
 
-Every process is notified before the first byte changes: the scheduler of each rank when it receives the
-request, and the tokenizer when it passes the request on.
+Every process is notified before the first byte changes. The scheduler of each rank is notified when it
+receives the request, and the tokenizer when it passes the request on.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ def changes_model(recv_req: Any) -> bool:
 
 
 def _update(_self: Any, recv_req: Any) -> None:
-    # A draft model's weights are not part of any identity.
+    # No identity covers a draft model's weights.
     if changes_model(recv_req):
         _lose(type(recv_req).__name__.removesuffix("ReqInput"))
 
 
 def _lose(by: str) -> None:
-    """End sharing, or, if trainers' versions are trusted, pause it until the weights have a version again."""
+    """End sharing. If trainers' versions are trusted, only pause sharing until the weights have a version
+    again."""
     if trusts_versions():
         weights_guard.begin_update(by, logger)
     else:
@@ -59,7 +60,7 @@ def loses_weights(recv_req: Any) -> bool:
     from sglang.srt.runtime_context import get_server_args
 
     settings = resolved_view(get_server_args())
-    # Without the memory saver, nothing is discarded. With the CPU backup, the same bytes are restored.
+    # Without the memory saver, nothing is discarded. With the CPU backup, SGLang restores the same bytes.
     lost = settings.enable_memory_saver and not settings.enable_weights_cpu_backup
     return bool(lost and (not recv_req.tags or _WEIGHTS_TAG in recv_req.tags))
 
@@ -76,7 +77,7 @@ def _rpc(_self: Any, recv_req: Any) -> None:
 
 
 def _in_tokenizer(function: Callable[[Any, Any], None]) -> Callable[..., None]:
-    """Return a hook that calls `function` in the tokenizer process, which receives the HTTP request."""
+    """Return a hook that calls `function` in the tokenizer process, where the HTTP request arrives."""
 
     def passed_on(manager: Any, obj: Any, request: Any = None) -> None:
         function(manager, obj)

@@ -61,7 +61,7 @@ class NotedEntry(Protocol):
 
 
 class AccessLog:
-    """Log in a file that only this user can access. If a write fails, logging stops and the store
+    """Access log in a file that only this user can access. If a write fails, logging stops, but the store
     continues."""
 
     def __init__(self, path: Path, *, max_bytes: int = MAX_LOG_BYTES) -> None:
@@ -92,14 +92,14 @@ class AccessLog:
         try:
             self._file.close()
         except OSError as e:
-            _log.warning("%s: %s", self._path, e.strerror)
+            _log.warning("cannot close the access log %s: %s", self._path, e.strerror)
 
     def _write(self, line: bytes) -> None:
         self._left_bytes -= len(line)
         if self._ended:
             return
         if self._left_bytes < 0:
-            self._end("has reached its maximum size")
+            self._end("the file has reached its maximum size")
             return
         try:
             self._file.write(line)
@@ -108,4 +108,4 @@ class AccessLog:
 
     def _end(self, why: str | None) -> None:
         self._ended = True
-        _log.warning("%s: %s: reads and writes are no longer logged", self._path, why)
+        _log.warning("reads and writes are no longer logged to %s: %s", self._path, why)

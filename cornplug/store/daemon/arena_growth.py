@@ -1,7 +1,7 @@
 """Thread that allocates memory before the index needs it.
 
-The kernel needs about 2 ms to allocate 8 MiB. The thread does not hold the interpreter's lock meanwhile, so
-the daemon can reply to requests.
+The kernel needs about 2 ms to allocate 8 MiB. During this time, the thread does not hold the interpreter's
+lock, so the daemon can reply to requests.
 
     server ──want(target)──> thread: Arena.grow, step by step ──fileno() readable──> server: collect()
 """
@@ -24,14 +24,14 @@ _MOST_HEADROOM_BYTES: Final = 1 << 30
 _GROW_BY_BYTES: Final = 1 << 20
 _STEP_BYTES: Final = 32 << 20
 RETRY_S: Final = 5.0
-"""Time in seconds before the next attempt after the kernel had no memory."""
+"""Time in seconds until the next attempt after an allocation failed."""
 
 _log = logging.getLogger("cornplug.store")
 
 
 class ArenaGrowth:
-    """Thread that allocates memory, and the memory that the index has not collected yet. `fileno` is readable
-    when there is memory to collect."""
+    """Thread that allocates memory, which the index then collects. `fileno` is readable when there is memory
+    to collect."""
 
     def __init__(self, arena: SharedArena) -> None:
         self._arena = arena
@@ -53,7 +53,7 @@ class ArenaGrowth:
         return self._arena.grow(min(self._arena.capacity_bytes, HEADROOM_BYTES))
 
     def grow(self, missing_bytes: int) -> int | None:
-        """Return None if the thread will allocate the memory. If there is no memory, return 0, so that the
+        """Return None if the thread will allocate the memory. Return 0 if there is no memory, so that the
         index evicts entries."""
         return 0 if self.exhausted else None
 

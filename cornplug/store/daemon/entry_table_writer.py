@@ -45,7 +45,8 @@ class EntryTableWriter:
         self._words[BUCKETS], self._words[RECORDS] = shape.buckets, shape.records
         self._words[HAS_DISK] = has_disk
         self._words[SERVING] = 1
-        # The content of the table is for clients. This process reads it only to choose a lane.
+        # The content of the table is for clients. This process reads it only to choose a lane, which is one
+        # word of a bucket.
         self._places: dict[bytes, tuple[int, int]] = {}
         """Record number and tag word of each entry, by key."""
         self._untagged: Counter[int] = Counter()
@@ -60,7 +61,7 @@ class EntryTableWriter:
         return len(self._places)
 
     def add(self, key: bytes, location: PayloadLocation, meta: bytes) -> None:
-        """Show in the table an entry that is new, or that was on disk only. If there is no free lane or
+        """Add to the table an entry that is new, or that was on disk only. If there is no free lane or
         record, count the entry as untagged in its bucket."""
         at = self.shape.bucket_word(key)
         lane = self._lane_for(key, at)
@@ -76,7 +77,7 @@ class EntryTableWriter:
         self._words[lane] = tag_of(key) | record
 
     def remove(self, key: bytes) -> None:
-        """Stop showing in the table an entry that was passed to `add`."""
+        """Remove from the table an entry that was passed to `add`."""
         place = self._places.pop(key, None)
         if place is None:
             self._count_untagged(self.shape.bucket_word(key), -1)
@@ -89,13 +90,13 @@ class EntryTableWriter:
         self._free.append(record)
 
     def show_on_disk(self, key: bytes) -> None:
-        """Show that an entry is on disk only, unless its bucket is full or the table already shows that."""
+        """Mark an entry in the table as on disk only, unless its bucket is full or it is already marked."""
         at, word = self.shape.bucket_word(key), tag_of(key) | ON_DISK_RECORD
         if self._lane_with(word, at) is None and (lane := self._lane_with(0, at)) is not None:
             self._words[lane] = word
 
     def hide_on_disk(self, key: bytes) -> None:
-        """Stop showing that an entry is on disk only, if the table shows that."""
+        """Remove the mark that an entry is on disk only, if the table has this mark."""
         if (lane := self._lane_with(tag_of(key) | ON_DISK_RECORD, self.shape.bucket_word(key))) is not None:
             self._words[lane] = 0
 

@@ -33,7 +33,8 @@ class EntryWatchers:
         self._far: FarTier | None = None
 
     def open_disk(self, disk: OpenedDisk, index: StoreIndex, arena: SharedArena, fences: WriteFences) -> None:
-        """Also write entries to this disk from now on. Raises OSError if the disk cannot be used."""
+        """Add the disk tier, so that entries are also written to disk. Raises OSError if the disk cannot be
+        used."""
         from cornplug.store.disk.disk_tier import DiskTier
         from cornplug.store.disk.tier_protocols import MemoryTier
 
@@ -42,7 +43,7 @@ class EntryWatchers:
         self.disk = DiskTier(disk, above, capacity_bytes=arena.capacity_bytes)
 
     def open_far(self, far: OpenedFar, index: StoreIndex, arena: SharedArena, fences: WriteFences) -> None:
-        """Share entries through these far stores. Call this after `open_disk`."""
+        """Add the far tier, which shares entries through far stores. Call this after `open_disk`."""
         from cornplug.store.disk.tier_protocols import MemoryTier
         from cornplug.store.far.far_tier import FarTier
 
@@ -128,7 +129,7 @@ class EntryWatchers:
         return was_on_disk or was_far
 
     def disk_stat(self) -> DiskStat | None:
-        """Return a snapshot of the disk's statistics, or None without a disk."""
+        """Return a snapshot of the disk's statistics, or None if the store has no disk."""
         return self.disk.stat() if self.disk is not None else None
 
     def far_stat(self) -> dict[str, FarStat]:

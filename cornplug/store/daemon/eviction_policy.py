@@ -7,8 +7,8 @@ through `placement.py`, and `cornplug replay` uses it on traces.
    reservation is refused.
 2. Namespaces above their share lose entries in order of priority, the lowest priority first. Among equal
    priorities, the first namespace is the one with the most bytes above its share, divided by the seconds of
-   recomputation that each of its bytes saves. So each namespace borrows idle memory in proportion to the
-   value of its entries.
+   recomputation that each of its bytes saves. Each namespace therefore gets memory beyond the shares, and
+   unused shares, in proportion to the value of its entries.
 3. A namespace does not lose its share to other namespaces. If no other namespace can lose entries, the
    writer's own namespace does.
 4. Inside a namespace, the least recently used entry is evicted first. Uses of one call are recorded tail
@@ -73,9 +73,9 @@ class _Namespace(Generic[E]):
         """Entries that may be evicted, least recently used first."""
 
     def excess(self, room: int) -> float:
-        """Return the bytes by which the namespace would exceed its share if it used `room` bytes more,
-        divided by the cost to compute one of its bytes again. The result is at most 0 if it would not exceed
-        its share."""
+        """Return the bytes by which the namespace would exceed its share with `room` more bytes, divided by
+        the nanoseconds to recompute one of its bytes. The result is at most 0 if the share is not
+        exceeded."""
         cost_ns = self.cost_ns / self.costed_bytes if self.costed_bytes else DEFAULT_COST_NS
         return (self.used_bytes + room - self.share_bytes) / max(cost_ns, 1e-9)
 
@@ -238,7 +238,8 @@ class EvictionPolicy(Generic[E]):
 
 
 class VictimSearch(Generic[E]):
-    """One search for victims: the entries to start from, and the neighbours that may also be evicted."""
+    """One search for victims: the entries to start from, and the adjacent entries that may also be evicted.
+    The entries that are evicted together form a run (`placement.py`)."""
 
     def __init__(
         self,
@@ -257,7 +258,7 @@ class VictimSearch(Generic[E]):
         self._taken: Counter[_Namespace[E]] = Counter()
 
     def __iter__(self) -> Iterator[E]:
-        """Yield entries to start a run from, best first. Each of these entries starts a new run."""
+        """Yield entries from which a run can start, best first."""
         for space in self._sources:
             for entry in space.oldest_first.values():
                 self._taken.clear()

@@ -235,7 +235,7 @@ class StoreIndex:
         try:
             meta = open_entry.meta()
         except CodecError as e:
-            _log.warning("parts of an entry do not fit together: %s", e)
+            _log.warning("an entry is not stored, because its parts do not fit together: %s", e)
             self._open_entries.end(open_entry)
             return False
         self._open_entries.publish(open_entry)
@@ -261,8 +261,8 @@ class StoreIndex:
                 self._open_entries.lose(token, now_s=now_s)
 
     def count_reads(self, reads: NotedReads) -> None:
-        """Count reads that a client made through the table, and refresh LRU. Record numbers can be any
-        numbers."""
+        """Count reads that a client made through the table, and refresh LRU. Invalid record numbers are
+        ignored."""
         keys = self._watchers.keys_of(reads.records)
         entries = [entry for key in keys if (entry := self._entries.get(key)) is not None]
         self.counters.noted(reads, entries)
@@ -329,8 +329,8 @@ class StoreIndex:
     def _join_or_open(
         self, key: bytes, size: int, terms: ReserveTerms, now_s: float, *, promotes: bool
     ) -> OpenEntry | ReserveRefusal:
-        """Return the open entry that this writer may join, which is a new entry if there is none, or the
-        reason for a refusal."""
+        """Return the open entry that this writer may join, or the reason for a refusal. If the key has no
+        open entry, create it."""
         if key in self._entries:
             return ReserveRefusal.PRESENT
         app, part = terms.app, terms.part
@@ -384,7 +384,7 @@ class StoreIndex:
         self._disown(reading.owner, token)
         self._expiries.discard(token, reading.expires)
         self._leases -= len(reading.entries)
-        # The tail of a prefix is released first, as if it were older, because it is useless without its head.
+        # The tail of a prefix is useless without its head, so it is released first, as if it were older.
         for entry in reversed(reading.entries):
             entry.readers -= 1
             entry.used_s = self._now_s

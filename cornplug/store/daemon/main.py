@@ -159,7 +159,7 @@ def _serve(options: argparse.Namespace, settings: config.StoreConfig) -> int:
     try:
         claim = SocketClaim(path, setting="store.socket", wait_s=_LOCK_WAIT_S)
     except SocketTaken:
-        _log.error("another store serves %s: not starting a second store", path)
+        _log.error("another store serves %s, so this process ends", path)
         return EXIT_TAKEN
     try:
         _serve_claimed(claim, options, secret, settings, early)
@@ -199,7 +199,7 @@ def _serve_claimed(
             server.telemetry.show = endpoint.show
 
     def end(number: int, _: object) -> None:
-        _log.info("%s: ending", signal.Signals(number).name)
+        _log.info("received %s, so this store ends", signal.Signals(number).name)
         server.stop = True
 
     # The daemon creates almost no reference cycles, and a collection would delay a request by milliseconds.
@@ -208,7 +208,9 @@ def _serve_claimed(
         signal.signal(number, end)
     for come in early:
         end(come, None)
-    _log.info("serving %s: up to %d MiB", options.socket, arena.capacity_bytes >> 20)
+    _log.info(
+        "serving clients on %s, with up to %d MiB of memory", options.socket, arena.capacity_bytes >> 20
+    )
     try:
         server.serve()
     finally:
@@ -218,7 +220,7 @@ def _serve_claimed(
 
 
 def _disk(options: argparse.Namespace, secret: bytes, settings: config.StoreConfig) -> OpenedDisk | None:
-    """Open the disk that the settings select, or return None if they select none.
+    """Open the disk that the settings select, or return None if no disk is set.
 
     Raises ConfigError if the disk cannot be used. A store started by an engine runs without the disk instead.
     """
@@ -233,14 +235,14 @@ def _disk(options: argparse.Namespace, secret: bytes, settings: config.StoreConf
     except ConfigError as e:
         if not options.detach:
             raise
-        _log.error("this store runs without its disk: %s", e)
+        _log.error("this store runs without its disk, because the disk cannot be used: %s", e)
         return None
-    _log.info("entries are kept in %s: up to %d MiB", path, disk.size_bytes >> 20)
+    _log.info("entries are also written to %s, up to %d MiB", path, disk.size_bytes >> 20)
     return disk
 
 
 def _far(options: argparse.Namespace, secret: bytes, settings: config.StoreConfig) -> OpenedFar | None:
-    """Open the far stores that the settings select, or return None if they select none.
+    """Open the far stores that the settings select, or return None if no far store is set.
 
     Raises ConfigError if a far store cannot be opened. A store started by an engine runs without far stores
     instead.
@@ -256,7 +258,7 @@ def _far(options: argparse.Namespace, secret: bytes, settings: config.StoreConfi
     except ConfigError as e:
         if not options.detach:
             raise
-        _log.error("this store shares no entries with other hosts: %s", e)
+        _log.error("this store shares no entries with other hosts, because a far store cannot be used: %s", e)
         return None
     _log.info("entries are shared through %s", ", ".join(label for label, _ in far.stores))
     return far
@@ -265,8 +267,8 @@ def _far(options: argparse.Namespace, secret: bytes, settings: config.StoreConfi
 def _reset_cpu_affinity() -> None:
     """Allow this process to run on all cores of its container.
 
-    A vLLM worker that starts the store is bound to cores that it keeps busy. If the store ran on these cores
-    only, a reply would take seconds.
+    A vLLM worker that starts the store is bound to a few cores, which it keeps busy. If the store ran only on
+    these cores, a reply would take seconds.
     """
     cores = os.sysconf("SC_NPROCESSORS_CONF")
     try:

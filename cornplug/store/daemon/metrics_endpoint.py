@@ -65,7 +65,7 @@ def open_endpoint(address: str) -> MetricsEndpoint | None:
             address, e.strerror or e,
         )  # fmt: skip
         return None
-    _log.info("metrics at http://%s:%d/metrics", metrics_address(address)[0], endpoint.port)
+    _log.info("Prometheus metrics are at http://%s:%d/metrics", metrics_address(address)[0], endpoint.port)
     return endpoint
 
 

@@ -38,8 +38,8 @@ MAX_LOOKS: Final = 8192
 """
 Grow = Callable[[int], int | None]
 """Function that requests a number of bytes at the arena's end. It returns the number of bytes that it added,
-which may be more, less or 0. It returns None if the bytes are being allocated. `EntryPlacement.extend` is
-then called later."""
+which may be more, less or 0. It returns None if the bytes are being allocated, and `EntryPlacement.extend` is
+called when they are available."""
 
 
 class EvictableEntry(Protocol):
@@ -63,11 +63,11 @@ class VictimChoice(Protocol[E]):
     """Entries that one payload may evict, by the rules of `eviction_policy.py`."""
 
     def __iter__(self) -> Iterator[E]:
-        """Yield entries to start a run from, best first."""
+        """Yield entries from which a run can start, best first."""
 
     def source(self, entry: E) -> object:
-        """Return the source within which this entry is chosen by age. Runs of two sources are not
-        compared."""
+        """Return the group of entries within which victims are chosen by age. Runs of different groups are
+        not compared."""
 
     def loss(self, room: int, entry: E) -> float:
         """Return the value of `room` bytes that were last used together with `entry`."""
@@ -87,10 +87,11 @@ class LookBudget:
 
 @dataclass(frozen=True, slots=True)
 class EvictionPlan(Generic[E]):
-    """Result of a search for victims."""
+    """Result of a search for entries to evict."""
 
     victims: list[E]
-    """Entries to evict. If the budget was spent while the hole still grew, these are the victims so far."""
+    """Entries to evict. If the budget was spent before the hole was large enough, these are the victims so
+    far."""
     enough: bool
     """Whether the eviction creates a hole of the required size."""
     tried: list[E]
@@ -135,7 +136,7 @@ def plan_eviction(
         elif not bounded and not best:
             # A partial eviction is the only progress if almost all looks were spent on this run.
             return EvictionPlan(victims if begun > looks.most // 2 else [], False, tried[:-1])
-        # A run from another member of this run would be about the same, with the same obstacles.
+        # A run that starts from another entry of this run would contain about the same entries.
         members.update(entry.location.offset for entry in victims)
     return EvictionPlan(best, True, []) if best else EvictionPlan([], False, tried)
 
@@ -253,7 +254,7 @@ class EntryPlacement:
         self._looks, self._gave_up_bytes = LookBudget(MAX_LOOKS, MAX_LOOKS), None
 
     def end_call(self) -> None:
-        """Record how many bytes the call that has ended still needs of the memory that is being allocated."""
+        """Update `shortfall_bytes` for the call that has ended."""
         if self._growing_bytes:
             lacking = self._growing_bytes - self._allocator.hole_ending_at(self.end_bytes)
             self.shortfall_bytes = max(self.shortfall_bytes, lacking)

@@ -1,14 +1,14 @@
-"""Open entries: their writers, their deadlines, and the time at which their memory can be reused.
+"""Open entries, which are being written: their writers, their deadlines, and when their memory can be reused.
 
     absent ──reserve──> writing ──last part committed──> an entry
                            │
                            └─released, expired, a writer's end──> ended ──no writer left──> free
 
-The store cannot revoke a mapping from a writer. An ended entry therefore keeps its memory until none of its
-writers can still be writing. A writer is done when it has committed (too late). If the writer's reservation
-was released, or its connection has ended, the writer is considered done after `quarantine_s`. After
-`reclaim_s`, the memory is freed in any case. The key can be reserved again immediately, and no new write to
-the entry's memory begins (`WriteFences`).
+The store cannot revoke a mapping from a writer. An ended entry therefore keeps its memory until all of its
+writers are done. A writer is done when it commits, even though the commit is too late. If the writer's
+reservation was released, or its connection has ended, the writer is considered done after `quarantine_s`.
+After `reclaim_s`, the memory is freed in any case. The key can be reserved again immediately, and no new
+write to the entry's memory begins (`WriteFences`).
 
 `ExpiryBuckets` holds items by expiry time in buckets, so that an item that is removed early takes no more
 memory. A heap would keep each released lease until its expiry time: a million leases at 50,000 per second.
@@ -29,7 +29,7 @@ from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, Wr
 
 _BUCKETS: Final = 1 << 16
 _WAYS: Final = 4
-"""Number of sightings per bucket. All buckets together have 262,144 sightings, which take 2 MiB."""
+"""Number of sightings (remembered keys) per bucket. All buckets have 262,144 sightings, which take 2 MiB."""
 _TAG_BITS: Final = 16
 _MAX_TAG: Final = (1 << _TAG_BITS) - 1
 _MAX_FINGERPRINT: Final = (1 << 64 - _TAG_BITS) - 1
@@ -175,8 +175,8 @@ class OpenEntries:
         return list(self._by_key.values())
 
     def find(self, key: bytes, size: int, part: WriterPart | None) -> OpenEntry | ReserveRefusal | None:
-        """Return the key's open entry if a writer can join it as `part`, PENDING if it cannot be joined, or
-        None if the key has no open entry."""
+        """Return the key's open entry if a writer can join it as `part`, PENDING if the writer cannot join
+        it, or None if the key has no open entry."""
         open_entry = self._by_key.get(key)
         if open_entry is None:
             return None
@@ -321,7 +321,7 @@ class ExpiryBuckets(Generic[T]):
         self._known: set[int] = set()
 
     def add(self, item: T, at_s: float) -> int:
-        """Let `item` expire at `at_s`, and return the bucket number to pass to `discard`."""
+        """Add an item that expires at `at_s`, and return the bucket number to pass to `discard`."""
         number = math.ceil(at_s / BUCKET_S)
         if number not in self._known:
             self._known.add(number)

@@ -151,7 +151,7 @@ class ServedSocket:
 
 @dataclass(frozen=True, slots=True)
 class OpenedTiers:
-    """Tiers below the memory of a store."""
+    """Slower tiers of a store, each of which is None if the store does not have it."""
 
     disk: OpenedDisk | None = None
     far: OpenedFar | None = None
@@ -201,7 +201,7 @@ class StoreServer:
         self._eager: dict[int, ClientSession] = {}
         """Sessions with buffered requests, served first in the next iteration."""
         self._ending: deque[int] = deque()
-        """Disconnected owners whose leases and reservations still have to be ended."""
+        """Numbers of disconnected clients whose leases and reservations have not all been ended yet."""
         self._owners = itertools.count(1)
         self._selector = selectors.DefaultSelector()
         self._last_busy_s, self.stop = time.monotonic(), False
@@ -247,8 +247,8 @@ class StoreServer:
             return
         except OSError as e:
             _log.error("cannot accept a client: %s", e.strerror)
-            # The process has no free file descriptor. The listener stays readable, so the loop would spin and
-            # delay connected clients. The next tick tries again.
+            # The process has no free file descriptor. The listener stays readable, so the loop would spin
+            # and delay connected clients. The next tick tries again.
             self._selector.unregister(self._listener)
             self._accepting = False
             return
@@ -311,7 +311,7 @@ class StoreServer:
         if not isinstance(hello, messages.ClientHello):
             raise ClientFault("the client sent a request before its hello")
         if hello.version != messages.PROTOCOL_VERSION:
-            message = f"this store speaks protocol {messages.PROTOCOL_VERSION}, the client {hello.version}"
+            message = f"this store uses protocol {messages.PROTOCOL_VERSION}, the client {hello.version}"
             session.send(messages.ClientRejected("version", message))
             raise ClientFault(message)
         if hello.secret_tag != self._tag:

@@ -1,4 +1,4 @@
-"""Counts of one store by namespace: its reads, reservations, removals and ages of evicted entries.
+"""Counts of one store by namespace: reads, reservations, removals, and ages of evicted entries.
 
 The counts begin when the store starts. Each call of the index increments one or two counters. `stat` reads
 the counts. `/metrics` (`metrics_endpoint.py`) reads copies of the counts, and the latency of the daemon's
@@ -43,7 +43,7 @@ REQUESTS: Final[Mapping[type[msgspec.Struct], str]] = {
     messages.StatRequest: "stat",
     messages.PurgeRequest: "purge",
 }
-"""Name in metrics, by kind of request."""
+"""Name of each kind of request in metrics."""
 Samples = tuple[tuple[int, ...], float]
 """Samples as returned by `TimeHistogram.copy`."""
 

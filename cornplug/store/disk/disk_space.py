@@ -3,9 +3,9 @@
     oldest segment ... newest segment | the next record
     └ dropped when a new segment would exceed the bound; records that were read move to the new segment
 
-The segment with the fewest guaranteed bytes is dropped, and the oldest segment if several have as few. Bytes
-are guaranteed if their namespace is pinned, or would otherwise have less than its share of the disk.
-Guaranteed records move to the new segment before others.
+The segment with the fewest guaranteed bytes is dropped. If several segments have equally few, the oldest of
+them is dropped. Bytes are guaranteed if their namespace is pinned, or would otherwise have less than its
+share of the disk. Guaranteed records move to the new segment before others.
 
 `DiskCounters` counts the disk tier's reads and writes since the daemon started. This module does no I/O. Only
 the daemon's loop uses it.
@@ -45,7 +45,7 @@ class DiskBounds:
 
 @dataclass(slots=True, eq=False)
 class DiskRecord:
-    """Entry on disk. Its record is complete as far as the scan or the writer can detect."""
+    """Entry on disk."""
 
     key: bytes
     app: str
@@ -107,7 +107,7 @@ class DiskSpace:
         self._records: dict[bytes, DiskRecord] = {}
         self._newest = max(self._segments, default=0)
         self._open = False
-        """Whether the newest segment accepts records. A segment of an earlier daemon does not accept any."""
+        """Whether the newest segment accepts records. Segments of an earlier daemon do not accept records."""
         self.entries_by_app: Counter[str] = Counter()
         self.bytes_by_app: Counter[str] = Counter()
         """Number and bytes of live records, by app."""
@@ -151,8 +151,8 @@ class DiskSpace:
         return True
 
     def excess(self, app: str, new_bytes: int) -> list[DiskRecord] | None:
-        """Return the oldest records of the app's namespace, as many as have to be removed so that it stays
-        below its ceiling with `new_bytes` more. Returns None if removals are not enough."""
+        """Return the oldest records of the app's namespace that have to be removed so that the namespace
+        stays below its ceiling with `new_bytes` more. Returns None if removals are not enough."""
         bounds = self._bounds_of(app)
         missing = self._bytes_by_name[bounds.name] + new_bytes - bounds.ceiling_bytes
         if missing > 0 and bounds.pinned:

@@ -85,7 +85,7 @@ class DiskTier:
         self._workers = DiskWorkers(write_bytes_s=disk.write_bytes_s)
         self._queue: OrderedDict[bytes, None] = OrderedDict()
         self._writing: dict[bytes, bool] = {}
-        """Keys of the entries that the writer thread has, each with whether the entry has ended since its
+        """Entries that the writer thread has, by key. The value is whether the entry was removed since its
         write began."""
         self._writing_bytes: Counter[str] = Counter()
         """Bytes of the records that are being written, by namespace."""
@@ -134,8 +134,8 @@ class DiskTier:
             self._marks.show_on_disk(key)
 
     def forget(self, key: bytes, cause: str) -> bool:
-        """End an entry on disk, so that later daemons do not find it either. Return whether the entry was on
-        disk."""
+        """Delete an entry from the disk, so that later daemons do not find it either. Return whether the
+        entry was on disk."""
         self._queue.pop(key, None)
         if key in self._writing:
             self._writing[key] = True
@@ -165,12 +165,12 @@ class DiskTier:
         return self._space.all_keys()
 
     def purge_begins(self, rule: PurgeRule) -> None:
-        """Let a running scan skip the records that the purge with this rule ends."""
+        """Let a running scan skip the records that match the purge's rule."""
         self._scan.purged(rule)
 
     def purge(self, key: bytes, rule: PurgeRule) -> int | None:
-        """End an entry that is on disk only, and return the size of its record, or None if the rule does not
-        match. With `rule.dry_run`, the entry stays."""
+        """Delete an entry that is on disk only, and return the size of its record in bytes, or None if the
+        rule does not match. With `rule.dry_run`, the entry stays."""
         record = self._space.find(key)
         if record is None or not purge_names(rule, record.app, time.time() - record.written_s):
             return None
@@ -397,7 +397,7 @@ class DiskTier:
             self._failed(result)
 
     def _failed(self, problem: DiskFailure) -> str:
-        """Pause writes, and return the outcome of a write that had this problem."""
+        """Pause writes after this failure, and return the outcome to count for the failed write."""
         kind = _PROBLEMS.get(getattr(problem, "errno", 0), "disk_error")
         if kind != self._problem:
             _log.error("the store's disk fails, so no entries are written to it for now: %s", problem)

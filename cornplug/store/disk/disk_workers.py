@@ -77,7 +77,7 @@ class DiskWorkers:
 
     def read_later(self, order: int, work: Callable[[], T], done: Callable[[T | DiskFailure], None]) -> None:
         """Run `work` when no other read waits, in increasing `order`. `work` is not run if `close` is called
-        before its turn."""
+        first."""
         self._reads.put((_LATER + order, next(self._numbers), self._job(work, done, 0.0)))
 
     def _job(self, work: Callable[[], T], done: Callable[[T | DiskFailure], None], pause_s: float) -> Job:

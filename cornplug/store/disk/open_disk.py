@@ -1,4 +1,4 @@
-"""Opening of a store's disk folder."""
+"""`open_disk`, which checks and locks the folder of a store's disk tier."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def open_disk(
 
     Args:
         size_bytes: Maximum size of the folder's files in bytes. None: half of the free space on the file
-            system, counting existing files in the folder as free space.
+            system. Existing files in the folder count as free space.
     """
     if importlib.util.find_spec("cryptography") is None:
         raise ConfigError(

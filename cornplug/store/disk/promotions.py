@@ -3,8 +3,8 @@
 recalled ──reserve──> read, each chunk verified ──> committed: clients find it in the table
     └ refused         └ damaged: removed
 
-Namespaces take turns. If there are several namespaces, each has at most half of the bytes that are recalled
-at once.
+Namespaces are served in rotation. If there are several namespaces, each has at most half of the bytes that
+are recalled at a time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Promotions:
         self._index, self._memory, self._rules = above.index, above.memory, above.rules
         self._counters, self._most_bytes, self._forget = counters, most_bytes, forget
         self._waiting: OrderedDict[str, OrderedDict[bytes, DiskRecord]] = OrderedDict()
-        """Records by namespace. The first namespace has the next turn."""
+        """Waiting records by namespace. The next record is taken from the first namespace."""
         self._reading: dict[bytes, DiskRecord] = {}
         self._bytes: Counter[str] = Counter()
         """Payload bytes of entries that wait or are being read, by namespace."""
@@ -88,7 +88,7 @@ class Promotions:
             self._waiting.move_to_end(name, last=False)
 
     def _next(self) -> DiskRecord:
-        """Remove the next record from the queue and return it. The next turn goes to another namespace."""
+        """Remove and return the next record, and move its namespace to the end of the rotation."""
         name, waiting = self._waiting.popitem(last=False)
         _, record = waiting.popitem(last=False)
         if waiting:
@@ -96,7 +96,7 @@ class Promotions:
         return record
 
     def _leave(self, record: DiskRecord) -> None:
-        """Note that a record is no longer being recalled."""
+        """Subtract a record from the bytes that wait or are being read."""
         self._bytes[self._rules.name_of(record.app)] -= record.payload_bytes
 
     def step(self) -> None:

@@ -1,4 +1,4 @@
-"""Format of a disk record, which is a plain header and the sealed (encrypted) entry. This module does no I/O.
+"""Format of a disk record: an unencrypted header and the sealed (encrypted) entry. This module does no I/O.
 
     magic "CPDR" | u16 version | u16 state | u64 payload bytes | u32 header bytes of the entry ("meta") |
     u16 app bytes | f64 seconds of recomputation | f64 time of writing (Unix) | 32-byte key | 16-byte salt |

@@ -324,12 +324,14 @@ class DiskScan:
         return taken
 
     def ended(self, key: bytes) -> None:
-        """Note that an entry was deleted, because its record may be found later."""
+        """Record that an entry was deleted, so that `is_ended` is true for its record if the scan finds
+        it."""
         if not self.over:
             self._ended_keys.add(key)
 
     def purged(self, rule: PurgeRule) -> None:
-        """Note that a purge has begun, because records that it ends may be found later."""
+        """Record that a purge has begun, so that `is_ended` is true for matching records that are found
+        later."""
         if not self.over and not rule.dry_run:
             self._purges.append((rule, time.time()))
 
@@ -355,7 +357,9 @@ class DiskScan:
             self._found.extend(reversed(scan.records))
         elif getattr(over, "errno", 0) != errno.ENOENT:
             # With ENOENT, the segment was dropped to free space for new records.
-            _log.warning("a segment of the store's disk cannot be read: %s", over)
+            _log.warning(
+                "a segment of the store's disk cannot be read, so none of its entries are used: %s", over
+            )
 
 
 class _SegmentScan:
@@ -379,6 +383,6 @@ class _SegmentScan:
 
 
 def purge_names(rule: PurgeRule, app: str, age_s: float) -> bool:
-    """Return whether a purge ends an entry on disk. The time since the entry's last read is not known, so its
-    age is used instead, which is at least as long."""
+    """Return whether a purge deletes an entry on disk. The time since the entry's last read is unknown, so
+    the entry's age is used instead, which is at least as long."""
     return rule.app in (None, app) and age_s >= max(rule.older_s, rule.unused_s)

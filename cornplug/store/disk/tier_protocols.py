@@ -90,10 +90,10 @@ class DiskMarks(Protocol):
     """Marks that show clients which entries are on disk only."""
 
     def show_on_disk(self, key: bytes) -> None:
-        """Show an entry as on disk only."""
+        """Mark an entry as on disk only."""
 
     def hide_on_disk(self, key: bytes) -> None:
-        """Stop showing an entry as on disk only."""
+        """Remove the mark of an entry."""
 
 
 class RoomMemory(Protocol):
@@ -108,7 +108,7 @@ class RoomMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MemoryTier:
-    """Parts of the daemon that the tiers below its memory use."""
+    """Parts of the daemon that the disk tier and the far tier use."""
 
     index: TieredIndex
     memory: RoomMemory

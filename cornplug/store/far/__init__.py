@@ -1,2 +1,2 @@
-"""Far stores, which are selected by URL. Hosts of one sharing domain exchange sealed records of their entries
-in them."""
+"""Far stores, through which the hosts of one sharing domain (hosts with the same secret) exchange encrypted
+records of their entries. The settings select far stores by URL."""

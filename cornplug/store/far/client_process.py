@@ -27,7 +27,7 @@ from cornplug.host import without_proxies
 from cornplug.store.far.open_far import FarFailure
 
 _CHANNELS: Final = 4
-"""Number of sockets to the process, one for each thread of a far peer that makes calls."""
+"""Number of sockets to the process: one for each thread of a `FarPeer` that makes calls."""
 _LONGEST_S: Final = 6
 """Time limit of a call in seconds. With Mooncake, a call to a dead master takes 4.5 s, and Mooncake's client
 then finds a new master itself."""
@@ -107,7 +107,7 @@ class _Client:
     def __init__(self, module: str, settings: bytes, variables: Mapping[str, str]) -> None:
         self._name = module.rpartition(".")[2]
         self._idle: SimpleQueue[tuple[Connection, bool]] = SimpleQueue()
-        """Idle sockets. For each socket, the flag is set once the process has reported that it serves the
+        """Idle sockets, each with a flag that is set when the process has reported that it serves the
         socket."""
         theirs = []
         for _ in range(_CHANNELS):
@@ -136,14 +136,14 @@ class _Client:
         return self._process.poll() is not None
 
     def ask(self, question: Question) -> Answer:
-        """Send a call and return its result. Raises FarFailure. The process is then killed, unless it is
-        still starting."""
+        """Send a call and return its result. If the call fails, raises FarFailure and kills the process,
+        unless it is still starting."""
         try:
             channel, ready = self._idle.get(timeout=_LONGEST_S)
             if not ready:
                 if not channel.poll(_LONGEST_S) and time.monotonic() < self._gives_up_s:
                     self._idle.put((channel, False))
-                    raise FarFailure(f"{self._name} has not started yet")
+                    raise FarFailure(f"the process {self._name} has not started yet")
                 channel.recv_bytes()
             channel.send_bytes(msgspec.msgpack.encode(question))
             answer = msgspec.msgpack.decode(channel.recv_bytes(), type=Answer)

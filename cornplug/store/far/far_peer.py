@@ -5,9 +5,9 @@
     offer(key) ──> queue ──> sealed and put, unless the store has the record
     forget(key) ─> the record is deleted, if the entry was deleted
 
-A far store is off at first. A lookup or a read that fails or misses its deadline turns the store off for a
-pause that grows. After the pause, a separate probe checks whether the store responds, so that the check does
-not delay any request. While the store is off, only probes are sent.
+At first, a far store is off: only probes are sent, which check whether it responds. A lookup or a read that
+fails or misses its deadline turns the store off again. The pause before the next probe grows with each
+failure. Requests never wait for a probe.
 
 Writes and deletions have their own pauses, because a store that is full, or that rejects them, still serves
 reads. A failed write is retried after the pause, if its entry is still in memory. A deletion is retried until
@@ -37,8 +37,8 @@ from cornplug.store.far.open_far import ASK_S, MOVE_S, FarFailure, FarStore
 from cornplug.store.store_stats import FarStat
 
 _KIND_S: Final = 1.0
-"""Deadline that is passed to the circuit breaker, which counts by deadline. Each kind of call has its own
-circuit breaker, so they can all use this value."""
+"""Deadline that is passed to the circuit breakers, which count failures by deadline. Each kind of call has
+its own circuit breaker, so all of them can use this value."""
 _log = logging.getLogger("cornplug.store")
 ABSENT_S: Final = 1.0
 """Seconds for which a key's absence is remembered."""
@@ -60,8 +60,7 @@ record. It returns the outcome and the number of bytes written."""
 
 
 class RecentKeys:
-    """Set of keys that remembers each key for `seconds`, and at most the `most` newest keys. Not
-    thread-safe."""
+    """Set of the `most` newest keys, each of which is remembered for `seconds`. Not thread-safe."""
 
     def __init__(self, *, seconds: float, most: int) -> None:
         self._seconds, self._most = seconds, most
@@ -97,8 +96,8 @@ class CallHealth:
 
     Args:
         label: Name of the far store in log lines.
-        failing: Text of the log when calls begin to fail.
-        working: Text of the log when calls succeed again.
+        failing: Verb phrase for the log line when calls begin to fail, such as "is not used for now".
+        working: Verb phrase for the log line when calls succeed again, such as "responds".
     """
 
     def __init__(self, label: str, *, failing: str, working: str) -> None:
@@ -225,7 +224,7 @@ class FarPeer:
         self._mover.read(work, done)
 
     def offer(self, key: bytes) -> None:
-        """Queue an entry in memory for writing, unless the far store is known to have it."""
+        """Queue an entry in memory for writing, unless the far store is known to have the entry."""
         if key in self._queue or key in self._writing or (key in self._known and key not in self._shunned):
             return
         if len(self._queue) < MOST_QUEUED:
@@ -250,8 +249,8 @@ class FarPeer:
             self._questions.add(key)
 
     def forget(self, key: bytes, *, shun: bool, delete: bool = False) -> None:
-        """Stop reading this entry from the far store until a lookup finds it again. With `shun`, stop reading
-        it until the entry is written again.
+        """Stop reading this entry from the far store until a lookup finds it again, or with `shun`, until the
+        entry is written again.
 
         Args:
             delete: Whether to delete the entry's record, if the far store is known to have it.

@@ -24,8 +24,7 @@ class FarQuestions:
         """Total number of keys that were added, that were taken for a lookup, and whose lookup is complete,
         respectively."""
         self._callers: deque[tuple[int, Callable[[], None]]] = deque()
-        """Callers to notify, each with the total number of keys that had been added when the caller was
-        added."""
+        """Functions to call, each with the value of `_added` when the function was registered."""
 
     def __len__(self) -> int:
         """Return the number of keys that wait for a lookup."""
@@ -44,8 +43,8 @@ class FarQuestions:
         return True
 
     def tell(self, over: Callable[[], None]) -> None:
-        """Call `over` when all keys added so far were looked up or abandoned. If they already were, call it
-        immediately."""
+        """Call `over` when all keys added so far have been looked up or abandoned, or immediately if
+        this is already the case."""
         self._callers.append((self._added, over))
         if len(self._callers) > _MOST_TOLD:
             self._callers.popleft()

@@ -1,4 +1,5 @@
-"""Names and format of far records. They reveal no content, app or tenant to the far store's operator.
+"""Names and format of far records. Names and records reveal no content, app or tenant to the far store's
+operator.
 
     name      "cp1/" and HMAC-SHA256(key of names, entry's key) in hex
     record    magic "CPFR" | u16 version | 4-byte id of the sealing secret | 16-byte salt |
@@ -66,7 +67,8 @@ class FarRecord:
     _chunks: memoryview
 
     def open_into(self, room: memoryview) -> None:
-        """Open the payload into `room`. Raises RecordDamaged. The content of `room` is then undefined."""
+        """Decrypt the payload into `room`. Raises RecordDamaged if the record was changed. The content of
+        `room` is then undefined."""
         if room.nbytes != self.head.payload_bytes:
             raise RecordDamaged("the target has another size")
         for number in range(_chunk_count(room.nbytes)):
@@ -117,8 +119,8 @@ class FarSealer:
         return bytes(record)
 
     def open(self, key: bytes, record: bytes) -> FarRecord:
-        """Open the record of an entry. Raises RecordDamaged if `record` is not a record of this entry that
-        this host can open."""
+        """Open the record of an entry. Raises RecordDamaged if `record` belongs to another entry, was
+        changed, or is sealed with a secret that this host does not have."""
         if len(record) < _PREFIX.size:
             raise RecordDamaged("the record is too short")
         magic, version, sealed_by, salt, head_bytes = _PREFIX.unpack_from(record)

@@ -1,5 +1,5 @@
-"""Far tier of a store. It finds entries that other hosts wrote, shows them as entries on disk, and recalls
-them.
+"""Far tier of a store. It finds entries that other hosts wrote, marks these entries as on disk, and recalls
+them into memory.
 
     a client recalls an absent key ──> looked up in all peers           ──> the table shows it as on disk only
     all peers have replied, or failed                                   ──> the table shows the ticket
@@ -42,8 +42,8 @@ class FarTier:
 
     Args:
         on_disk: Function that returns whether an entry is on this host's disk.
-        show_answers: Function that shows clients whether a far store responds.
-        show_ticket: Function that shows clients that the lookup with a ticket is complete.
+        show_answers: Function that shows in the table whether a far store responds.
+        show_ticket: Function that shows in the table that the lookup with a ticket is complete.
     """
 
     def __init__(
@@ -265,8 +265,8 @@ class FarTier:
     def _write(
         self, entry: TieredEntry, head: RecordHead, payload: memoryview, store: FarStore, over: bool
     ) -> tuple[str, int]:
-        """Write an entry to a far store, and return the outcome and the number of bytes written. `over` means
-        that an existing record is replaced. Runs on a worker thread."""
+        """Write an entry to a far store, and return the outcome and the number of bytes written. If `over` is
+        set, an existing record is replaced. Runs on a worker thread."""
         if self._sealer.sealed_bytes(head) > store.most_bytes:
             return "too_large", 0
         name = self._sealer.name(entry.key)

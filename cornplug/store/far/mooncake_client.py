@@ -44,7 +44,7 @@ class ClientSettings(msgspec.Struct, frozen=True):
 
 
 def main(settings: ClientSettings, descriptors: Sequence[int]) -> None:
-    """Reply to the daemon's calls until the daemon has closed all sockets."""
+    """Join the cluster, and reply to the daemon's calls until the daemon has closed all sockets."""
     try:
         # Imported here because the daemon also imports this module, and does not need the library.
         from mooncake.store import MooncakeDistributedStore
@@ -57,7 +57,7 @@ def main(settings: ClientSettings, descriptors: Sequence[int]) -> None:
         _BUFFER_BYTES, "rdma" if settings.device else "tcp", settings.device, settings.master,
     )  # fmt: skip
     if code:
-        sys.exit(f"cornplug: Mooncake's client of {settings.master} did not start: error {code}")
+        sys.exit(f"cornplug: Mooncake's client for master {settings.master} did not start: error {code}")
     signal.alarm(0)
     serve(functools.partial(_answer, client), descriptors)
     # The shutdown takes 2 s, and a process that reads the daemon's log until its end should not wait for

@@ -33,7 +33,7 @@ class _Options(BaseModel, extra="forbid"):
 
 def open_mooncake_url(url: str) -> ProcessFarStore:
     """Open mooncake://MASTER[:PORT][?segment=SIZE&device=NAME&host=ADDRESS&metadata=URL]. A process is
-    started and connects in the background. Raises ConfigError."""
+    started and connects in the background. Raises ConfigError if the URL is invalid."""
     parts = urlsplit(url)
     try:
         if not parts.hostname or parts.path.strip("/"):
@@ -43,7 +43,7 @@ def open_mooncake_url(url: str) -> ProcessFarStore:
     except ValueError as e:
         raise ConfigError(
             _SETTING, f"{label_of(url)!r}: {e}",
-            f"Write it as mooncake://master:{_PORT}?segment=512MiB. Other options: device, host, metadata.",
+            f"Use mooncake://master:{_PORT}?segment=512MiB. Other options: device, host, metadata.",
         ) from e  # fmt: skip
     settings = ClientSettings(master, options.metadata, int(options.segment), options.device, options.host)
     return ProcessFarStore(

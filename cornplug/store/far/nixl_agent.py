@@ -26,10 +26,11 @@ arrive."""
 
 
 class RecordRing:
-    """Records of one member, in a ring of memory. A new record overwrites the oldest records. Thread-safe.
+    """Ring buffer with the records of one member (a host of the far store). A new record overwrites the
+    oldest records. Thread-safe.
 
     Args:
-        room: Memory for the records, each of which is contiguous.
+        room: Memory for the records. Each record is contiguous.
     """
 
     def __init__(self, room: memoryview) -> None:
@@ -147,8 +148,8 @@ class NixlAgent:
             self._rooms.put(room)
 
     def join(self, metadata: bytes) -> str:
-        """Add another agent and return its name, which `send` needs. The metadata must come from a trusted
-        source, because NIXL does not check it."""
+        """Add another agent and return its name, which `send` needs. `metadata` must come from a trusted
+        source, because NIXL does not check metadata."""
         with _as_connection_error():
             name: str | bytes = self._nixl.add_remote_agent(metadata)
         return name.decode() if isinstance(name, bytes) else name

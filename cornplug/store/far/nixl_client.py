@@ -1,4 +1,5 @@
-"""Process with a NIXL agent, which replies to its daemon (`client_process.py`) and to other members.
+"""Process with a NIXL agent, which replies to its daemon (`client_process.py`) and to the processes of the
+other members. A member is a host of the far store.
 
     put            ──> only this member's memory
     exists, delete ──> all members, by `MemberChannel`
@@ -109,7 +110,8 @@ class OtherMember:
         self._tried.wait(within_s)
 
     def listens(self) -> None:
-        """Let the thread try to connect now, because the other member has connected to this member."""
+        """Let the thread connect immediately, because the other member has connected to this member and is
+        therefore running."""
         self._seen.set()
 
     def ask(self, question: MemberQuestion) -> bool:
@@ -147,7 +149,7 @@ class OtherMember:
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
-            _say(f"{self._address[0]}:{self._address[1]} does not respond: {type(why).__name__} {why}")
+            _say(f"member {self._address[0]}:{self._address[1]} does not respond: {type(why).__name__} {why}")
             self._broken.set()
 
     def _keep(self) -> None:
@@ -300,7 +302,7 @@ class Listener:
         except EOFError:
             pass
         except (OSError, msgspec.MsgspecError) as e:
-            _say(f"a connection of another member ended: {type(e).__name__} {e}")
+            _say(f"the connection from another member ended: {type(e).__name__} {e}")
         finally:
             if asker:
                 self._agent.leave(asker)
@@ -315,7 +317,7 @@ def main(settings: MemberSettings, descriptors: Sequence[int]) -> None:
     try:
         agent = NixlAgent(segment_bytes=settings.segment_bytes, room_bytes=MOST_BYTES)
     except ImportError as e:
-        sys.exit(f"cornplug: NIXL does not import: {e}. Run: pip install 'cornplug[far-nixl]'")
+        sys.exit(f"cornplug: cannot import NIXL: {e}. Run: pip install 'cornplug[far-nixl]'")
     others = {
         i: OtherMember(address, settings.key, agent, number)
         for i, address in enumerate(settings.members)
@@ -352,10 +354,6 @@ def _say(what: str) -> None:
     print(f"cornplug: nixl://: {what}", file=sys.stderr, flush=True)
 
 
-if __name__ == "__main__":
-    main(client_settings(MemberSettings), [int(number) for number in sys.argv[1:]])
-
-
 MOST_CHANNEL_BYTES: Final = 1 << 20
 _NONCE_BYTES: Final = 16
 _MAC_BYTES: Final = 16
@@ -366,7 +364,7 @@ _REST: Final = struct.pack("@ll", 2, 0)
 
 class MemberChannel:
     """Authenticated connection to another member, used by one thread at a time. Calls raise OSError or
-    EOFError. After such an error, the channel is unusable.
+    EOFError if the connection fails. The channel is then unusable.
 
     Args:
         connected: TCP connection, which the channel closes.
@@ -390,7 +388,7 @@ class MemberChannel:
             raise
         asker, listener = (mine, theirs) if asks else (theirs, mine)
         self._key = hmac.digest(key, _DOMAIN + asker + listener, hashlib.sha256)
-        # Each direction has its own mark, so that a side's own message is not valid for itself.
+        # Each direction has its own mark, so that a message that is sent back to its sender is not valid.
         self._sends, self._gets = (b">", b"<") if asks else (b"<", b">")
         self._sent, self._got = itertools.count(), itertools.count()
 
@@ -438,3 +436,7 @@ class MemberChannel:
                 raise TimeoutError(f"no message within {within_s:g} s")
             if meanwhile is not None:
                 meanwhile()
+
+
+if __name__ == "__main__":
+    main(client_settings(MemberSettings), [int(number) for number in sys.argv[1:]])

@@ -33,8 +33,8 @@ class _NixlOptions(BaseModel, extra="forbid"):
 
 
 def open_nixl_url(url: str, secret: bytes) -> ProcessFarStore:
-    """Open nixl://MEMBER+MEMBER...[?segment=SIZE&own=MEMBER], where MEMBER is HOST[:PORT]. A process is
-    started and connects in the background. Raises ConfigError and ImportError."""
+    """Open nixl://MEMBER+MEMBER...[?segment=SIZE&own=MEMBER] with MEMBER = HOST[:PORT]. A process is started
+    and connects in the background. Raises ConfigError if the URL is invalid, and ImportError without nixl."""
     parts = urlsplit(url)
     try:
         if parts.path.strip("/") or not parts.netloc:
@@ -47,8 +47,9 @@ def open_nixl_url(url: str, secret: bytes) -> ProcessFarStore:
     except ValueError as e:
         raise ConfigError(
             _SETTING, f"{label_of(url)!r}: {e}",
-            f"Write it as nixl://10.0.0.5:{_PORT}+10.0.0.6:{_PORT}?segment=1GiB, the same on all hosts. "
-            "If cornplug cannot detect which host is this one, add own=10.0.0.5:8760.",
+            f"Use the same URL, such as nixl://10.0.0.5:{_PORT}+10.0.0.6:{_PORT}?segment=1GiB, on all hosts. "
+            "If cornplug cannot detect which of the addresses belongs to a host, add own=10.0.0.5:8760 on "
+            "that host.",
         ) from e  # fmt: skip
     if importlib.util.find_spec("nixl") is None:
         # Only the process imports the package, but a missing package should be reported before it starts.

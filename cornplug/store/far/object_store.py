@@ -90,14 +90,14 @@ class ObjectFarStore:
 
 
 def open_folder_url(url: str) -> ObjectFarStore:
-    """Open file:///FOLDER. Raises ConfigError."""
+    """Open file:///FOLDER. Raises ConfigError if the folder does not exist or the URL is invalid."""
     parts = urlsplit(url)
     path = Path(unquote(parts.path))
     if parts.netloc or not path.is_absolute():
         raise ConfigError(
             _SETTING, f"{url!r} needs an absolute path", "Write it as file:///mnt/share/cornplug."
         )
-    # Do not create the folder, because that would create a local folder if the share is not mounted.
+    # Do not create the folder. If the share is not mounted, a local folder would be created instead.
     if not path.is_dir():
         raise ConfigError(_SETTING, f"{path} is not a folder", "Mount the share and create the folder.")
     return ObjectFarStore(LocalStore(str(path)))
@@ -105,7 +105,7 @@ def open_folder_url(url: str) -> ObjectFarStore:
 
 def open_s3_url(url: str) -> ObjectFarStore:
     """Open s3://BUCKET/PREFIX. The access keys, region and endpoint are read from the environment's AWS_*
-    variables. Raises ConfigError."""
+    variables. Raises ConfigError if the URL or the variables are invalid."""
     parts = urlsplit(url)
     if not parts.netloc:
         raise ConfigError(_SETTING, f"{url!r} contains no bucket", "Write it as s3://bucket/prefix.")
@@ -126,7 +126,7 @@ def open_s3_url(url: str) -> ObjectFarStore:
 def _proxy_options() -> ClientConfig:
     """Return options that exclude an endpoint in a private network from the environment's proxy.
 
-    For a public endpoint the proxy stays in use, because the endpoint may be unreachable without it.
+    A public endpoint is accessed through the proxy, because it may be unreachable otherwise.
     """
     proxy = next((os.environ[name] for name in _PROXIES if os.environ.get(name)), "")
     endpoint = next((os.environ[name] for name in _ENDPOINTS if os.environ.get(name)), "")

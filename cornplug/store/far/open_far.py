@@ -1,6 +1,6 @@
-"""Interface of far stores, and opening of those in the settings.
+"""Interface of far stores, and `open_far`, which opens the far stores in the settings.
 
-A package is imported only if a URL needs it.
+The package for a far store is imported only if a URL needs the package.
 
 Far stores map names to records. Records are sealed (`far_record.py`), because far stores are not trusted.
 """
@@ -101,7 +101,9 @@ def _open(url: str, label: str, secret: bytes) -> FarStore:
         store: FarStore = getattr(backend, function)(url, *([secret] if scheme in _OF_MEMBERS else []))
     except ImportError as e:
         raise ConfigError(
-            _SETTING, f"{label!r} needs a package: {e}", f"Run: pip install 'cornplug[{extra}]'"
+            _SETTING,
+            f"{label!r} requires a package that is not installed: {e}",
+            f"Run: pip install 'cornplug[{extra}]'",
         ) from e
     return store
 
@@ -117,7 +119,7 @@ class FarFailure(OSError):
 
 
 class FarStore(Protocol):
-    """One far store. Its methods are called on threads that may wait, and raise FarFailure."""
+    """One far store. Its methods are called on worker threads and may block. They raise FarFailure."""
 
     @property
     def most_bytes(self) -> int:

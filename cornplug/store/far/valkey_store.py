@@ -67,8 +67,8 @@ class ValkeyFarStore:
 
 
 def open_valkey_url(url: str) -> ValkeyFarStore:
-    """Open valkey://[USER:PASSWORD@]HOST[:PORT][/DATABASE], or valkeys:// with TLS. No connection is made
-    yet. Raises ConfigError."""
+    """Open valkey://[USER:PASSWORD@]HOST[:PORT][/DATABASE], or valkeys:// with TLS. The connection is made at
+    the first call. Raises ConfigError if the URL is invalid."""
     parts = urlsplit(url)
     address = urlunsplit(parts._replace(scheme=_SCHEMES.get(parts.scheme, parts.scheme)))
     try:
@@ -83,7 +83,7 @@ def open_valkey_url(url: str) -> ValkeyFarStore:
         ]  # fmt: skip
     except (ValkeyError, ValueError) as e:
         raise ConfigError(
-            _SETTING, f"{label_of(url)!r}: {e}", "Write it as valkey://host:6379/0, or valkeys:// for TLS."
+            _SETTING, f"{label_of(url)!r}: {e}", "Use a URL like valkey://host:6379/0, or valkeys:// for TLS."
         ) from e
     return ValkeyFarStore(*clients)
 

@@ -1,1 +1,1 @@
-"""Transfer of KV between vLLM's blocks and the store's pages, for the scheduler and the workers."""
+"""Transfer of KV between vLLM's blocks and the store's pages: the scheduler half and the worker half."""

@@ -1,8 +1,8 @@
-"""Loads and saves of a rank whose GPU copies KV pages directly to and from the store's memory.
+"""Loads and saves on a rank whose GPU copies KV pages directly to and from the store's memory (its arena).
 
 The engine's own thread starts the copies and polls them between steps. No other thread or host buffer is
-used, and the pages' bytes do not pass through a CPU. Pages outside the memory that the device can access are
-copied by `KVWorker`.
+used, and no CPU touches the pages' bytes. `KVWorker` copies pages outside the memory that the device can
+access.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from cornplug.vllm_connector.kv_copies.mover import PolledJob, PolledMover
 from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory
 
 _LOADS_AHEAD: Final = 8
-"""Maximum number of slabs that one load has in flight, enough to keep the bus busy until the next step."""
+"""Maximum number of slabs (groups of pages) in flight per load, enough to use the bus until the next step."""
 _SAVES_AHEAD: Final = 4
-"""Maximum number of slabs that a step's saves have in flight. No request waits for saves, and each slab costs
-the engine's thread several kernel launches."""
+"""Maximum number of slabs in flight per step's saves. No request waits for saves, and the engine's thread
+needs several kernel launches per slab."""
 
 
 class ArenaMoves:
@@ -59,7 +59,7 @@ class ArenaMoves:
         sizes: BlockSizes,
         discard: Callable[[Sequence[bytes]], None],
     ) -> None:
-        """Prepare direct copies. `discard` deletes pages from the store by key, without waiting."""
+        """Prepare direct copies. `discard` deletes pages from the store by key, and returns immediately."""
         self._pages, self._reports = pages, reports
         self.memory = memory
         self._out, self._in = out, into
@@ -70,13 +70,13 @@ class ArenaMoves:
         self._spans = pages.spans()
         self._numbers = pages.numbers(pages.page.layer_runs)
         self._counted_s = 0.0
-        """Time up to which load durations have already been counted, so that overlapping loads are not
-        counted twice."""
+        """Time up to which load durations have been counted, so that overlapping loads are not counted
+        twice."""
 
     # -- the engine's step ------------------------------------------------------------------------
 
     def reaches_load(self, load: PageLoad) -> bool:
-        """Return whether the device can directly access all pages of a load, and checksum all of their
+        """Return whether the device can directly access all pages of a load and compute the checksums of all
         segments."""
         pages = load.pages
         if not self._mover.works:
@@ -107,17 +107,17 @@ class ArenaMoves:
         return reached, others
 
     def load(self, load: PageLoad, mark: Any) -> None:
-        """Start a load for which `reaches_load` returned True. Copies begin after the engine's work has
-        reached `mark`."""
+        """Start a load for which `reaches_load` returned True. Copies begin when the device has finished the
+        engine's work up to `mark`."""
         self._mover.submit(self._load(load, mark, time.monotonic()))
 
     def save(self, saves: Sequence[OngoingSave], mark: Any) -> None:
-        """Start to copy pages to the store. Copies begin after the engine's work has reached `mark`. The
-        device must have access to the pages' locations."""
+        """Start to copy pages to the store. Copies begin when the device has finished the engine's work up to
+        `mark`. The device must have access to the pages' locations."""
         self._mover.submit(self._save(saves, mark))
 
     def poll(self) -> None:
-        """Process copies that have finished, and start the next copies."""
+        """Handle copies that have finished, and start the next copies."""
         self._mover.poll()
         self.memory.forget_ended()
 
@@ -133,7 +133,7 @@ class ArenaMoves:
     # -- jobs in progress ------------------------------------------------------------------------
 
     def _load(self, load: PageLoad, mark: Any, asked: float) -> PolledJob:
-        # The end of the load must be reported in every case, because its request waits for it.
+        # Always report the end of the load, because its request waits for the report.
         done, begun, reason = 0, 0, "load_error"
         pending = deque[tuple[ArenaSlab, list[bytes]]]()
         try:
@@ -159,7 +159,7 @@ class ArenaMoves:
                 found = slab.checksums()
                 self._in.put_back(slab)
                 for i, meta in enumerate(metas):
-                    # The scheduler half has already validated the header.
+                    # The scheduler half has already checked the header.
                     expected = segment_checksums(meta)
                     if [expected[n] for n in numbers] != found[i * len(numbers) : (i + 1) * len(numbers)]:
                         raise CodecError(
@@ -179,7 +179,7 @@ class ArenaMoves:
                     self._in.put_back(slab)
                 settled = True
             finally:
-                # Concurrent loads share the bus, so do not count the same second for two loads.
+                # Concurrent loads share the bus. Count their common time only once.
                 now = time.monotonic()
                 seconds, self._counted_s = now - max(asked, self._counted_s), now
                 self._reports.load_over(load, done if settled else 0, reason, seconds)
@@ -225,8 +225,8 @@ class ArenaMoves:
                 yield page
 
     def _runs_of(self, places: Sequence[tuple[bytes, int]]) -> list[Run]:
-        """Return the byte ranges to copy for this rank's part of the pages at these locations, given as
-        (arena id, offset).
+        """Return the byte ranges to copy for this rank's part of the pages at these locations (arena id,
+        offset).
 
         Raises StoreUnavailable if the device can no longer access these locations.
         """
@@ -257,9 +257,9 @@ def open_arena(
     discard: Callable[[Sequence[bytes]], None],
 ) -> ArenaMoves | None:
     """Create the direct copies for a rank whose KV caches are on a GPU. If the GPU cannot copy pages
-    directly, a warning gives the reason and the result is None.
+    directly, log a warning with the reason and return None.
 
-    `beside` is the `ArenaMoves` of another cache group, whose registered memory is shared. `share` is the
+    `beside` is the `ArenaMoves` of another cache group, or None. Both share registered memory. `share` is the
     fraction of the maximum slab size that these copies use. The other arguments are the same as for
     `ArenaMoves`.
     """
@@ -273,7 +273,7 @@ def open_arena(
         checksums = DeviceChecksums(device)
         out, into = (ArenaCopies(blocks, side, checksums, swap_blocks_batch, share=share) for side in sides)
         if not (out.works(page.segment_bytes) and into.works(page.segment_bytes)):
-            raise LayoutError("a test page changed when it was copied", reason="layout")
+            raise LayoutError("a test page was corrupt after a copy", reason="layout")
     except Exception as e:  # noqa: BLE001 - an error of a driver or compiler must not stop the engine
         compat.logger.warning("cornplug: KV pages are copied through staging memory, which is slower: %s", e)
         return None

@@ -1,5 +1,5 @@
-"""Page geometry of a model, and the part of each page that a rank holds, derived from the KV caches that vLLM
-plans. This includes checks of whether pages can represent the blocks that vLLM's KV cache specs describe.
+"""Page geometry of a model, and the part of each page that a rank holds, derived from vLLM's KV cache specs.
+Checks whether pages can represent the blocks that the specs describe.
 
 The same tables are used for models with one cache group and for each of several groups (`page_kinds.py`).
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 OF_LATENTS: Final[Mapping[str, str]] = {
     "head_size": "in the page",
-    "dtype": "in the page, which refuses unknown dtypes",
+    "dtype": "part of the page geometry, which refuses unknown dtypes",
     "cache_dtype_str": "compared with dtype",
     "num_kv_heads": "compared with 1",
     "max_tp_shards": "compared with 1: the first rank writes the whole latent, and every rank reads it",
@@ -41,7 +41,7 @@ OF_LATENTS: Final[Mapping[str, str]] = {
     "block_size": "a page holds tokens, not blocks",
     "block_stride_alignment": "the worker reads the strides of the cache itself",
     "dcp_sharded": "context parallelism is refused",
-    "is_draft": "the page's layers follow from the config",
+    "is_draft": "the config determines the page's layers",
 }
 """Fields of vLLM's MLAAttentionSpec that may have any value, each with the reason. All other fields must have
 their default values."""
@@ -50,16 +50,16 @@ OF_ATTENTION: Final[Mapping[str, str]] = {
     "num_kv_heads": "compared with the model's when a rank's slice is computed",
     "head_size": "in the page",
     "head_size_v": "compared with head_size",
-    "dtype": "in the page, which refuses unknown dtypes",
-    "kv_quant_mode": "in the page, or refused",
+    "dtype": "part of the page geometry, which refuses unknown dtypes",
+    "kv_quant_mode": "part of the page geometry, or refused",
     "block_size": "a page holds tokens, not blocks",
-    "sliding_window": "in the page, if vLLM frees the blocks before it",
+    "sliding_window": "part of the page geometry, if vLLM frees blocks before the window",
     "attention_chunk_size": "vLLM keeps the blocks of all tokens",
-    "max_tp_shards": "follows from the heads",
+    "max_tp_shards": "determined by the number of heads",
     "block_stride_alignment": "the worker reads the strides of the cache itself",
     "page_size_padded": "the worker reads the strides of the cache itself",
     "dcp_sharded": "context parallelism is refused",
-    "is_draft": "the page's layers follow from the config",
+    "is_draft": "the config determines the page's layers",
 }
 """Fields of vLLM's FullAttentionSpec and SlidingWindowSpec that may have any value, each with the reason. All
 other fields must have their default values."""
@@ -68,24 +68,24 @@ _FP8: Final[Mapping[str, str]] = {
     "fp8": "fp8_e4m3",
     "fp8_e4m3": "fp8_e4m3",
     "fp8_e5m2": "fp8_e5m2",
-    # With "auto", only workers read the checkpoint's scheme, which they treat as "fp8". They verify the
+    # For "auto", only workers read the checkpoint's scheme, and they treat it as "fp8". Workers verify the
     # format with test writes.
     "auto": "fp8_e4m3",
 }
-"""Values of `PageGeometry.quantised`, by vLLM's name of the cache format."""
+"""Values of `PageGeometry.quantised`, by vLLM's name for the cache format."""
 Scales = Mapping[int, tuple[float, float]]
-"""Scales of keys and values, (k, v), by layer number. A layer that is not listed has scales of 1."""
+"""Scales of keys and values, (k, v), by layer number. A layer without an entry has scales of 1."""
 _KNOWN: Final = re.compile(
     r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:attn\.|qkv_proj\.|([kv])_proj\.)?([kv])_scale$"
 )
 """Pattern of scale names in published compressed-tensors and ModelOpt checkpoints."""
 _OTHER: Final = re.compile(r"(?:kv|k|v)_(?:cache\.)?(?:scale|zero_point)|[kv]_cache\.scale")
-"""Pattern of any other name under which vLLM might read a scale of keys or values."""
+"""Pattern of all other names under which vLLM might read a scale of keys or values."""
 
 
 def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> PageGeometry:
     """Return the page geometry of a model with a single cache group. Raises LayoutError, with the reason, if
-    KV cannot be shared.
+    KV of the model cannot be shared.
 
     Hybrid models (sliding window, Mamba) have several cache groups (see `page_kinds.py`).
     """
@@ -129,7 +129,7 @@ def _layers(config: VllmConfig, cache: KVCacheConfig) -> int:
     model's layers."""
     total = config.model_config.get_total_num_hidden_layers()
     if config.parallel_config.pipeline_parallel_size > 1:
-        # `cache` may describe a single stage. Workers detect layers that share caches.
+        # `cache` may describe a single pipeline stage. Workers detect layers that share caches.
         if drafts_with_kv(config) is not None:
             raise LayoutError(
                 "a draft model with pipeline parallelism is not supported", reason="speculative"
@@ -142,11 +142,12 @@ def _layers(config: VllmConfig, cache: KVCacheConfig) -> int:
 
 
 def steady_drafts(config: VllmConfig) -> SpeculativeConfig | None:
-    """Return the speculation config if the draft model has its own KV, else None. Raises LayoutError if that
-    KV may have gaps."""
+    """Return the speculative decoding config if the draft model has its own KV, else None. Raises LayoutError
+    if the draft model's KV may have gaps."""
     speculative = drafts_with_kv(config)
     if speculative is not None and speculative.uses_dynamic_speculative_decoding():
-        # With dynamic speculative decoding, gaps occur in steps in which the engine was too busy to draft.
+        # With dynamic speculative decoding, the KV has gaps after steps in which the engine was too busy to
+        # draft.
         raise LayoutError(
             "speculative decoding whose number of draft tokens depends on the load is not supported",
             reason="speculative",
@@ -155,11 +156,12 @@ def steady_drafts(config: VllmConfig) -> SpeculativeConfig | None:
 
 
 def _split(config: VllmConfig, cache: KVCacheConfig) -> tuple[list[str], list[str]]:
-    """Split the layer names of a single cache group into (the model's layers by number, its draft's layers in
-    vLLM's order).
+    """Split the layer names of a single cache group into (the model's layers by number, the draft model's
+    layers in vLLM's order).
 
-    vLLM loads a draft model after its target model and appends the draft's layers. Their numbers continue or
-    start again at 0. Raises LayoutError if the KV layout of the draft differs from the target's.
+    vLLM loads a draft model after its target model and appends the draft's layers. Their layer numbers
+    continue the target's numbers, or start again at 0. Raises LayoutError if the draft's and target's KV
+    layouts differ.
     """
     names, speculative = cache.kv_cache_groups[0].layer_names, steady_drafts(config)
     count = len(names)
@@ -180,8 +182,8 @@ def _planes(spec: Any) -> int:
     """Return the number of planes in the blocks of layers with this spec: 2 for full attention (K and V of
     each token), 1 for MLA (one latent per token).
 
-    Raises LayoutError for all other kinds of layers. Some of them free blocks in the middle of a request
-    (R-SWA), and some keep sink tokens before the request's first token.
+    Raises LayoutError for all other kinds of layers. Some of these layers free blocks in the middle of a
+    request (R-SWA), and some keep sink tokens before the request's first token.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
@@ -219,15 +221,15 @@ def in_page_order(
     """Return this rank's KV caches by layer name, in the order of the layers in a page.
 
     A layer that uses another layer's cache is left out, because the page already contains that cache. With
-    pipeline parallelism, such a layer is kept and the worker rejects it, because the page then has a fixed
-    number of layers.
+    pipeline parallelism, the layer is kept and the worker rejects it, because the number of layers in a page
+    is then fixed.
     """
     if config.parallel_config.pipeline_parallel_size > 1:
         names = sorted(kv_caches, key=layer_number)
     else:
         target, drafts = _split(config, cache)
         names = [*target, *drafts]
-    # If vLLM registers fewer caches than expected, the worker rejects them.
+    # The worker rejects a registration of fewer caches than expected.
     return {name: kv_caches[name] for name in names if name in kv_caches}
 
 
@@ -242,8 +244,8 @@ def require_plain(spec: Any) -> None:
     """Raise LayoutError unless the blocks of layers with this spec contain K and V, or one latent, for each
     token.
 
-    Blocks are not supported if they are compressed, packed, quantised with more than a scale, or have keys
-    and values of different sizes.
+    Blocks are unsupported if they are compressed or packed, if their quantisation is unsupported
+    (`page_dtype`), or if keys and values have different sizes.
     """
     from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
@@ -274,8 +276,8 @@ def require_plain(spec: Any) -> None:
 
 
 def unlisted_field(spec: Any, listed: Mapping[str, str]) -> str:
-    """Return the name and value of the first field of `spec` that is neither in `listed` nor at its default,
-    or "" if there is none."""
+    """Return the name and value of the first field of `spec` that is neither in `listed` nor at its default.
+    Return "" if `spec` has no such field."""
     for field in fields(spec):
         value = getattr(spec, field.name)
         if field.name not in listed and value != field.default:
@@ -298,7 +300,7 @@ def page_dtype(config: VllmConfig, spec: Any) -> tuple[str, str]:
     if mode == KVQuantMode.NONE:
         return dtype_name(spec.dtype), ""
     name = config.cache_config.cache_dtype
-    # AMD's first fp8 format represents other values under the same name.
+    # AMD's first fp8 format uses the same name for other values.
     plain = current_platform.fp8_dtype() == torch.float8_e4m3fn
     if mode != KVQuantMode.FP8_PER_TENSOR or spec.dtype != torch.uint8 or name not in _FP8 or not plain:
         raise LayoutError(
@@ -308,8 +310,8 @@ def page_dtype(config: VllmConfig, spec: Any) -> tuple[str, str]:
 
 
 def layer_number(name: str) -> int:
-    """Return the layer number in a layer's name. Raises LayoutError if the name contains no number or
-    several."""
+    """Return the layer number in a layer's name. Raises LayoutError unless the name contains exactly one
+    number."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     try:
@@ -319,10 +321,10 @@ def layer_number(name: str) -> int:
 
 
 def checkpoint_scales(config: VllmConfig) -> Scales:
-    """Return the KV scales in this engine's checkpoint, in the dtype in which vLLM keeps them.
+    """Return the KV scales in this engine's checkpoint, in the dtype that vLLM uses for scales.
 
-    Raises LayoutError for scales with unknown names or shapes, and for a layer with a scale of only keys or
-    only values.
+    Raises LayoutError for scales with unknown names or shapes, and for a layer that has a scale only for keys
+    or only for values.
     """
     model = config.model_config
     try:
@@ -344,7 +346,9 @@ def checkpoint_scales(config: VllmConfig) -> Scales:
         assert match is not None
         value = _scalar(*located[name]).to(model.dtype).item()
         if found.setdefault(int(match[1]), {}).setdefault(match[3], value) != value or not value > 0:
-            raise LayoutError(f"the checkpoint has no single value for scale {name}", reason="kv_dtype")
+            raise LayoutError(
+                f"the checkpoint has no single positive value for scale {name}", reason="kv_dtype"
+            )
     if halves := [number for number, pair in found.items() if len(pair) < 2]:
         raise LayoutError(
             f"layer {min(halves)} of the checkpoint has a scale for only keys or only values",

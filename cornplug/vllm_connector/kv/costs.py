@@ -1,5 +1,5 @@
-"""Measurements of how long this engine's loads and steps take. `LoadRule` uses them to decide whether to load
-or to compute."""
+"""Measures the duration of this engine's loads and steps. `LoadRule` uses the durations to decide whether to
+load or to compute a prefix."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _LOAD_FLOOR_S: Final = 1.0
-"""Minimum time limit of a load in seconds. When the limit expires, the load is given up and its remaining
-tokens are computed instead. The limit is three times the time to compute all tokens of the load if that is
-longer."""
+"""Minimum time limit of a load in seconds. When the limit expires, the load is cancelled, and its remaining
+tokens are computed instead. The actual limit is three times the time to compute all tokens of the load, if
+this is longer."""
 _TIMED_TOKENS, _TIMED_STEPS = 64, 16
-"""A step is timed if it has at least `_TIMED_TOKENS` more tokens than requests. Of all other steps, one in
-`_TIMED_STEPS` is timed."""
+"""A step is measured if it has at least `_TIMED_TOKENS` more tokens than requests. One in `_TIMED_STEPS` of
+the other steps is measured too."""
 _TIMED_OPEN: Final = 256
 RECALL_FRESH_S: Final = 60.0
-"""Seconds after which measured disk speeds expire, so that a disk that was too slow is tried again."""
+"""Seconds after which measured disk speeds expire, so that reads from a slow disk are tried again."""
 
 
 @dataclass(slots=True)
@@ -35,33 +35,32 @@ class _Loading:
     began: float
     size_bytes: int
     moving_before: float | None
-    """Total transfer seconds (`LoadCosts._moving_s`) when the load began, or None if the load overlapped with
-    another load."""
+    """Value of `LoadCosts._moving_s` when the load began, or None if the load overlapped with another
+    load."""
 
 
 class LoadCosts:
-    """Measures the cost of one engine's loads and steps, and decides which loads are worthwhile. Used by the
+    """Measures the cost of one engine's loads and steps, and decides which loads to start. Used by the
     engine's thread."""
 
     def __init__(self, config: StoreConfig, page: PageSize) -> None:
         self.rule = LoadRule(config.load_when)
         self.page = PageCost()
-        """Cost of computing one page's tokens, which is stored with each page that this engine saves."""
+        """Cost of computing one page's tokens. It is stored with each page that this engine saves."""
         self._config = config
         self._page = page
         self._recalling = FadedRate()
-        """Measured rate of reads from disk, including the time until this engine notices that the pages have
+        """Measured rate of reads from disk, including the delay until this engine notices that the pages have
         arrived."""
         self._loading: dict[str, _Loading] = {}
         self._moving_s = 0.0
-        """Total seconds that movers have spent on loads since the engine started."""
+        """Total seconds that this engine has spent on copying pages for loads since it started."""
         self._steps = 0
         self._timed: dict[int, tuple[float, int]] = {}
-        """(time when the step was scheduled, its number of tokens) for each timed step, by the step's
-        number."""
+        """(time when the step was scheduled, number of tokens) for each measured step, by step number."""
         self._step_ended = 0.0
         self._moved = False
-        """Whether any bytes have been loaded since the last step ended."""
+        """Whether bytes have been loaded since the last step ended."""
 
     @property
     def loads_open(self) -> bool:
@@ -74,13 +73,14 @@ class LoadCosts:
         return sum(one.size_bytes for one in self._loading.values())
 
     def pays(self, *, tokens: int, pages: int) -> bool:
-        """Return whether to load `tokens` tokens from `pages` stored pages now: because that is faster than
-        computing them, is not measured yet, or because `store.load_when` is "always"."""
+        """Return whether to load `tokens` tokens from `pages` stored pages now. True if loading is faster
+        than computing, if the speeds are unknown, or if `store.load_when` is "always"."""
         size_bytes = pages * self._page.page_bytes
         return self.rule.pays(tokens=tokens, size_bytes=size_bytes, queued_bytes=self.queued_bytes)
 
     def recall_pays(self, *, tokens: int, pages: int, on_disk: int) -> bool:
-        """Return the same as `pays`, if `on_disk` of the pages must first be read from disk."""
+        """Return the result of `pays` for a load in which `on_disk` of the pages must first be read from
+        disk."""
         page_bytes = self._page.page_bytes
         recall_s = self._recalling.seconds(on_disk * page_bytes, fresh_s=RECALL_FRESH_S) or 0.0
         return self.rule.pays(
@@ -92,17 +92,17 @@ class LoadCosts:
         self._recalling.note(pages * self._page.page_bytes, seconds)
 
     def deadline_s(self, tokens: int) -> float:
-        """Return the time limit in seconds for a load of `tokens` tokens. After it, the load is given up and
-        the remaining tokens are computed."""
-        # At most a third of the lease's time has passed when the engine accepts the offer.
+        """Return the time limit in seconds for a load of `tokens` tokens. After this time, the load is
+        cancelled and the remaining tokens are computed."""
+        # At most a third of the lease's time has passed when the engine accepts the load.
         leased_s, compute_s = LEASE_S * 2 / 3, self.rule.compute_s(tokens)
         if compute_s is None or self._config.load_when == "always":
             return leased_s
         return min(leased_s, max(_LOAD_FLOOR_S, 3 * compute_s))
 
     def far_wait_s(self, tokens: int) -> float:
-        """Return the maximum seconds to wait for far stores' replies about `tokens` absent tokens (see
-        `LoadRule.far_wait_s`)."""
+        """Return the maximum seconds to wait for far stores (remote storage) to report whether they hold
+        `tokens` missing tokens (see `LoadRule.far_wait_s`)."""
         return self.rule.far_wait_s(tokens)
 
     def load_began(self, request_id: str, pages: int) -> None:
@@ -116,8 +116,8 @@ class LoadCosts:
         )
 
     def load_ended(self, request_id: str, *, whole: bool) -> float:
-        """Record the end of a request's load, and return the seconds that the request waited for the load.
-        `whole` is whether all pages were loaded."""
+        """Record the end of a request's load, and return for how many seconds the request waited. `whole` is
+        whether all pages were loaded."""
         one = self._loading.pop(request_id)
         waited = time.monotonic() - one.began
         if whole and one.moving_before is not None:
@@ -125,17 +125,17 @@ class LoadCosts:
         return waited
 
     def time_step(self, output: SchedulerOutput) -> int:
-        """Start to time the step that was just scheduled. Returns the step's number, or 0 if this step is not
-        timed."""
+        """Start to measure the step that was just scheduled. Returns the step's number, or 0 if the step is
+        not measured."""
         self._steps += 1
         tokens = output.total_num_scheduled_tokens
         more = tokens - len(output.num_scheduled_tokens)
         wanted = more >= _TIMED_TOKENS or (tokens and not self._steps % _TIMED_STEPS)
-        # The duration of a step that runs the tower does not depend on its tokens alone.
+        # The tokens alone do not determine the duration of a step that runs the tower.
         if not wanted or getattr(output, "scheduled_encoder_inputs", None):
             return 0
         if len(self._timed) >= _TIMED_OPEN:
-            self._timed.clear()  # The workers have stopped acknowledging steps.
+            self._timed.clear()  # The workers no longer acknowledge steps.
         self._timed[self._steps] = time.monotonic(), tokens
         return self._steps
 
@@ -143,7 +143,8 @@ class LoadCosts:
         """Record the measurements in the workers' acknowledgements."""
         for number in acks.steps:
             began, tokens = self._timed.pop(number, (0.0, 0))
-            # Steps may be scheduled while others run. A step begins to run when the previous step has ended.
+            # Steps may be scheduled while other steps run. A step begins to run when the previous step has
+            # ended.
             self.rule.computed(tokens, time.monotonic() - max(began, self._step_ended))
         if acks.steps:
             self.page.seconds = self.rule.compute_s(self._page.page_tokens) or 0.0

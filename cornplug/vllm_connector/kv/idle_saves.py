@@ -1,10 +1,10 @@
-"""Saving of pages while the engine is idle. These are pages of finished requests that were not worth copying
-while requests ran.
+"""Saves pages of finished requests while the engine is idle. These pages were not worth a copy while requests
+ran.
 
-With `engine.save = "second"`, a page is not saved when the first request uses it. A prompt that one app sent
-once would then be computed again for another app. An idle engine therefore copies such pages if the store has
-free capacity, so that no page that was used twice is evicted for them. The blocks of such pages count as free
-all the time (`FreedBlocks`).
+With `engine.save = "second"`, the first request that uses a page does not save it. A prompt that one app sent
+once would then be computed again for another app. An idle engine therefore saves such pages if the store has
+free capacity. No page that was used twice is evicted for such a page. vLLM may reuse the blocks of these
+pages at any time (`FreedBlocks`).
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ if TYPE_CHECKING:
     from cornplug.vllm_connector.kv.page_events import PageEvents, PageSpan
 
 _SETTLE_S: Final = 0.05
-"""Seconds without a scheduled token before the first copy. A shorter pause between two requests does not
-count as idle."""
+"""Seconds without a scheduled token after which the engine counts as idle and the first copy begins."""
 _LIMIT_S: Final = 1.0
-"""Seconds without a scheduled token after which an engine stops saving until it is idle again. This also
+"""Seconds without a scheduled token after which an engine stops saving until the next idle period. This also
 limits how long a caller that pauses the engine has to wait."""
 _BATCH_BYTES: Final = 32 << 20
-"""Maximum total size in bytes of pages that are copied at a time. Up to this many bytes may still be in
-flight when a new request starts."""
+"""Maximum total size in bytes of pages that are copied at the same time. Up to this many bytes may still be
+in flight when a new request starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +53,14 @@ class _Page:
     blocks: Sequence[KVCacheBlock]
     hashes: Sequence[BlockHashWithGroupId | None]
     announced: PageSpan | None = None
-    """Span to announce in KV events once the page is stored, or None without KV events."""
+    """Span to announce in KV events when the page is stored, or None if KV events are disabled."""
 
     def cached(self) -> bool:
-        """Return whether the blocks have contained this page without interruption since the request finished.
+        """Return whether the blocks have contained this page since the request finished.
 
-        vLLM removes the hash from a block that it reuses, and creates a new hash object when it caches a
-        block, even for the same tokens. Such a block may have been computed again with an adapter that was
-        loaded again.
+        vLLM removes the hash from a block that it reuses. When vLLM caches a block, it creates a new hash
+        object, even for the same tokens. Such a block may have been computed with an adapter that was loaded
+        again.
         """
         return None not in self.hashes and all(
             block.block_hash is known for block, known in zip(self.blocks, self.hashes, strict=True)
@@ -69,7 +68,7 @@ class _Page:
 
 
 class IdleSaves:
-    """Saves pages of one scheduler half's finished requests while the engine is idle. Used by the engine's
+    """Saves pages of finished requests for one scheduler half while the engine is idle. Used by the engine's
     thread. Truthy while an idle engine still has to run steps to finish these saves."""
 
     def __init__(
@@ -81,7 +80,7 @@ class IdleSaves:
         publisher: PagePublisher,
         alarm: EngineAlarm = ALARM,
     ) -> None:
-        """Prepare idle saves. `publisher` reserves space for pages whether or not a request has used them
+        """Prepare idle saves. `publisher` must reserve pages regardless of whether a request has used them
         before."""
         self._alarm = alarm
         self._run, self._page = runtime, page
@@ -91,29 +90,29 @@ class IdleSaves:
         self._pool: BlockPool | None = None
         self._unit_tokens = self._unit_blocks = self._most_pages = 0
         self._finished: deque[dict[int, _Page]] = deque()
-        """Unsaved pages of finished requests, one dict per request by page index. The oldest request is
+        """Unsaved pages of finished requests: one dict per request, by page index. The oldest request is
         first."""
         self._asking: list[tuple[TrackedRequest, dict[int, _Page]]] = []
         """Finished requests with pending reservations, each with its unsaved pages by page index."""
         self._pages = 0
         """Number of pages in `_finished`."""
         self._growing: list[_Page] = []
-        """Pages that the store refused because it is still allocating memory. They are tried again."""
+        """Pages that the store refused while it was still allocating memory. They are tried again."""
         self._open: dict[int, OpenSave] = {}
         self._idle_since: float | None = None
         self._woken = False
-        """Whether a timer will wake the engine in this pause, so that the engine need not run steps until
+        """Whether a timer will wake the engine in this pause. If so, the engine need not run steps until
         then."""
         self._unanswered = False
-        """Whether the store has failed to reply since the engine became idle."""
+        """Whether the store has failed to reply during this idle period."""
 
     def bind(self, pool: BlockPool | None, block_size: int) -> None:
         """Set the engine's block pool, whose blocks have `block_size` tokens."""
-        # Without prefix caching, the blocks of a finished request are not kept.
+        # Without prefix caching, vLLM does not keep the blocks of a finished request.
         if self._run.config.engine.save != "second" or pool is None or not pool.enable_caching:
             return
         self._pool = pool
-        # A page and a block both begin at each multiple of this number of tokens.
+        # A page and a block begin together at each multiple of this number of tokens.
         self._unit_tokens = math.lcm(self._page.page_tokens, block_size)
         self._unit_blocks = self._unit_tokens // block_size
         self._most_pages = pool.num_gpu_blocks * block_size // self._page.page_tokens
@@ -122,7 +121,7 @@ class IdleSaves:
         if self._unanswered or not (self._finished or self._growing) or self._requests.unfinished():
             return False
         if self._alarm.replicas_wait():
-            return False  # vLLM sleeps for 1 ms in a step that computes nothing, and the replicas would wait.
+            return False  # vLLM sleeps for 1 ms in an empty step, and the replicas would wait.
         if self._idle_since is None:
             return True
         idle_s = time.monotonic() - self._idle_since
@@ -147,8 +146,8 @@ class IdleSaves:
             self._pages -= len(self._finished.popleft())
 
     def _add_answered(self) -> None:
-        """Queue the pages of finished requests for which the store has replied to all reservations but has
-        not reserved space."""
+        """Queue the pages of finished requests after the store has replied to all their reservations. Pages
+        for which the store reserved space are left out."""
         asking, self._asking = self._asking, []
         for tracked, pages in asking:
             if tracked.asked:
@@ -157,7 +156,7 @@ class IdleSaves:
                 self._add({index: page for index, page in pages.items() if index in tracked.unsaved})
 
     def of_step(self, output: SchedulerOutput) -> list[PageSave]:
-        """Return the saves for the worker halves to carry out in this step. Empty if the step computes
+        """Return the saves that the worker halves must carry out in this step. Empty if the step computes
         tokens."""
         if self._asking:
             self._add_answered()
@@ -187,11 +186,11 @@ class IdleSaves:
         self._pages = 0
 
     def _free_pages(self) -> int:
-        """Return the number of pages that fit into the store without an eviction. If no page fits, idle saves
-        stop until the next pause.
+        """Return the number of pages that fit into the store without an eviction. If no page fits, stop idle
+        saves until the next pause.
 
-        If the store does not reply, idle saves stop too, so that the engine can sleep. The next pause tries
-        again.
+        If the store does not reply, idle saves stop too, so that the engine can sleep. They are tried again
+        in the next pause.
         """
         free = free_pages(self._run, self._page)
         if free is None:
@@ -202,8 +201,8 @@ class IdleSaves:
         return free
 
     def _take(self, count: int) -> list[_Page]:
-        """Remove and return at most `count` unsaved pages that vLLM still caches. The newest requests come
-        first, and each request's pages are in order."""
+        """Remove and return at most `count` unsaved pages that vLLM still caches. Newer requests come first.
+        Pages of one request are in order."""
         pages = [page for page in self._growing[:count] if page.cached()]
         del self._growing[:count]
         while self._finished and len(pages) < count:
@@ -218,7 +217,7 @@ class IdleSaves:
         return pages
 
     def _page_of(self, ids: Sequence[int], index: int, key: bytes, announced: PageSpan | None) -> _Page:
-        """Create the record of page `index` of a request whose block ids are `ids`. The record keeps only the
+        """Create the record of page `index` of a request with the block ids `ids`. The record keeps only the
         blocks that contain the page."""
         assert self._pool is not None
         unit, place = divmod(index * self._page.page_tokens, self._unit_tokens)

@@ -1,5 +1,6 @@
-"""Messages between the KV connector's scheduler half and worker halves, one per step and direction, sent over
-vLLM's own channel. `MoveReports` collects the results of one worker's loads and saves for these messages."""
+"""Messages between the KV connector's scheduler half and worker halves, one per step and direction. vLLM's
+own channel carries them. `MoveReports` collects the results of one worker's loads and saves for these
+messages."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, Table, ke
 
 
 class PageWrite(msgspec.Struct, frozen=True):
-    """Location in the store to which the worker halves write one page, with the token of its reservation."""
+    """Location in the store to which the worker halves write one page, and the token of the reservation."""
 
     index: int
     token: int
@@ -31,8 +32,8 @@ class PageWrite(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PageLoad:
-    """Instruction to load tokens [start, end) of a request from stored pages. `blocks` has the ids of all of
-    the request's blocks, in order."""
+    """Instruction to load tokens [start, end) of a request from stored pages. `blocks` has the ids of all the
+    request's blocks, in order."""
 
     request_id: str
     start: int
@@ -41,12 +42,12 @@ class PageLoad:
     """Index in the request of the first page in `pages`."""
     pages: Leases
     blocks: array[int]
-    """Block ids of the request. An array instead of a tuple is serialized as one byte string."""
+    """Block ids of the request. An array is serialized as one byte string, a tuple is not."""
     deadline_s: float = 30.0
-    """Time limit in seconds after the worker received the message. Pages whose copy has not begun by then are
+    """Time limit in seconds from the receipt of the message. Pages whose copy has not begun by then are
     computed instead."""
     group: int = 0
-    """Index of the cache group of these blocks. The load of one request has one message per group."""
+    """Index of the cache group of these blocks. A request's load has one message per group."""
 
     def blocks_from(self, first_token: int, block_size: int) -> set[int]:
         """Return the ids of the blocks that contain tokens [first_token, end)."""
@@ -55,7 +56,7 @@ class PageLoad:
 
 class PageSave(msgspec.Struct, frozen=True):
     """Instruction to copy complete pages from the request's blocks to the store, after this step's forward
-    pass has computed them."""
+    pass."""
 
     name: str
     """Unique name of the save. A request id is not sufficient, because a later request may reuse it."""
@@ -72,15 +73,15 @@ class CornplugKVMetadata(KVConnectorMetadata):
     loads: list[PageLoad] = field(default_factory=list)
     saves: list[PageSave] = field(default_factory=list)
     given_up: list[str] = field(default_factory=list)
-    """Names of saves to give up, because their blocks were reused and may have been overwritten."""
+    """Names of saves to cancel, because vLLM reused their blocks and may have overwritten them."""
     timed: int = 0
-    """Sequence number of this step if the workers should report its end, else 0."""
+    """Sequence number of this step if the workers must report its end, else 0."""
     computes: bool = True
     """Whether this step computes tokens."""
 
     @property
     def begins(self) -> bool:
-        """Whether the message contains loads, saves or saves to give up."""
+        """Whether the message contains loads, saves or cancelled saves."""
         return bool(self.loads or self.saves or self.given_up)
 
 
@@ -91,19 +92,18 @@ class CornplugKVWorkerMetadata(KVConnectorWorkerMetadata):
 
     written: dict[int, dict[int, int]] = field(default_factory=dict)
     """Checksums of the written segments of each page, by reservation token and segment number. Complete when
-    every rank has added the checksums of its segments."""
+    every rank has added its checksums."""
     failed_writes: dict[int, int] = field(default_factory=dict)
-    """Number of segments that were not written, by reservation token. Each rank adds the number of its own
-    segments."""
+    """Number of segments that were not written, by reservation token, summed over the ranks."""
     failed_loads: dict[str, str] = field(default_factory=dict)
     """Reason why a request's load failed, by request id."""
     loaded_bytes: int = 0
     loading_s: float = 0.0
-    """Seconds that the mover spent on loads, without the time that loads waited in its queue."""
+    """Seconds spent on copies for loads, without the time that loads waited in the queue."""
     staged_pages: int = 0
-    """Number of pages that a GPU could not copy directly, and that were copied through staging memory."""
+    """Number of pages that a GPU could not copy directly, so they were copied through staging memory."""
     steps: list[int] = field(default_factory=list)
-    """Sequence numbers of timed steps that have ended."""
+    """Sequence numbers of measured steps that have ended."""
     unusable: str = ""
     """Reason why this worker's KV caches cannot be mapped to pages, or "" if they can."""
 
@@ -135,7 +135,7 @@ class CornplugKVWorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass(eq=False, slots=True)
 class OngoingSave:
-    """Save that a worker is carrying out, with the pages that are not written yet."""
+    """Save that a worker is carrying out, and the save's pages that are not written yet."""
 
     save: PageSave
     left: set[int]
@@ -155,11 +155,11 @@ class SavedPage:
 
 
 def pages_of(saves: Iterable[OngoingSave], rows: int, sizes: BlockSizes) -> Iterator[SavedPage]:
-    """Yield each page of these saves. The block table of a page includes only the blocks that contain pages
-    of its save, because a request may have thousands of blocks."""
+    """Yield each page of these saves. The block table of a page includes only blocks with pages of the same
+    save, because a request may have thousands of blocks."""
     for ongoing in saves:
         save = ongoing.save
-        # A page and a block both begin at each multiple of this number of rows.
+        # A page and a block begin together at each multiple of this number of rows.
         unit = math.lcm(rows, sizes.engine)
         first = min(page.index for page in save.pages) * rows // unit * unit
         last = max(page.index for page in save.pages) * rows + rows
@@ -191,7 +191,7 @@ class MoveReports:
         self._acks.unusable = reason
 
     def saves_begin(self, saves: Iterable[PageSave]) -> list[OngoingSave]:
-        """Record that these saves begin, and return their progress records."""
+        """Record that these saves begin, and return a progress record for each save."""
         begun = [OngoingSave(save, {page.token for page in save.pages}) for save in saves]
         with self._lock:
             for ongoing in begun:
@@ -199,20 +199,20 @@ class MoveReports:
         return begun
 
     def staged(self, pages: int) -> None:
-        """Count `pages` pages that are copied through staging memory instead of directly."""
+        """Count `pages` pages that are copied through staging memory."""
         with self._lock:
             self._acks.staged_pages += pages
 
     def stepped(self, number: int) -> None:
-        """Include the end of timed step `number` in the next acknowledgements."""
+        """Report the end of measured step `number` in the next acknowledgement."""
         with self._lock:
             self._acks.steps.append(number)
 
     def give_up_saves(self, names: Collection[str]) -> None:
-        """Report the pages of these saves as not written, except pages that were already acknowledged. Does
-        not wait.
+        """Report the pages of these saves as not written, except pages that were already acknowledged.
+        Returns immediately.
 
-        The blocks of the saves now belong to other requests, and may have been overwritten before they were
+        The blocks of these saves now belong to other requests, and may have been overwritten before they were
         read.
         """
         wanted = set(names)
@@ -231,15 +231,15 @@ class MoveReports:
         return received
 
     def bad_blocks(self) -> set[int]:
-        """Return the ids of the blocks whose load has failed since the last call. A request's failed blocks
-        are available no later than `finished` returns the request's id."""
+        """Return the ids of the blocks whose load has failed since the last call. This method returns a
+        request's failed blocks no later than `finished` returns the request's id."""
         with self._lock:
             bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def acks(self) -> CornplugKVWorkerMetadata | None:
-        """Return the acknowledgements for the scheduler half since the last call, or None if there are
-        none."""
+        """Return the acknowledgements for the scheduler half since the last call, or None if there are no
+        acknowledgements."""
         with self._lock:
             if self._acks.is_empty():
                 return None
@@ -250,8 +250,8 @@ class MoveReports:
     # -- movers -----------------------------------------------------------------------------------
 
     def load_over(self, load: PageLoad, whole_pages: int, reason: str, seconds: float) -> None:
-        """Record the end of a load of which the first `whole_pages` pages are complete. `reason` is why the
-        load failed, or "" if all pages are complete."""
+        """Record the end of a load with `whole_pages` complete leading pages. `reason` is why the load
+        failed, or "" if all pages are complete."""
         first_bad = min((load.first_page + whole_pages) * self._pages.page.rows, load.end)
         with self._lock:
             if reason:
@@ -262,8 +262,8 @@ class MoveReports:
             self._loaded.add(load.request_id)
 
     def page_over(self, page: SavedPage, checksums: Mapping[int, int]) -> None:
-        """Record the result of writing a page to the store: the checksums of this rank's segments, or no
-        checksums if the write failed."""
+        """Record the result of writing a page to the store. `checksums` has the checksums of this rank's
+        segments, or is empty if the write failed."""
         ongoing, token = page.ongoing, page.target.token
         with self._lock:
             if checksums and not ongoing.given_up:
@@ -292,5 +292,5 @@ class MoveReports:
 
 
 def take(pages: Iterator[SavedPage], count: int) -> list[SavedPage]:
-    """Return up to `count` of the next pages, and skip pages whose save was given up."""
+    """Return at most `count` of the next pages. Pages of cancelled saves are skipped."""
     return list(itertools.islice((page for page in pages if not page.ongoing.given_up), count))

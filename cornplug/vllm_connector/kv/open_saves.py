@@ -1,11 +1,11 @@
-"""Pages that are being saved: the blocks from which they are copied, and the store operations that the KV
-scheduler collects and sends once per step (commits, releases and deletes).
+"""Pages that are being saved, with the blocks from which they are copied, and store operations (commits,
+releases and deletes) that the KV scheduler collects and sends once per step.
 
 vLLM's pool counts blocks as free while pages are still copied from them. A finished request releases its
 blocks immediately, whether or not its pages are stored. vLLM removes the request, so a later request may have
-the same id, and neither `sleep` nor `reset_prefix_cache` waits for a copy. When vLLM gives such a block to
-another request, it calls a callback (`BlockPool.unpin_blocks`), and the saves of the pages in the block are
-given up.
+the same id. `sleep` and `reset_prefix_cache` do not wait for copies. When vLLM assigns such a block to
+another request, it calls a callback (`BlockPool.unpin_blocks`). The callback cancels the saves of the pages
+in the block.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ class OpenSave(msgspec.Struct, eq=False):
     index: int
     """Index of the page in its request."""
     tracked: TrackedRequest | None = None
-    """The page's request, or None if the request finished before the save began."""
+    """Request of the page, or None if the request finished before the save began."""
     blocks: Sequence[KVCacheBlock] = ()
     """vLLM blocks that contain the page. Empty until the blocks are pinned or the request has finished."""
     pinned: bool = False
-    """Whether this object holds a reference to the blocks, so that vLLM does not reuse them."""
+    """Whether this object holds a reference to the blocks. If so, vLLM does not reuse them."""
     checksums: dict[int, int] = msgspec.field(default_factory=dict)
     failed_segments: int = 0
     given_up: bool = False
-    """Whether the page's blocks were reused or its request was preempted. Worker halves then report segments
-    that they have not acknowledged as failed. A page that every rank has already written is still
-    committed."""
+    """Whether the save was cancelled, because the page's blocks were reused or its request was preempted.
+    Worker halves then report segments as failed unless they have already acknowledged them. A page that every
+    rank has already written is still committed."""
     announced: PageSpan | None = None
-    """Span to announce in KV events once the page is stored. Used if `tracked` is None."""
+    """Span to announce in KV events when the page is stored. Used if `tracked` is None."""
 
 
 class BlockReader(Protocol):
-    """Page that is being saved, whose data must still be read from vLLM's blocks."""
+    """Page that is being saved and whose data must still be read from vLLM's blocks."""
 
     blocks: Sequence[KVCacheBlock]
     given_up: bool
@@ -65,8 +65,8 @@ _Reader = TypeVar("_Reader", bound=BlockReader)
 
 
 class FreedBlocks(Generic[_Reader]):
-    """Freed blocks of one cache group from which pages are still copied, and the pages lost because such
-    blocks were reused. Used by the engine's thread."""
+    """Freed blocks of one cache group from which pages are still copied, and the pages that were lost because
+    vLLM reused such blocks. Used by the engine's thread."""
 
     def __init__(self) -> None:
         self._readers: dict[int, list[_Reader]] = {}
@@ -74,17 +74,17 @@ class FreedBlocks(Generic[_Reader]):
         self._lost: list[_Reader] = []
 
     def release(self, pool: BlockPool, reader: _Reader) -> None:
-        """Release a page's references to its blocks, and watch whether vLLM reuses these blocks."""
+        """Release a page's references to its blocks, and notice when vLLM reuses these blocks."""
         self._add(reader)
         pool.unpin_blocks(reversed(reader.blocks), self._reused)
 
     def replace(self, before: _Reader, after: _Reader) -> None:
-        """Watch the blocks on behalf of `after` instead of `before`. Both are readers of the same blocks."""
+        """Replace the reader `before` by `after`. Both are readers of the same blocks."""
         self.forget(before)
         self._add(after)
 
     def forget(self, reader: _Reader) -> None:
-        """Stop watching the blocks of this page."""
+        """Ignore reuse of this page's blocks from now on."""
         for block in reader.blocks:
             readers = self._readers.get(block.block_id, [])
             if reader in readers:
@@ -93,13 +93,14 @@ class FreedBlocks(Generic[_Reader]):
                     del self._readers[block.block_id]
 
     def lose(self, reader: _Reader) -> None:
-        """Mark a page as given up, because its blocks were reused."""
+        """Mark the save of a page as cancelled, because its blocks were reused."""
         if not reader.given_up:
             reader.given_up = True
             self._lost.append(reader)
 
     def take_lost(self) -> list[_Reader]:
-        """Return the pages that were given up since the last call, because their blocks were reused."""
+        """Return the pages whose saves were cancelled since the last call, because their blocks were
+        reused."""
         lost, self._lost = self._lost, []
         return lost
 
@@ -117,8 +118,9 @@ class FreedBlocks(Generic[_Reader]):
 class DeferredStoreOps:
     """Collects store operations during a step. `run` sends them to the store in at most three messages.
 
-    `run` is called on the engine's own thread and does not wait for replies to commits, which the next step
-    reads. A separate thread would have to wait for Python's interpreter lock, which vLLM's busy loop holds.
+    `run` is called on the engine's own thread and does not wait for replies to commits. The next step reads
+    the replies. A separate thread would have to wait for Python's interpreter lock, which vLLM's busy loop
+    holds.
     """
 
     def __init__(self, runtime: EngineRuntime, publisher: PagePublisher) -> None:
@@ -128,25 +130,25 @@ class DeferredStoreOps:
         self._release: list[int] = []
         self._delete: list[bytes] = []
         self._committed: deque[Posted[bool]] = deque()
-        """Commits that were sent and whose replies have not been read yet."""
+        """Commits whose replies have not been read yet."""
 
     def __bool__(self) -> bool:
         return bool(self._commit or self._release or self._delete or self._committed)
 
     def commit(self, saves: list[OpenSave]) -> None:
-        """Add a commit of pages that every rank has written."""
+        """Queue a commit of pages that every rank has written."""
         self._commit += saves
 
     def release(self, tokens: list[int]) -> None:
-        """Add the release of leases or reservations with these tokens."""
+        """Queue the release of leases or reservations with these tokens."""
         self._release += tokens
 
     def delete(self, key: bytes) -> None:
-        """Add the deletion of an entry whose header or payload is damaged."""
+        """Queue the deletion of an entry whose header or payload is corrupt."""
         self._delete.append(key)
 
     def run(self) -> None:
-        """Send the collected operations to the store. Operations that fail are dropped, because the store
+        """Send the queued operations to the store. An operation that fails is dropped, because the store
         releases all leases and reservations when the connection ends."""
         commit, self._commit = self._commit, []
         release, self._release = self._release, []

@@ -1,10 +1,10 @@
-"""KV events for the store's pages. They report to routers which prefixes of this engine's requests are in
-memory and on disk.
+"""KV events for the store's pages. They report to routers which prefixes of this engine's requests are stored
+in memory or on disk.
 
-Saves and hits register pages. The store's table of entries, which this process maps, shows where the pages
-are. Events therefore follow the store's contents, regardless of which process stored or evicted a page.
-Checking the table sends no message and does not count as a use of the page. vLLM collects events in steps, so
-an engine without requests reports an eviction in its next step.
+Saves and hits register pages. The store's table of entries, which this process maps into memory, shows the
+location of each page. Events therefore follow the store's contents, regardless of which process stored or
+evicted a page. Checking the table sends no message and does not count as a use of the page. vLLM collects
+events in steps, so an engine without requests reports an eviction in its next step.
 
 A router identifies blocks by their tokens and by the hashes in vLLM's own KV events, which do not depend on
 cornplug's secret. A page may be longer or shorter than a block, so an event describes a span: the shortest
@@ -45,17 +45,16 @@ if TYPE_CHECKING:
 
 
 _LOOK_S: Final = 0.05
-"""Seconds between checks of announced pages, while no registered page waits to be announced."""
+"""Seconds between checks of announced pages while no registered page waits for its announcement."""
 _SOON_S: Final = 0.002
-"""Seconds between checks while registered pages wait to be announced. A registered page is already stored (a
-hit), or will be stored within a few steps (a save)."""
+"""Seconds between checks while registered pages wait for their announcement. A registered page is stored
+already (a hit), or will be stored within a few steps (a save)."""
 _NOTED_S: Final = 1.0
-"""Seconds after which a registered page that the store does not have is dropped, because its save has
-failed."""
+"""Seconds after which a registered page that is not in the store is dropped, because its save has failed."""
 _LOST_S: Final = 5.0
 """Seconds after which all announced pages are reported as removed if the store cannot be reached."""
 _LOOKED_AT: Final = 256
-"""Number of announced spans to check at a time. With more than 16,384 announced spans, a 64th of them is
+"""Number of announced spans to check at a time. If more than 16,384 spans are announced, a 64th of them is
 checked at a time."""
 _MOST: Final = 1 << 16
 """Maximum number of announced and registered spans. Each span takes about 1 KiB of memory. Further pages are
@@ -64,7 +63,7 @@ _MEDIUM: Final[Mapping[int, str]] = {Tier.MEMORY: MEDIUM_CPU, Tier.DISK: MEDIUM_
 
 
 class NamedSpan(msgspec.Struct, frozen=True):
-    """Content of the KV events for one span of a request's tokens."""
+    """Content of the KV events for one span (a run of pages) of a request's tokens."""
 
     hashes: Sequence[Any]
     parent: Any
@@ -76,12 +75,12 @@ class NamedSpan(msgspec.Struct, frozen=True):
     lora_name: str | None
     lookahead: Sequence[list[int]] | None
     """For each block, the tokens after the block that are part of the block's hash (since vLLM 0.33). None if
-    block hashes include no later tokens."""
+    hashes cover no later tokens."""
 
 
 class BlockSpans:
-    """Divides a request's tokens into spans and creates their KV events, for one cache group. Each span has
-    `pages` pages."""
+    """Divides a request's tokens into spans of `pages` pages and creates the spans' KV events, for one cache
+    group."""
 
     def __init__(self, pool: BlockPool, spec: KVCacheSpec, group: int, page_tokens: int) -> None:
         self.group = group
@@ -94,14 +93,14 @@ class BlockSpans:
 
     def named(self, request: Request, first: int, count: int) -> list[NamedSpan]:
         """Return the content of KV events for `count` spans of a request, beginning with span `first`. Spans
-        whose blocks vLLM has not hashed yet are left out."""
+        with blocks that vLLM has not hashed yet are left out."""
         size, many, ahead = self._size, self._blocks, getattr(self._pool, "num_hash_lookahead_tokens", 0)
         hashes = resolve_block_hashes(request.block_hashes, self._pool.hash_block_size, size)
         begin = first * many
         count = min(count, len(hashes) // many - first)
         if count <= 0:
             return []
-        # A prompt may have thousands of blocks, so read vLLM's lists once for all of them.
+        # A prompt may have thousands of blocks, so read vLLM's lists only once.
         names = [maybe_convert_block_hash(one) for one in hashes[max(0, begin - 1) : begin + count * many]]
         if not begin:
             names.insert(0, None)
@@ -127,8 +126,8 @@ class BlockSpans:
         return found
 
     def _extra_keys(self, request: Request, ends: Sequence[int], ahead: int) -> Sequence[Any]:
-        """Return the extra keys for each block that ends at one of `ends`. The hash of a block also covers
-        the `ahead` tokens after the block."""
+        """Return the extra keys for each block that ends at one of `ends`. A block's hash also covers the
+        `ahead` tokens after the block."""
         size = self._size
         keys = [generate_block_hash_extra_keys(request, end - size, end + ahead, 0)[0] for end in ends]
         return to_event_extra_keys(keys) or ()
@@ -154,8 +153,8 @@ class BlockSpans:
 
 
 def joined(tail: BlockStored, event: BlockStored) -> bool:
-    """Append the blocks of `event` to `tail` if they follow the blocks of `tail` in the same request, and
-    return whether they do."""
+    """Append the blocks of `event` to `tail` if they directly follow the blocks of `tail` in the same
+    request. Return whether they do."""
     goes_on = event.parent_block_hash == tail.block_hashes[-1]
     if not goes_on or (event.medium, event.lora_name) != (tail.medium, tail.lora_name):
         return False
@@ -181,7 +180,7 @@ class PageSpan:
 
 @dataclass(slots=True)
 class _Changes:
-    """KV events that result from one check of the store's table."""
+    """KV events for the changes that one check of the store's table found."""
 
     stored: list[KVCacheEvent] = field(default_factory=list)
     removed: dict[str, list[object]] = field(default_factory=dict)
@@ -200,23 +199,23 @@ class PageEvents:
         self._store, self._requests = store, requests
         self._spans: BlockSpans | None = None
         self._noted: dict[bytes, PageSpan] = {}
-        """Registered spans, which the store may have but which are not announced yet, by the key of each
-        span's last page."""
+        """Registered spans that are not announced yet, by the key of each span's last page. The store may not
+        have them yet."""
         self._announced: dict[bytes, PageSpan] = {}
         self._round: list[bytes] = []
-        """Keys in `_announced` that are still to be checked in this round of checks."""
+        """Keys in `_announced` that remain to be checked in the current round of checks."""
         self._next_s = 0.0
         self._lost_s = 0.0
         """Time when the store became unreachable, or 0 if it can be reached."""
         self._reset = False
         self._cleared = False
-        """Whether vLLM has reported to routers that this engine has cleared all blocks."""
+        """Whether vLLM has sent routers an `AllBlocksCleared` event for this engine."""
         self._queue: list[KVCacheEvent] = []
 
     def bind(self, pool: BlockPool | None, spec: KVCacheSpec, group: int, page_tokens: int) -> None:
         """Set the engine's block pool, and the cache group whose pages are announced. Without a block pool,
         no page is announced."""
-        # With context parallelism, a hash does not cover exactly the tokens in a block of this rank.
+        # With context parallelism, a hash does not cover exactly the tokens in one of this rank's blocks.
         if pool is not None and spec.block_size % pool.hash_block_size == 0:
             self._spans = BlockSpans(pool, spec, group, page_tokens)
             reset = pool.reset_prefix_cache
@@ -230,13 +229,13 @@ class PageEvents:
 
     @property
     def waits(self) -> bool:
-        """Whether there are registered pages or events to process, so that the engine should continue to run
+        """Whether there are registered pages or events to process. If so, the engine should continue to run
         steps."""
         return bool(self._noted or self._queue or (self._cleared and self._announced))
 
     def note(self, tracked: TrackedRequest, pages: range) -> None:
-        """Register pages of a request that the store has now or will have after the next step, so that they
-        are announced."""
+        """Register pages of a request that the store has now or will have after the next step. They will be
+        announced."""
         for span in self._spans_of(tracked, pages, known=False):
             self._noted[span.keys[-1]] = span
 
@@ -261,8 +260,8 @@ class PageEvents:
         ]
 
     def _knows(self, last: bytes, now_s: float) -> bool:
-        """Return whether the span whose last page has this key is already announced or registered. The time
-        of a registered span is updated."""
+        """Return whether a span is already announced or registered. `last` is the key of the span's last
+        page. If the span is registered, its time is updated."""
         if last in self._noted:
             self._noted[last].noted_s = now_s
         return last in self._announced or last in self._noted
@@ -279,7 +278,7 @@ class PageEvents:
 
     def found(self, tracked: TrackedRequest, page: int) -> None:
         """Register a page of a request that this engine has computed and that the store already has."""
-        # After a reset, this engine ignores pages that were stored before.
+        # After a reset, this engine ignores pages that were stored earlier.
         if not self._reset:
             self.note(tracked, range(page, page + 1))
 
@@ -315,8 +314,8 @@ class PageEvents:
         return events
 
     def _announce_again(self) -> None:
-        """Announce all announced pages again after vLLM's `AllBlocksCleared` event, which concerns only
-        vLLM's own cache."""
+        """Announce all announced pages again. Called after vLLM's `AllBlocksCleared` event, which applies
+        only to vLLM's own cache."""
         self._cleared, again = False, _Changes()
         for span in self._announced.values():
             assert self._spans is not None
@@ -341,7 +340,7 @@ class PageEvents:
             there = tiers[at : at + len(span.keys)]
             at += len(span.keys)
             self._is_on(key, span, Tier.ABSENT if Tier.ABSENT in there else max(there), now_s, changes)
-        # Send events for new locations first, so that a router does not consider a page lost while the page
+        # Send events for new locations first. Otherwise a router would consider a page lost while the page
         # moves to disk.
         self._queue += changes.stored
         self._remove(changes.removed)
@@ -356,8 +355,7 @@ class PageEvents:
         return [(key, self._announced[key]) for key in due if key in self._announced]
 
     def _is_on(self, key: bytes, span: PageSpan, tier: int, now_s: float, changes: _Changes) -> None:
-        """Process the result of a check: the span is now on this tier. Events for the change are added to
-        `changes`."""
+        """Process the result of a check: the span is now on `tier`. Add events for a change to `changes`."""
         if tier == span.tier:
             if not tier and now_s - span.noted_s > _NOTED_S:
                 del self._noted[key]
@@ -374,8 +372,8 @@ class PageEvents:
         changes.add(self._spans.stored(span.named, _MEDIUM[tier]))
 
     def _forget(self) -> None:
-        """Drop all spans and announce that they were removed, because this engine no longer uses the store's
-        current pages."""
+        """Drop all spans and announce their removal, because this engine no longer uses the pages that are
+        now in the store."""
         removed: dict[str, list[object]] = {}
         for span in self._announced.values():
             removed.setdefault(_MEDIUM[span.tier], []).extend(span.named.hashes)
@@ -392,7 +390,7 @@ class PageEvents:
 
 
 def page_events(config: VllmConfig, runtime: EngineRuntime, requests: TrackedRequests) -> PageEvents | None:
-    """Create the source of this engine's KV events, or return None if events are not enabled or not
+    """Create the source of this engine's KV events, or return None if events are disabled or not
     available."""
     settings = getattr(config, "kv_events_config", None)
     if settings is None or not settings.enable_kv_cache_events:

@@ -1,18 +1,18 @@
-"""Computation of the page keys of a request, as its tokens become known, and tracking of which KV may
-be saved under them.
+"""Page keys of requests. They are computed as a request's tokens become known. This module also tracks which
+KV may be saved under these keys.
 
-Keys of long prompts are computed when the request arrives. Like vLLM's hashes of a request's blocks, these
-keys are computed in the thread that receives requests, in parallel with steps of other requests.
+Keys of long prompts are computed when the request arrives. Like vLLM's block hashes, they are computed on the
+thread that receives requests, in parallel with steps of other requests.
 
 KV that another connector loaded (NIXL, LMCache or an offloading connector, with vLLM's MultiConnector) has no
-page keys, because it is not known for which weights and tokens it was computed. KV computed after it depends
-on it and has no page keys either. A page is saved only if this engine computed every token up to the page's
-end, or loaded it through cornplug. The connectors of a prefill server do not load KV. Until another connector
-loads for the first time, the engine's own prefix cache contains only this engine's KV.
+page keys, because its weights and tokens are unknown. Later KV of the same request depends on this KV and has
+no page keys either. A page is saved only if this engine computed every token up to the page's end, or loaded
+the tokens through cornplug. On a prefill server, connectors do not load KV. Until another connector loads for
+the first time, the engine's own prefix cache contains only this engine's KV.
 
 The engine's own prefix cache identifies blocks by hashes. If hashes may collide (`--prefix-caching-hash-algo
-xxhash`), a request may get another prompt's blocks. In that case, pages that a request got from this cache
-are not saved either.
+xxhash`), a request may get another prompt's blocks. In that case, pages that a request got from the prefix
+cache are not saved either.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 _ATTRIBUTE: Final = "cornplug_page_keys"
 _LONG_TOKENS: Final = 4096
-"""Minimum number of tokens of a prompt for its keys to be computed on arrival. Computing the keys of a
-shorter prompt takes less than a tenth of a step, and is done when the keys are needed."""
+"""Minimum number of tokens of a prompt for its keys to be computed on arrival. Keys of a shorter prompt are
+computed when they are needed, which takes less than a tenth of a step."""
 
 _COLLISION_RESISTANT: Final = frozenset({"sha256", "sha256_cbor"})
 """Values of --prefix-caching-hash-algo whose hashes do not collide in practice."""
 
 _LOADS_ARE_SEEN: Final = frozenset({"LMCacheMPConnector", "NixlConnector", "OffloadingConnector"})
 """Names of connectors that load KV only for requests that `MultiConnector.update_state_after_alloc` assigns
-to them."""
+to the connector."""
 
 _connecting: Final = threading.local()
 
@@ -59,8 +59,8 @@ class _Placeholder:
     wide: tuple[int, int, int, int]
 
     def replace(self, tokens: list[int], first: int) -> None:
-        """Replace the medium's placeholder tokens in `tokens` with values derived from the medium's key.
-        `tokens` are the request's tokens from index `first` on."""
+        """Replace the placeholder tokens of this media item in `tokens` with values derived from the item's
+        key. `tokens` are the request's tokens from index `first` on."""
         start = max(self.offset, first)
         end = min(self.offset + self.length, first + len(tokens))
         for position in range(start, end):
@@ -74,30 +74,30 @@ class _Placeholder:
 class PageKeys:
     """Page keys of one request. Keys are added as the request grows, and are never recomputed.
 
-    Tokens are hashed in a chain up to the last requested page, and only the keys of requested pages are
-    computed. Therefore a lookup whose first pages are absent is cheap, even for a long prompt.
+    Tokens are hashed in a chain up to the last requested page. Only the keys of requested pages are computed.
+    Therefore a lookup that misses in the first pages is cheap, even for a long prompt.
     """
 
     def __init__(
         self, secret: bytes, root: bytes, page_tokens: int, features: Sequence[Any], epoch: int = 0
     ) -> None:
         """Prepare the keys of a request. `features` are the request's vLLM MultiModalFeatureSpecs, in any
-        order. `epoch` is the epoch of the weights that `root` identifies."""
+        order. `epoch` is the epoch (update counter) of the weights that `root` identifies."""
         self.epoch = epoch
         self._secret, self._root = secret, root
         self._page_tokens = page_tokens
         self._placeholders: list[_Placeholder] = []
         self.limit: int | None = None
-        """Index of the first token of the first medium without an embedding key, or None if there is none.
-        Pages that contain this token or later tokens have no key."""
+        """Index of the first token of the first media item without an embedding key, or None if all items
+        have keys. Pages that contain this token or later tokens have no key."""
         for feature in features:
             position = feature.mm_position
             key = key_of(feature.identifier, epoch)
             if key is None:
                 self.limit = min(position.offset, self.limit if self.limit is not None else position.offset)
             else:
-                # The request's known tokens may end inside the medium, so count the embeddings of the
-                # complete medium.
+                # The known tokens may end inside the media item, so count the embeddings of the complete
+                # item.
                 wide = placeholder_tokens(medium_lineage(key, position.get_num_embeds()))
                 self._placeholders.append(
                     _Placeholder(position.offset, position.length, position.embeds_cumsum, wide)
@@ -107,8 +107,8 @@ class PageKeys:
         self._keys: dict[int, bytes] = {}
 
     def under(self, root: bytes) -> PageKeys:
-        """Return page keys of the same request that are derived from another root. Both objects share the
-        hash chain over the tokens."""
+        """Return page keys of the same request, derived from another root. Both objects share the hash chain
+        over the tokens."""
         other = copy.copy(self)
         other._root, other._keys = root, {}
         return other
@@ -118,16 +118,16 @@ class PageKeys:
         return (end if self.limit is None else min(end, self.limit)) // self._page_tokens
 
     def upto(self, token_ids: Sequence[int], end: int) -> list[bytes]:
-        """Return the keys of all complete pages within the first `end` tokens, except pages after `limit`."""
+        """Return the keys of all complete pages within the first `end` tokens that have keys."""
         return self.of(token_ids, range(self.pages(end)))
 
     def of(self, token_ids: Sequence[int], pages: Sequence[int]) -> list[bytes]:
-        """Return the keys of the pages with these indices. `pages` is in ascending order, and its values are
+        """Return the keys of the pages with these indices. `pages` is in ascending order, and each index is
         less than `pages(len(token_ids))`."""
         if not pages:
             return []
         self._advance(token_ids, pages[-1] + 1)
-        # A decoding request needs one page at a time. A comprehension would add a Python call.
+        # A decoding request needs one page at a time, for which a comprehension would add a Python call.
         new, links = [], []
         for page in pages:
             if page not in self._keys:
@@ -155,15 +155,15 @@ class KeyMaker(Protocol):
     """Interface of an object that computes page keys for requests: the request tracker of an engine core."""
 
     def keys_of(self, request: Request) -> PageKeys | None:
-        """Return the page keys of a request, or None if the request is not shared or needs a check first.
-        Thread-safe."""
+        """Return the page keys of a request, or None if KV of the request is not shared or needs a check
+        first. Thread-safe."""
 
 
 _maker: ref[KeyMaker] | None = None
 
 
 def make_by(maker: KeyMaker) -> None:
-    """Use this tracker to compute the page keys of arriving requests, as long as the tracker exists."""
+    """Use `maker` to compute the page keys of arriving requests for as long as `maker` exists."""
     global _maker
     _maker = ref(maker)
 
@@ -179,13 +179,13 @@ def received(request: Request) -> None:
             keys.upto(request.all_token_ids, request.num_tokens)
             setattr(request, _ATTRIBUTE, keys)
     except Exception as e:  # noqa: BLE001 - any error
-        # An exception would end this thread and the engine. The later lookup fails with the same error and
-        # counts it as a miss.
+        # An exception would end this thread and the engine. The later lookup raises the same error and counts
+        # a miss.
         compat.logger.debug("cornplug: cannot compute keys in advance: %r", e)
 
 
 def made_for(request: Request) -> PageKeys | None:
-    """Return the page keys that were computed when the request arrived, or None if no keys were computed
+    """Return the page keys that were computed when the request arrived, or None if none were computed
     then."""
     return getattr(request, _ATTRIBUTE, None)
 
@@ -209,19 +209,19 @@ class OtherLoads:
 
 @dataclass(slots=True)
 class OwnTokens:
-    """Counts the leading tokens of a request whose KV this engine computed, or loaded through cornplug."""
+    """Counts the leading tokens of a request whose KV this engine computed or loaded through cornplug."""
 
     end: int = 0
 
     def admitted(self, known: int) -> None:
-        """Record that vLLM has assigned new blocks to the request, in which the KV of the first `known`
-        tokens comes from this engine or cornplug."""
+        """Record that vLLM has assigned new blocks to the request. The KV of the first `known` tokens comes
+        from this engine or cornplug."""
         self.end = known
 
     def extend(self, start: int, end: int) -> int:
-        """Record that this engine computed tokens `start` to `end`, or loaded them through cornplug. These
-        tokens count only if all tokens before `start` count. Returns the number of leading tokens that count,
-        at most `end`.
+        """Record that this engine computed tokens `start` to `end`, or loaded them through cornplug. Return
+        the number of leading tokens that count, at most `end`. New tokens count only if all tokens before
+        `start` count.
 
         Tokens from the engine's own prefix cache do not count once that cache contains KV from other
         connectors.
@@ -232,8 +232,8 @@ class OwnTokens:
 
 
 def own_cache_is_exact(config: VllmConfig) -> bool:
-    """Return whether the engine's own prefix cache returns only blocks that were computed for a request's own
-    tokens, because its hashes do not collide."""
+    """Return whether the engine's own prefix cache returns only blocks of a request's own tokens, because its
+    hashes do not collide."""
     return config.cache_config.prefix_caching_hash_algo in _COLLISION_RESISTANT
 
 

@@ -1,16 +1,17 @@
-"""Page kinds of a model, one for each of vLLM's cache groups.
+"""Page kinds of a model: the geometry of the pages for each of vLLM's cache groups.
 
-In models with recurrent states, a page has as many tokens as a block, because a hit can end only where vLLM
-keeps a state.
+In models with recurrent states, a page has as many tokens as a block, because a hit can end only at a token
+for which vLLM keeps a state.
 
 vLLM caches a recurrent state (Mamba, gated delta nets) in the block that contains the state's last token
 (mamba cache mode "align"). A page contains that block: the states of all layers of the group after the page's
-last token. Pages are treated as bytes, so every kind of state that vLLM describes by MambaSpec can be shared.
+last token. The state's bytes are not interpreted, so every kind of state that vLLM describes by MambaSpec can
+be shared.
 
-vLLM loads a draft (an EAGLE head or a draft model) after its target and adds its layers to the groups by
-their KV cache specs. For example, the layers of GPT-OSS's EAGLE-3 head are added to the group of full
-attention if it has the same heads. Page keys of an engine with a draft contain the draft's identity, so pages
-of such a group contain the draft's layers after the model's.
+vLLM loads a draft (an EAGLE head or a draft model) after its target and assigns the draft's layers to groups
+by their KV cache specs. For example, the layers of GPT-OSS's EAGLE-3 head are added to the full attention
+group if they have the same number of heads. Page keys of an engine with a draft contain the draft's identity.
+Therefore pages of such a group contain the draft's layers after the model's layers.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ if TYPE_CHECKING:
 
 
 _METHODS: Final = frozenset({"eagle3"})
-"""Methods of speculative decoding, as named by vLLM, that are tested with several cache groups."""
+"""Methods of speculative decoding (vLLM's names) that were tested with several cache groups."""
 DRAFT_PREFIX: Final = "draft_model"
-"""Prefix of the layer names of a draft model. Its layer numbers start again at 0. The layer numbers of an
-EAGLE head continue after the target model's."""
+"""Prefix of the layer names of a draft model, whose layer numbers start again at 0. The layer numbers of an
+EAGLE head continue after the target model's numbers."""
 OF_STATES: Final[Mapping[str, str]] = {
     "shapes": "in the page",
     "dtypes": "in the page",
@@ -62,8 +63,8 @@ default values."""
 
 
 def draft_layers(config: VllmConfig, cache: KVCacheConfig) -> Mapping[str, int]:
-    """Return the layer number of each layer of the draft model that has KV, by layer name. The numbers
-    continue after the target model's layers. Empty without a draft model.
+    """Return the number of each of the draft model's layers that has KV, by layer name. The numbers continue
+    after the target model's layers. Empty if there is no draft model.
 
     Raises LayoutError, with the reason, if the draft model's KV cannot be shared.
     """
@@ -73,7 +74,7 @@ def draft_layers(config: VllmConfig, cache: KVCacheConfig) -> Mapping[str, int]:
     several = f"{len(cache.kv_cache_groups)} KV cache groups (a hybrid model)"
     if speculative.method not in _METHODS:
         raise LayoutError(
-            f"{several} with --speculative-config method {speculative.method} (not tested; "
+            f"{several} with --speculative-config method {speculative.method} (which is not tested; "
             f"{', '.join(sorted(_METHODS))} and ngram can be shared)",
             reason="speculative",
         )
@@ -81,11 +82,11 @@ def draft_layers(config: VllmConfig, cache: KVCacheConfig) -> Mapping[str, int]:
     heads = draft.get_total_num_kv_heads(), speculative.draft_parallel_config.tensor_parallel_size
     if heads != (model.get_total_num_kv_heads(), config.parallel_config.tensor_parallel_size):
         raise LayoutError(
-            f"{several}, and the draft model has a different number of KV heads", reason="speculative"
+            f"{several}, and a draft model with a different number of KV heads", reason="speculative"
         )
     if len({group.kv_cache_spec.block_size for group in cache.kv_cache_groups}) > 1:
-        # vLLM uses different block sizes so that layers with different head sizes have blocks of the same
-        # number of bytes.
+        # vLLM gives layers with different head sizes different block sizes, so that their blocks have the
+        # same number of bytes.
         raise LayoutError(f"{several} with different block sizes, and a draft model", reason="speculative")
     total = model.get_total_num_hidden_layers()
     groups = [
@@ -99,12 +100,12 @@ def draft_layers(config: VllmConfig, cache: KVCacheConfig) -> Mapping[str, int]:
     found = [names for names in groups if names]
     if len(found) != 1:
         raise LayoutError(
-            f"{several}, and the draft model has layers in {len(found)} groups", reason="speculative"
+            f"{several}, and a draft model with layers in {len(found)} groups", reason="speculative"
         )
     names = sorted(found[0], key=layer_number)
     if len(set(map(layer_number, names))) < len(names):
         raise LayoutError(
-            f"{several}, and the draft model has two caches per layer: {names}", reason="speculative"
+            f"{several}, and a draft model with two caches per layer: {names}", reason="speculative"
         )
     return {name: total + place for place, name in enumerate(names)}
 
@@ -139,7 +140,7 @@ def state_page(config: VllmConfig, spec: Any, layers: Sequence[int], page_tokens
     )
     return PageGeometry(
         page_tokens=page_tokens,
-        # Each rank holds the states of its own heads, in an order that its kernels define.
+        # Each rank holds the states of its own heads. Its kernels define their order.
         heads=config.parallel_config.tensor_parallel_size,
         layers=len(layers),
         dim=spec.state_content_size_bytes,
@@ -147,7 +148,7 @@ def state_page(config: VllmConfig, spec: Any, layers: Sequence[int], page_tokens
         planes=1,
         engine="vllm",
         group=tuple(layers),
-        # Kernels of another platform may order a state's values differently.
+        # Kernels for another platform may order a state's values differently.
         state=f"{spec.mamba_type.name} {current_platform.device_type} {shapes}",
     )
 
@@ -163,13 +164,12 @@ class PageKind:
 
     @property
     def whole(self) -> bool:
-        """Whether a request that continues at a token needs all pages before that token. False if it needs
-        only the last pages (a window or a state)."""
+        """Whether a request that continues at a token needs all pages before that token. False if the request
+        needs only the last pages (a window or a state)."""
         return not (self.geometry.window or self.geometry.state)
 
     def needed_from(self, end: int) -> int:
-        """Return the index of the first token whose blocks a request needs in order to continue at token
-        `end`.
+        """Return the first token whose blocks are necessary for a request to continue at token `end`.
 
         The result is a multiple of the block size, because vLLM keeps and caches only complete blocks.
         """
@@ -183,7 +183,7 @@ def page_kinds(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> tu
     """Return one page kind per cache group of the model, in vLLM's order of groups.
 
     Raises LayoutError, with the reason, if KV cannot be shared. A prefix can be loaded only if every group
-    has its pages, so a model with one unsupported group shares nothing.
+    has its pages. Therefore a model with one unsupported group shares nothing.
     """
     groups = cache.kv_cache_groups
     if not groups:
@@ -205,8 +205,8 @@ def page_kinds(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> tu
     if not any(kind.whole for kind in kinds):
         raise LayoutError(f"{several}, none with full attention", reason="hybrid")
     if of_states and any(kind.geometry.window for kind in kinds):
-        # With both, vLLM reports how many tokens of full attention its own cache has, but the cache may have
-        # fewer tokens for a window.
+        # For a model with both kinds, vLLM reports how many tokens its own cache has for full attention. The
+        # cache may have fewer tokens for a window.
         raise LayoutError(f"{several}, with sliding windows and states", reason="hybrid")
     beside = ", ".join(sorted({kind.geometry.state for kind in kinds if kind.geometry.state}))
     return tuple(kind if kind.geometry.state else _beside(kind, beside) for kind in kinds)
@@ -251,7 +251,7 @@ def _kind(
 
     spec: Any = group.kv_cache_spec
     if group.role is not KVCacheGroupRole.DEFAULT or group.host_resident or not group.enable_kv_transfer:
-        raise LayoutError(f"{several}, of which one has a special role", reason="hybrid")
+        raise LayoutError(f"{several}, one of which has a special role", reason="hybrid")
     numbered = {name: drafts.get(name, layer_number(name)) for name in group.layer_names}
     names = tuple(sorted(numbered, key=numbered.__getitem__))
     numbers = tuple(map(numbered.__getitem__, names))
@@ -276,7 +276,7 @@ def _kind(
         layers=len(names),
         dim=spec.head_size,
         dtype=dtype,
-        # Whether SGLang computes the same pages has not been tested.
+        # No test has compared the pages with SGLang's pages.
         engine="vllm",
         group=numbers,
         window=spec.sliding_window if type(spec) is SlidingWindowSpec else 0,

@@ -1,20 +1,20 @@
-"""Resets, pauses and the end of an engine: which stored pages the engine ignores afterwards, and what happens
-to copies that are still in flight.
+"""Resets, pauses and the end of an engine. This module decides which stored pages the engine ignores
+afterwards, and what happens to copies that are still in flight.
 
 A user may request a connector reset (`/reset_prefix_cache?reset_external=true`). After such a reset, the
-engine ignores pages that were stored before it. Other engines still use these pages. vLLM also resets
-connectors in each pause and sleep, because the weights may change. Pages stay valid in this case, because
-their keys depend on the weights, and sharing ends when weights are replaced. After it wakes up, an engine can
-load its prefixes from the store.
+engine ignores pages that were stored earlier. Other engines still use these pages. vLLM also resets
+connectors in each pause and sleep, because the weights may change. In this case, stored pages stay valid,
+because their keys depend on the weights, and sharing ends when weights are replaced. Thus an engine can load
+prefixes from the store after it wakes up.
 
 An engine core in a separate process continues to run steps until all copies have ended. An engine core in its
-caller's process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) runs no step after the program's last request, so copies
-may be in flight when it sleeps or when the program ends.
+caller's process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) runs no step after the program's last request. Therefore
+copies may be in flight when this engine sleeps or when the program ends.
 
-vLLM removes a request when it ends, but keeps an aborted request until its blocks are loaded, and asserts
-that no request with the same id arrives in the meantime. A client that reuses request ids would stop the
-engine, if VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1 makes vLLM use these ids unchanged. With this module, the
-load keeps the blocks, and vLLM removes the request.
+vLLM keeps an aborted request until its blocks are loaded, and asserts that no request with the same id
+arrives in the meantime. With VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1, vLLM uses the client's request ids. A
+client that reuses an id would then stop the engine. With this module, the load keeps the blocks, and vLLM
+removes the request immediately.
 """
 
 from __future__ import annotations
@@ -39,14 +39,13 @@ _here: Final = threading.local()
 
 
 def part_of_pause() -> bool:
-    """Return whether this thread is currently resetting caches because the engine is paused or put to
-    sleep."""
+    """Return whether this thread is resetting caches because the engine is being paused or put to sleep."""
     return getattr(_here, "pausing", False)
 
 
 class StoredBefore:
-    """Distinguishes pages that were stored before the last reset, which this engine ignores, from pages that
-    were stored later."""
+    """Distinguishes pages that were stored before the last reset from later pages. This engine ignores the
+    earlier pages."""
 
     def __init__(self, runtime: EngineRuntime) -> None:
         self._run = runtime
@@ -56,12 +55,12 @@ class StoredBefore:
         stored before the reset. None if there was no reset."""
 
     def begin(self) -> None:
-        """Begin a reset. The store is queried only at the next lookup, so that the caller does not wait."""
+        """Begin a reset. Returns immediately, because the next lookup sends the request to the store."""
         self._due = True
 
     def known(self) -> bool:
         """Return whether pages from before the reset can be distinguished from later pages. After a reset,
-        this needs a reply from the store."""
+        this requires a reply from the store."""
         if self._due:
             try:
                 self._last = self._reserve_now()
@@ -72,12 +71,13 @@ class StoredBefore:
 
     @property
     def reset(self) -> bool:
-        """Whether a reset of the connector was requested. Pages read back from disk may predate the reset."""
+        """Whether a connector reset was requested. Pages that are read back from disk may be older than
+        it."""
         return self._due or self._last is not None
 
     def leading_since(self, leases: Leases) -> int:
-        """Return the number of leading leases whose pages are known to be stored after the last reset. Pages
-        that were read back from disk do not count."""
+        """Return the number of leading leases whose pages are known to be stored after the last reset, or
+        all leases if there was no reset. Pages that were read back from disk do not count."""
         if self._last is None:
             return len(leases)
         generations = leases.generations
@@ -119,7 +119,10 @@ def _shutdown(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any
         try:
             _end_saves(core)
         except Exception:  # noqa: BLE001 - any error of the engine
-            compat.logger.warning("cornplug: the last KV pages were not saved", exc_info=True)
+            compat.logger.warning(
+                "cornplug: saving the last KV pages failed when the engine ended, so they must be recomputed",
+                exc_info=True,
+            )
     return original(core, *args, **kwargs)
 
 
@@ -136,8 +139,8 @@ def _add_request(
     original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
     held = scheduler.requests.get(request.request_id)
-    # With several connectors, the report that a load has ended does not identify the load, so it is not
-    # detached.
+    # With several connectors, the end of a load is reported without the load's identity. Do not detach the
+    # load in this case.
     detach = getattr(scheduler.connector, "_detach_load", None)
     if held is not None and held.is_finished() and detach is not None and detach(held):
         scheduler._free_blocks(held)

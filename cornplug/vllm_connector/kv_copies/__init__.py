@@ -1,1 +1,1 @@
-"""Copying of KV between vLLM's cache blocks and the store's pages: memory layouts and transfers."""
+"""Copies of KV between vLLM's cache blocks and the store's pages: memory layouts and transfers."""

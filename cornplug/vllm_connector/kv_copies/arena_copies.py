@@ -1,14 +1,13 @@
-"""Copying of this rank's KV between vLLM's blocks on a GPU and the store's memory, without passing through a
-CPU.
+"""Copies of one rank's KV between vLLM's blocks on a GPU and the store's memory, without a CPU in between.
 
-A slab of several pages is gathered on the GPU in page order and checksummed there (`device_checksums.py`).
-One call of vLLM's `swap_blocks_batch` then copies the slab to the pages' locations in the store, one byte
-range per page. Loads do the reverse. All slabs of one direction use the same GPU buffer and are ordered by
-the direction's stream, so many slabs can be in flight and the host does not wait for them. The host receives
-only the checksums, 64 bytes per segment.
+Several pages form a slab. The GPU gathers a slab in page order and computes its checksums
+(`device_checksums.py`). One call of vLLM's `swap_blocks_batch` then copies the slab to the pages' locations
+in the store, one byte range per page. Loads do the reverse. All slabs of one direction use the same GPU
+buffer and are ordered by the direction's stream. Therefore many slabs can be in flight, and the host does not
+wait for them. The host receives only the checksums, 64 bytes per segment.
 
-The caller checks that the reservation still exists directly before it starts a copy into the store. If a copy
-is late anyway, it overwrites another page. Readers of that page detect the damage, because the page's
+The caller checks directly before each copy to the store that the reservation still exists. A copy that is
+nevertheless late overwrites another page. Readers of that page detect the corruption, because the page's
 checksum was computed from the data on its writer's GPU.
 
 This module needs torch and Triton, but not vLLM.
@@ -33,7 +32,8 @@ from cornplug.vllm_connector.kv_copies.device_checksums import (
 )
 
 _SLAB_BYTES = 32 << 20
-"""Size in bytes of the GPU buffer for each direction, small compared to the memory that vLLM leaves free."""
+"""Size in bytes of the GPU buffer for each direction. This is small compared to the memory that vLLM does not
+use."""
 
 Run = tuple[int, int, int]
 """Byte range to copy: (offset in the slab, address in the store's memory, number of bytes)."""
@@ -43,13 +43,13 @@ is_src_access_order_any=...)."""
 
 
 class ArenaSlab:
-    """State of one slab of KV pages in transfer: token positions, checksums, and the event at the end of its
+    """One slab of KV pages in transfer: token positions, checksums, and the event that marks the end of its
     copies."""
 
     def __init__(self, side: CopySide, index: TokenIndex, sums: torch.Tensor) -> None:
         self._side, self.index, self._sums = side, index, sums
         self.end: Any = None
-        """Event at the end of the slab's copies. None after they have completed."""
+        """Event at the end of the slab's copies, or None after they have completed."""
         self.segments = self.segment_bytes = 0
 
     def sums(self, segments: int, segment_bytes: int) -> torch.Tensor:
@@ -71,7 +71,7 @@ class ArenaSlab:
             self._side.wait(end)
 
     def checksums(self) -> list[int]:
-        """Return the checksums of all segments, page by page, as computed from the data on the GPU. Call it
+        """Return the checksums of all segments, page by page, computed from the data on the GPU. Call this
         after the slab's copies have completed."""
         return folded(self._sums[: self.segments], self.segment_bytes)
 
@@ -135,8 +135,8 @@ class ArenaCopies:
         with self._begun(mark) as slab:
             there = self._slab()[: len(pages)]
             here, addresses, sizes = _columns(runs, _address(there))
-            # The source can be read in any order: while its reader holds leases, no process writes to the
-            # pages.
+            # The source can be read in any order, because no process writes to the pages while their reader
+            # holds leases.
             self._copy_batch(addresses, here, sizes, is_src_access_order_any=True)
             self._sum(slab, there, segment_bytes)
             if start < end:
@@ -151,8 +151,8 @@ class ArenaCopies:
         self._free.append(slab)
 
     def works(self, segment_bytes: int) -> bool:
-        """Copy a test page from the GPU to host memory and back, and return whether its data and checksums
-        are correct.
+        """Copy a test page from the GPU to host memory and back. Return whether its data and checksums are
+        correct.
 
         Call this at start, because it also compiles the kernels and allocates all memory.
         """
@@ -177,7 +177,7 @@ class ArenaCopies:
         return whole and found == [xxhash.xxh3_64_intdigest(row) for row in rows]
 
     def _slab(self) -> torch.Tensor:
-        """Return the buffer for slabs on the device. It is allocated on first use. Call it within
+        """Return the device's buffer for slabs. The buffer is allocated on first use. Call this within
         `CopySide.after`, so that the allocator assigns the memory to that stream."""
         if self._there is None:
             shape = (self.slab_pages, *self._blocks.shape)
@@ -190,8 +190,8 @@ class ArenaCopies:
 
     @contextmanager
     def _begun(self, mark: Any) -> Iterator[ArenaSlab]:
-        """Enter a context in which copies start after `mark`, and yield their slab. When it exits, even by an
-        exception, the slab's end is set to the end of these copies."""
+        """Enter a context in which copies start after `mark`, and yield their slab. When the context exits,
+        even by an exception, record the end of these copies in the slab."""
         slab = self._free.pop() if self._free else self._new()
         whole = False
         try:
@@ -205,14 +205,14 @@ class ArenaCopies:
 
     def _new(self) -> ArenaSlab:
         heads, layers, _, tokens, _ = self._blocks.shape
-        # A segment contains at least one layer of one head, which limits the number of segments.
+        # A segment contains at least one layer of one head. This limits the number of segments.
         sums = self.side.host((self.slab_pages * heads * layers, STATE), torch.int64)
         return ArenaSlab(self.side, TokenIndex(self.side, self.slab_pages * tokens), sums)
 
 
 def _columns(runs: Sequence[Run], slab: int) -> list[torch.Tensor]:
-    """Convert byte ranges to three tensors: addresses in the slab that begins at address `slab`, addresses in
-    the store's memory, and sizes."""
+    """Convert byte ranges to three tensors: addresses in the slab at address `slab`, addresses in the store's
+    memory, and sizes."""
     columns = np.array(runs, np.int64).reshape(-1, 3).T.copy()
     columns[0] += slab
     return [torch.from_numpy(column) for column in columns]

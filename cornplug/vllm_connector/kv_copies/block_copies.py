@@ -1,11 +1,10 @@
-"""Copying of this rank's KV between vLLM's blocks and host memory. A slab of several pages is copied at a
-time.
+"""Copies of one rank's KV between vLLM's blocks and host memory. Several pages, a slab, are copied at a time.
 
 On a CPU, planes (K, V or latents) are copied directly. On an accelerator, the pages of a slab (from one or
-more requests) are gathered into a contiguous device buffer in page order, and transferred in one contiguous
-copy to or from pinned memory. Any other copy would go through a temporary pageable buffer of PyTorch, which
+more requests) are gathered into a contiguous device buffer in page order. One contiguous copy then transfers
+the buffer to or from pinned memory. Any other copy would go through a temporary pageable buffer, which
 PyTorch may read while the transfer is still filling it. Two buffers alternate, so that one slab is
-transferred while the host reads or fills the other. Host memory is accessed only after the slab's event.
+transferred while the host reads or fills the other slab. Host memory is accessed only after the slab's event.
 
 This module needs torch, but not vLLM.
 """
@@ -26,22 +25,22 @@ from cornplug.vllm_connector.kv_copies.copy_sides import CopySide, CpuSide, Cuda
 from cornplug.vllm_connector.kv_copies.layout import BlockLayout
 
 _DIRECT_TOKENS = 128
-"""Maximum number of tokens in a slab on a CPU, unless a page has more. Copying several small blocks together
-is faster than copying each block alone (LMCache measured 8 ms instead of 20 ms)."""
+"""Maximum number of tokens in a slab on a CPU, unless a page has more. Copying several small blocks at a time
+is faster than copying blocks one by one (LMCache measured 8 ms instead of 20 ms)."""
 _STAGED_BYTES = 16 << 20
 """Size in bytes of a slab on an accelerator, large enough to hide the latency of a few kernel launches. Four
 slabs (two per direction) are small compared to the memory that vLLM leaves free."""
 
 
 class _Staging:
-    """Host memory, device memory and token positions for one slab in transfer. They are allocated on first
-    use and reused, because new memory would cost a page fault per 4 KiB."""
+    """Host memory, device memory and token positions for one slab in transfer. All memory is allocated on
+    first use and reused, because new memory would cost a page fault per 4 KiB."""
 
     def __init__(self, side: CopySide, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Prepare memory for a slab of `shape`: (pages, heads, layers, planes, tokens, dim)."""
         self._side, self._shape, self._dtype = side, shape, dtype
         self.end: Any = None
-        """Event at the end of the last copies that use this memory. None if no copy is in flight."""
+        """Event at the end of the last copies that use this memory, or None if no copy is in flight."""
         self._there: torch.Tensor | None = None
         self.index = TokenIndex(side, shape[0] * shape[4])
 
@@ -50,8 +49,8 @@ class _Staging:
         return self._side.host(self._shape, self._dtype)
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Return the slab's device memory. It is allocated on first use. Call it within `CopySide.after`, so
-        that the allocator assigns the memory to that stream."""
+        """Return the slab's device memory. It is allocated on first use. Call this within `CopySide.after`,
+        so that the allocator assigns the memory to that stream."""
         if self._there is None:
             self._there = torch.empty(tuple(self._shape), dtype=self._dtype, device=device)
         return self._there
@@ -96,7 +95,7 @@ class BlockCopies:
         urgent: bool = False,
         share: float = 1.0,
     ) -> None:
-        """Prepare copies. `side` and `direct` are derived from the caches' device unless a test sets them.
+        """Prepare copies. `side` and `direct` are derived from the caches' device, unless a test sets them.
         `share` is the fraction of the maximum slab size that these copies use."""
         self._share = share
         self._caches, self._layouts, self._shape = caches, layouts, shape
@@ -188,8 +187,8 @@ class BlockCopies:
 
     @contextmanager
     def _begun(self, slab: Slab, mark: Any) -> Iterator[None]:
-        """Enter a context in which copies start after `mark`. When it exits, even by an exception, the slab's
-        end is set to the end of these copies."""
+        """Enter a context in which copies start after `mark`. When the context exits, even by an exception,
+        record the end of these copies in the slab."""
         try:
             with self.side.after(mark):
                 yield

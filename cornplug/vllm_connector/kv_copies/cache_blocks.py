@@ -1,5 +1,5 @@
-"""Access to one rank's KV caches in page order, by block and slot. Layers are read through strided views
-where possible, and by index otherwise.
+"""Access to one rank's KV caches in page order, by block and slot (token position in a block). Layers are
+read through strided views where possible, and by index otherwise.
 
 This module needs torch, but not vLLM.
 """
@@ -67,7 +67,7 @@ class CacheBlocks:
         self.device = caches[0].device
         self.dtype = caches[0].dtype
         self.is_affine = all(plane.strides is not None for at in layouts for plane in at.planes)
-        """Whether `read` and `write` can be used. They need caches in which all values can be addressed by
+        """Whether `read` and `write` can be used. They require that all values can be addressed by
         strides."""
         self.parts = _parts(caches, layouts)
         self._slots = layouts[0].block_size
@@ -90,7 +90,7 @@ class CacheBlocks:
         """Copy n tokens of a request, beginning with token `start`, from its blocks to `host`, of shape
         (heads, layers, planes, n, dim).
 
-        Tokens are copied block by block, which on a CPU is 3 times (K transposed) to 10 times (V) as fast as
+        Tokens are copied block by block. On a CPU, this is 3 times (transposed K) to 10 times (V) as fast as
         indexing.
         """
         for one, block, slots, values in self._runs(table, start, host):
@@ -115,7 +115,7 @@ class CacheBlocks:
 
     def where_pages(self, pages: Sequence[tuple[Table, int]]) -> tuple[Table, Table]:
         """Return the block and slot numbers of all tokens of these pages, given as (block table, index of the
-        page). Adjacent pages of a request are looked up together."""
+        page). Adjacent pages of a request are looked up at once."""
         size, found = self.shape[3], []
         for _, group in itertools.groupby(pages, lambda page: id(page[0])):
             of_request = list(group)
@@ -150,8 +150,8 @@ def kernel_table(blocks: Sequence[int], sizes: BlockSizes) -> NDArray[np.int64]:
 
 
 def _parts(caches: Sequence[torch.Tensor], layouts: Sequence[BlockLayout]) -> list[_Part | _IndexedPart]:
-    """Return as few parts as possible that cover all caches, because each part needs a separate gather. A
-    part is a strided view, or a single plane that is addressed by an index.
+    """Return as few parts as possible that cover all caches, because each part needs its own gather. A part
+    is a strided view, or a single plane that is addressed by an index.
 
     All planes are gathered together if they have the same layout, and all layers are gathered together if
     they are evenly spaced in one allocation, as in vLLM.
@@ -182,8 +182,8 @@ def _parts(caches: Sequence[torch.Tensor], layouts: Sequence[BlockLayout]) -> li
 
 
 def _plane_step(planes: Sequence[BlockPlane]) -> int | None:
-    """Return the distance in elements from one plane of a layer to the next, 0 for a single plane, or None if
-    the planes' layouts differ."""
+    """Return the distance in elements from one plane of a layer to the next plane. Return 0 for a single
+    plane, and None if the planes' layouts differ."""
     first, last = planes[0], planes[-1]
     if first.strides is None or first.strides != last.strides:
         return None
@@ -210,7 +210,7 @@ def _merged(parts: Sequence[_Part | _IndexedPart], layers: int) -> _Part | None:
     views = [part.view for part in parts if isinstance(part, _Part) and part.planes == parts[0].planes]
     if len(views) < layers or len({(v.shape, v.stride()) for v in views}) > 1:
         return None
-    # `data_ptr` cannot distinguish the storages of fake tensors.
+    # With fake tensors, `data_ptr` cannot tell one storage from another.
     if len({v.untyped_storage()._cdata for v in views}) > 1:
         return None
     first = views[0].storage_offset()

@@ -1,9 +1,9 @@
-"""Execution of KV copies: synchronously on the CPU, or on a separate GPU stream.
+"""Devices and streams on which KV is copied: the CPU (synchronously), or a separate GPU stream.
 
-On a CPU, the thread that copies KV runs on other cores than the engine's compute threads, and without
-PyTorch's worker threads. vLLM pins its compute threads, and a thread that the pinned main thread starts
-inherits the main thread's core. PyTorch would also split each larger copy over all compute cores. Both would
-delay the forward pass.
+On a CPU, the thread that copies KV must not delay the forward pass. vLLM pins its compute threads, and a
+thread that the pinned main thread starts inherits the main thread's core. PyTorch would also split each
+larger copy over all compute cores. Therefore the copying thread moves to other cores, and does not use
+PyTorch's worker threads.
 
 This module needs torch, but not vLLM.
 """
@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 
 def leave_compute_cores() -> None:
-    """Move the calling thread to cores of the same NUMA node to which no thread of this process is pinned,
-    and run its PyTorch operations only in this thread."""
+    """Move the calling thread to cores of the same NUMA node to which no thread of this process is pinned.
+    From then on, PyTorch runs this thread's operations only in this thread."""
     _run_alone()
     with suppress(OSError):
         allowed, pinned = os.sched_getaffinity(os.getppid()), _pinned_cores()
@@ -52,28 +52,28 @@ def _node(core: int) -> str:
 
 def _run_alone() -> None:
     # torch.set_num_threads would also change the main thread's number of threads, and vLLM replaces that
-    # function. PyTorch sets the number for a new thread once, at its first use, so make that first call
-    # before changing the number.
+    # function. PyTorch sets the number of threads of a new thread at the thread's first use of PyTorch. Use
+    # PyTorch once before changing the number.
     torch.get_num_threads()
     with suppress(AttributeError):
         ctypes.CDLL(None).omp_set_num_threads(1)
 
 
 class CopySide(Protocol):
-    """Interface to the device or stream on which copies run alongside the engine's own work."""
+    """Interface to the device or stream on which copies run in parallel with the engine's own work."""
 
     def enter_thread(self) -> None:
-        """Set the device of the calling thread. Call it before anything else in that thread."""
+        """Set the device of the calling thread. Call this before anything else in that thread."""
 
     def mark(self) -> Any:
-        """Return a mark for the current point in the engine's work, to be passed to `after`."""
+        """Return a mark for the current position in the engine's work, as an argument for `after`."""
 
     def after(self, mark: Any) -> AbstractContextManager[None]:
-        """Return a context. Copies that are started within it begin after the engine's work has reached
+        """Return a context. Copies that start within the context begin after the engine's work has reached
         `mark`."""
 
     def begun(self) -> Any:
-        """Return an event that occurs when all copies that were started within `after` so far have
+        """Return an event that occurs when all copies that have been started within `after` have
         completed."""
 
     def wait(self, end: Any) -> None:
@@ -116,13 +116,13 @@ class CudaSide:
     """Asynchronous copies on a separate CUDA stream. `mark` returns an event on the engine's stream."""
 
     def __init__(self, device: torch.device, *, urgent: bool = False) -> None:
-        """Create a stream for copies. The device runs kernels of an `urgent` stream before kernels of other
+        """Create a stream for copies. If `urgent`, the device runs its kernels before the kernels of other
         streams."""
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1 if urgent else 0)
 
     def enter_thread(self) -> None:
-        # A new thread uses device 0, and would create a context there.
+        # A new thread uses device 0 by default, and would create a CUDA context on it.
         torch.cuda.set_device(self._device)
 
     def mark(self) -> torch.cuda.Event:
@@ -137,7 +137,7 @@ class CudaSide:
             yield
 
     def begun(self) -> torch.cuda.Event:
-        # With a blocking event, the waiting thread sleeps, and does not take a core from the engine.
+        # With a blocking event, the waiting thread sleeps and does not occupy a core that the engine needs.
         event = torch.cuda.Event(blocking=True)
         event.record(self._stream)
         return event
@@ -153,8 +153,8 @@ class CudaSide:
 
 
 class TokenIndex:
-    """Buffers that hold the block and slot numbers of a slab's tokens, on the host and on the device. They
-    are allocated on first use and reused."""
+    """Buffers for the block and slot numbers of a slab's tokens, on the host and on the device. They are
+    allocated on first use and reused."""
 
     def __init__(self, side: CopySide, tokens: int) -> None:
         """Prepare buffers for at most `tokens` tokens."""
@@ -169,7 +169,7 @@ class TokenIndex:
         self, blocks: NDArray[np.int64], slots: NDArray[np.int64], to: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy the block and slot numbers of n tokens to the device, and return both as tensors of shape
-        (n,). Call it within `CopySide.after`, and do not call it again until the slab's copies have
+        (n,). Call this within `CopySide.after`. Do not call it again until the slab's copies have
         completed."""
         if self._there is None:
             self._there = torch.empty_like(self._here, device=to)

@@ -1,9 +1,8 @@
-"""XXH3-64 checksums of KV page segments, as the store uses them, computed on a GPU without copying the pages
-to a CPU.
+"""Computes XXH3-64 checksums of KV page segments on a GPU, without copying the pages to a CPU.
 
-XXH3 splits a payload into blocks of 1 KiB. The contribution of a block to the eight accumulators does not
+XXH3 splits a payload into blocks of 1 KiB. Each block's contribution to the eight accumulators does not
 depend on other blocks. Only the short step between two blocks depends on the blocks before it. Therefore one
-kernel processes all blocks in parallel, a second kernel combines the blocks of each segment, and the host
+kernel processes all blocks in parallel, and a second kernel combines the blocks of each segment. The host
 reduces the resulting 64 bytes per segment to a checksum. The result equals `xxhash.xxh3_64_intdigest`, so
 readers on a CPU can verify it.
 
@@ -22,8 +21,8 @@ from numpy.typing import NDArray
 from triton import language as tl
 
 BLOCK_BYTES: Final = 1024
-"""Size in bytes of an XXH3 block. The size of a segment must be a multiple of this size, which is the case
-for all but the smallest layers."""
+"""Size in bytes of an XXH3 block. A segment's size must be a multiple of this size. All but the smallest
+layers meet this condition."""
 STATE: Final = 8
 """Number of 64-bit words that the kernels compute for each segment."""
 _SECRET: Final = bytes.fromhex(
@@ -61,7 +60,7 @@ def sum_blocks(data, keys, sums, blocks, total, ROWS: tl.constexpr):  # type: ig
     for stripe in range(16):
         at = first + stripe * 8
         here = tl.load(data + at, mask=inside, other=0).to(tl.uint64, bitcast=True)
-        # An accumulator also adds the word of the neighbouring lane.
+        # Each accumulator also adds the word of its neighbour.
         beside = tl.load(data + (at ^ 1), mask=inside, other=0).to(tl.uint64, bitcast=True)
         mixed = here ^ tl.load(keys + key_at + stripe * 8).to(tl.uint64, bitcast=True)
         added += beside + (mixed & 0xFFFFFFFF) * (mixed >> 32)
@@ -84,8 +83,8 @@ def chain_blocks(sums, keys, state, blocks):  # type: ignore[no-untyped-def]
     tl.store(state + tl.program_id(0) * 8 + lanes, acc.to(tl.int64, bitcast=True))
 
 
-# These integers differ between slabs. If Triton specialized on them, it would recompile the kernels while
-# requests wait.
+# These integers differ between slabs. If Triton specialized kernels for their values, it would recompile
+# kernels while requests wait.
 _sum_blocks = triton.jit(sum_blocks, do_not_specialize=["blocks", "total"])
 _chain_blocks = triton.jit(chain_blocks, do_not_specialize=["blocks"])
 
@@ -117,8 +116,8 @@ class DeviceChecksums:
 
 
 def folded(state: torch.Tensor, segment_bytes: int) -> list[int]:
-    """Return one checksum per segment. `state` has the words that `DeviceChecksums.begin` computed, copied to
-    the host, of shape (segments, STATE). Each segment has `segment_bytes` bytes."""
+    """Return one checksum per segment. `state` has shape (segments, STATE) and contains the words from
+    `DeviceChecksums.begin`, copied to the host. Each segment has `segment_bytes` bytes."""
     mixed = state.numpy().view(np.uint64) ^ _MERGE_KEYS
     start = np.array([segment_bytes * _PRIMES_64[0] & _MASK_64], np.uint64)
     digest = start + _multiplied(mixed[:, ::2], mixed[:, 1::2]).sum(axis=1, dtype=np.uint64)
@@ -145,8 +144,8 @@ def _secret_words(offsets: Sequence[int]) -> list[int]:
 
 def _key_table() -> NDArray[np.int64]:
     """Return the constants that the kernels use: the keys for the 16 stripes of a block, the keys for a
-    segment's last block, the accumulators' initial values, and two words per lane for the step between two
-    blocks."""
+    segment's last block, the accumulators' initial values, and two words per accumulator for the step between
+    two blocks."""
     stripes = [_secret_words([8 * (n + lane) for lane in range(_LANES)]) for n in range(_STRIPES)]
     last = [*stripes[:-1], _secret_words([121 + 8 * lane for lane in range(_LANES)])]
     p32, p64 = _PRIMES_32, _PRIMES_64

@@ -1,10 +1,10 @@
-"""Layout of K and V, or of MLA latents, in vLLM's caches. It is measured by test writes, never assumed.
+"""Layout of K and V, or of MLA latents, in vLLM's caches. It is determined by test writes, never assumed.
 
 `kv_caches[layer]` has shape (blocks, heads, block_size, planes * dim), but the shape does not determine the
-layout. The CPU backend keeps K transposed before V, and the packing depends on the instruction set. At start,
-the backend's own cache-write operation therefore writes patterns into a scratch block. Their values identify
-token, head, dim and plane, and reading them back gives the mapping. A mapping that is not a permutation of
-the complete block is rejected.
+layout. The CPU backend stores transposed K before V, and the packing depends on the instruction set.
+Therefore, at start, the backend's own cache-write operation writes patterns into a scratch block. Their
+values identify token, head, dim and plane. Reading the values back gives the mapping. A mapping that is not a
+permutation of the complete block is rejected.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from cornplug.kv_page import PLANES, PageGeometry
 WriteOp = Callable[..., None]
 
 _DIGIT = 128
-"""Number of different labels written in one test. Labels stay below 2^8, because bfloat16 represents integers
-exactly up to this limit."""
+"""Number of different labels (test values) in one test. Labels stay below 2^8, because bfloat16 represents
+integers exactly up to this limit."""
 _FP8_DIGIT = 8
-"""Number of different labels written in one test of an fp8 cache. Both fp8 formats represent integers exactly
-up to this value."""
+"""Number of different labels in one test of an fp8 cache. Both fp8 formats represent integers exactly up to
+this value."""
 _FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -59,8 +59,8 @@ class TokenPlaces:
 class BlockPlane:
     """Element offsets of one plane (K, V or latents) inside one block, relative to the block's first element.
 
-    `offsets` has shape (heads, block_size, dim). If the offsets are affine (`strides` of head, token and dim
-    from `base`), values are addressed by a strided view, otherwise by an index.
+    `offsets` has shape (heads, block_size, dim). If the offsets are affine (`strides` of head, token and dim,
+    starting at `base`), values are addressed by a strided view, otherwise by an index.
     """
 
     offsets: torch.Tensor
@@ -124,8 +124,8 @@ def verified_layouts(
     """Return the layout of each of a rank's caches, in the order of `caches`. Raises LayoutError if a cache
     cannot be mapped.
 
-    `heads` is the number of heads on this rank. `block_size` is the engine's block size, and a block of the
-    caches may be a part of such a block. `scales` maps layer names to `CacheValues.scales`.
+    `heads` is the number of heads on this rank. `block_size` is the engine's block size. A block of the
+    caches may be a part of an engine's block. `scales` maps layer names to `CacheValues.scales`.
     """
     known: dict[tuple[Any, ...], BlockLayout] = {}
     found = []
@@ -165,7 +165,7 @@ def latent_write_op(layer: Any) -> WriteOp:
     """Return the cache-write operation of an MLA layer. Raises LayoutError if the layer's class is not
     supported or its backend has no such operation.
 
-    Layer classes other than vLLM's own may store the parts of a latent differently, or pad them.
+    Layer classes other than vLLM's own may pad a latent or store its parts differently.
     """
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
@@ -177,7 +177,7 @@ def latent_write_op(layer: Any) -> WriteOp:
 
     def write(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
         compressed, rotary = latent.split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
-        # This does the same as `MLAAttention.update_kv_cache`, whose cache has no heads dimension.
+        # Same operation as `MLAAttention.update_kv_cache`, whose cache has no heads dimension.
         update(
             compressed.squeeze(1).contiguous(),
             rotary.contiguous(),
@@ -194,15 +194,15 @@ def _update(layer: Any) -> Callable[..., None]:
     update: Callable[..., None] | None = getattr(layer.impl, "do_kv_cache_update", None)
     if update is None:
         raise LayoutError(
-            f"{type(layer.impl).__name__} has no cache-write operation to verify the layout with",
+            f"{type(layer.impl).__name__} has no cache-write operation to verify the cache layout with",
             reason="layout",
         )
     return update
 
 
 def require_scales(name: str, layer: Any, expected: tuple[float, float]) -> None:
-    """Raise LayoutError unless a layer scales its fp8 values of K and V by the `expected` factors, on which
-    page keys depend."""
+    """Raise LayoutError unless a layer's scales for fp8 K and V equal `expected`. Page keys depend on the
+    `expected` scales."""
     kept = [getattr(layer, f"_{plane}_scale{form}", None) for plane in "kv" for form in ("", "_float")]
     scales = [one.flatten().tolist() if isinstance(one, torch.Tensor) else [one] for one in kept]
     if scales != [[scale] for scale in expected for _ in range(2)]:
@@ -261,14 +261,14 @@ def derive(
         torch.arange(block_size), torch.arange(heads), torch.arange(dim), indexing="ij"
     )
     slots = torch.arange(block_size, 2 * block_size, dtype=torch.int64, device=cache.device)
-    # Write K (or the latents) with positive labels and V with negative labels, so that the sign identifies
-    # the plane.
+    # Write positive labels for K (or the latents) and negative labels for V, so that the sign identifies the
+    # plane.
     signs = (1, -1)[:planes]
     quantised = values.quantised
     stored, digit = (_FP8[quantised], _FP8_DIGIT) if quantised else (cache.dtype, _DIGIT)
     given = torch.bfloat16 if quantised else cache.dtype
-    # For fp8, write slightly more than the label, because vLLM's CPU operation truncates digits that the
-    # format does not have.
+    # For fp8, write slightly more than the label, because vLLM's CPU operation truncates digits that fp8
+    # cannot represent.
     factors = [scale * (65 / 64 if quantised else 1) for scale in values.scales]
     found = []
     for coordinate, size in ((token, block_size), (head, heads), (channel, dim)):

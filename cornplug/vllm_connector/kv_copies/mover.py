@@ -1,4 +1,4 @@
-"""Scheduling of KV copies, a slab at a time.
+"""Runs KV copies, a slab (several pages) at a time.
 
 On a CPU, a separate thread runs the copies. On a GPU, the engine's thread starts asynchronous copies and
 polls them.
@@ -16,20 +16,20 @@ from typing import Final, Protocol
 from cornplug.vllm_connector import compat
 
 Job = Generator[None, None, None]
-"""Generator that copies one slab between two `yield`s. Its `finally` block always reports the end of the
-job."""
+"""Copy job: a generator that copies one slab between two `yield`s. Its `finally` block always reports the end
+of the job."""
 
 BURST_S: Final = 0.5
-"""Seconds after the engine becomes busy during which non-urgent copies wait, because the engine may be idle
-again before the end of this time."""
+"""Seconds after the engine becomes busy during which non-urgent copies wait. The engine may be idle again
+before the end of this time."""
 STEP_S: Final = 0.010
-"""Minimum seconds for non-urgent copies in each step with tokens, once the engine has been busy for longer
-than `BURST_S`."""
+"""Minimum seconds for non-urgent copies in each step with tokens, if the engine has been busy for longer than
+`BURST_S`."""
 STEP_SHARE: Final = 0.05
-"""Fraction of the previous step's duration that non-urgent copies may use if this is more than `STEP_S`, so
-that saves keep up with long prefill steps."""
+"""Fraction of the previous step's duration that non-urgent copies may use, if this is more than `STEP_S`.
+Saves thus keep up with long prefill steps."""
 _PAUSE_S: Final = 0.05
-"""Length in seconds of a pause between steps after which the engine counts as newly busy."""
+"""Minimum seconds between two steps after which the engine counts as newly busy."""
 _MOST_FAILURES: Final = 8
 """Number of consecutive failed jobs after which no more jobs are started."""
 
@@ -73,11 +73,12 @@ class StepBudget:
 
 
 class KVMover:
-    """Runs copy jobs on a separate thread. Jobs of the same urgency run in order of arrival.
+    """Runs copy jobs on a separate thread. Jobs of the same urgency run in the order in which they were
+    queued.
 
     A non-urgent job pauses at its next `yield` while an urgent job is queued, and when the step's time budget
-    is used up. The thread is a daemon thread, because a program's last copies run when it ends
-    (`kv/pauses.py`), after the threads of the standard library's pools have ended.
+    is used up. The thread is a daemon thread, because a program's last copies run when the program ends
+    (`kv/pauses.py`). The threads of the standard library's pools have ended by then.
     """
 
     def __init__(self, enter_thread: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -92,8 +93,7 @@ class KVMover:
         self._budget = StepBudget(clock)
         """Time budget for non-urgent jobs during steps."""
         self._waiting = 0
-        """Number of threads that are currently in `wait`. While any thread is in `wait`, steps do not pause
-        jobs."""
+        """Number of threads that are in `wait`. While a thread is in `wait`, steps do not pause jobs."""
 
     def submit(self, job: Job, *, urgent: bool) -> None:
         """Queue a copy job. After `close`, the job is dropped without running."""
@@ -109,8 +109,8 @@ class KVMover:
     def begin_step(self, *, computes: bool) -> None:
         """Limit the time for non-urgent copies during the engine's step that begins now.
 
-        Non-urgent jobs first finish their current slab. They then continue in a step without tokens, and for
-        a limited time during each step of an engine that has been busy for `BURST_S`.
+        Non-urgent jobs first finish their current slab. They then continue in a step without tokens. If the
+        engine has been busy for `BURST_S`, they also continue for a limited time in each step.
         """
         with self._changed:
             self._budget.begin_step(computes=computes)
@@ -132,7 +132,7 @@ class KVMover:
                 self._waiting -= 1
 
     def close(self) -> None:
-        """Finish the slab that is being copied, and drop the remaining jobs."""
+        """Finish the current slab, and drop the remaining jobs."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -148,8 +148,8 @@ class KVMover:
             self._slab(queue)
 
     def _next_queue(self) -> deque[Job] | None:
-        """Wait until a job may run. Returns the queue whose first job should copy its next slab, or None
-        after `close`."""
+        """Wait until a job may run. Return the queue whose first job should copy its next slab, or None after
+        `close`."""
         with self._changed:
             while not self._closed:
                 may_run_others = bool(self._budget) or self._waiting > 0
@@ -159,12 +159,12 @@ class KVMover:
             return None
 
     def _slab(self, queue: deque[Job]) -> None:
-        """Let the first job in `queue` copy one slab, and remove the job if it has ended."""
+        """Let the first job in `queue` copy one slab. Remove the job if it has ended."""
         job, over, began = queue[0], True, self._clock()
         try:
             over = next(job, job) is job
         except Exception:  # noqa: BLE001 - any error; the other jobs continue
-            compat.logger.exception("cornplug: copying KV failed")
+            compat.logger.exception("cornplug: copying KV failed, so some pages were not loaded or saved")
         with self._changed:
             if queue is self._others:
                 self._budget.spend(self._clock() - began)
@@ -174,7 +174,7 @@ class KVMover:
 
 
 class Crossing(Protocol):
-    """Asynchronous copies in flight that a `PolledJob` waits for."""
+    """Asynchronous copies for whose completion a `PolledJob` waits."""
 
     def done(self) -> bool:
         """Return whether the copies have completed."""
@@ -184,13 +184,13 @@ class Crossing(Protocol):
 
 
 PolledJob = Generator[Crossing, None, None]
-"""Generator that starts copies, and yields the copies that must complete before it continues. Its `finally`
-block always reports the end of the job."""
+"""Copy job: a generator that starts copies, and yields the copies that must complete before it continues.
+Its `finally` block always reports the end of the job."""
 
 
 class PolledMover:
-    """Runs copy jobs on the engine's own thread, which advances them between its steps without waiting for
-    copies."""
+    """Runs copy jobs on the engine's own thread. The thread resumes the jobs between its steps, and does not
+    wait for copies."""
 
     def __init__(self) -> None:
         self._jobs: list[tuple[PolledJob, Crossing]] = []
@@ -199,15 +199,15 @@ class PolledMover:
 
     @property
     def works(self) -> bool:
-        """Whether new jobs may succeed. False after `_MOST_FAILURES` consecutive failures."""
+        """Whether new jobs are likely to succeed. False after `_MOST_FAILURES` consecutive failures."""
         return self._failures < _MOST_FAILURES
 
     def submit(self, job: PolledJob) -> None:
-        """Start a job. It runs until it yields its first copies."""
+        """Start a job, and run it until it yields its first copies."""
         self._resume(job)
 
     def poll(self) -> None:
-        """Advance the jobs whose copies have completed."""
+        """Resume the jobs whose copies have completed."""
         jobs, self._jobs = self._jobs, []
         for job, crossing in jobs:
             try:
@@ -268,7 +268,9 @@ class PolledMover:
         """Handle a failed job. The engine and other jobs continue, and repeated failures are logged once."""
         self._failures += 1
         if self._failures == 1:
-            compat.logger.error("cornplug: copying KV failed", exc_info=error)
+            compat.logger.error(
+                "cornplug: copying KV failed, so some pages were not loaded or saved", exc_info=error
+            )
         elif self._failures == _MOST_FAILURES:
             compat.logger.warning(
                 "cornplug: KV pages are copied through staging memory from now on: %s", error

@@ -1,11 +1,11 @@
-"""Host memory (the store's pages or embeddings) that is registered with the device, so that the device can
-access it directly. The memory is registered one range at a time.
+"""Host memory (the store's pages or embeddings) that is registered with the device for direct access. The
+memory is registered one range at a time.
 
 A store's memory is one mapping. The daemon allocates the mapping's memory pages as needed, and keeps enough
-memory free for the host. Registration makes the kernel allocate memory for every address, so it must not
-extend beyond the locations that the store has returned. Registration takes about as long as touching each
-memory page once, so a separate thread does it. KV pages in memory that is not registered yet are copied
-through staging memory.
+memory free for the host. Registration makes the kernel allocate memory for every address. Therefore the
+registered range must not extend beyond the locations that the store has returned. Registration takes about
+as long as touching each memory page once, so a separate thread does it. KV pages in memory that is not yet
+registered are copied through staging memory.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ is registered."""
 
 
 class _Region:
-    """Mapped memory of one store arena, and how far it is registered with the device."""
+    """Mapped memory of one store arena, and the part of it that is registered with the device."""
 
     def __init__(self, arena_id: bytes, memory: memoryview) -> None:
         self.arena_id = arena_id
         self.memory = memory
-        """Mapping of the arena. The reference keeps it from being unmapped."""
+        """Mapping of the arena. This reference keeps the mapping alive."""
         self.address: int = np.frombuffer(memory, np.uint8).ctypes.data
         self.wanted = 0
-        """Offset up to which registration was requested: the highest end of the locations that were
-        queried."""
+        """Offset up to which registration was requested: the highest end offset of all queried locations."""
         self.ends = [0]
-        """End offsets of the registered ranges, after an initial 0. Each range begins where the previous
-        range ends."""
+        """End offsets of the registered ranges, after an initial 0. Each range begins at the end of the
+        previous range."""
         self.failed = False
         self.busy = False
 
@@ -86,7 +85,7 @@ class RegisteredMemory:
 
     def reaches(self, arena_id: bytes, end: int) -> bool:
         """Return whether the device can directly access the bytes of this arena up to offset `end`. If not,
-        their registration is requested."""
+        request the registration of these bytes."""
         region = self._region
         if region is None or region.arena_id != arena_id:
             memory = self._store.mapped(arena_id)
@@ -107,7 +106,7 @@ class RegisteredMemory:
         """Split the `size` bytes at `offset` into (address, number of bytes) at the boundaries of registered
         ranges, which a single copy must not cross.
 
-        Raises StoreUnavailable if the device cannot, or can no longer, access these bytes directly.
+        Raises StoreUnavailable if the device cannot (or can no longer) access these bytes directly.
         """
         region = self._region
         if region is None or region.arena_id != arena_id or offset + size > region.ends[-1]:
@@ -130,8 +129,8 @@ class RegisteredMemory:
                 self._thread.submit(self._undo, self._left.pop()).add_done_callback(_log_failure)
 
     def leave(self, is_idle: Callable[[], bool]) -> None:
-        """Remove a user of the registered memory, after its copies have ended. When the last user leaves, all
-        memory is unregistered."""
+        """Remove a user of the registered memory, after the user's copies have ended. After the last user has
+        left, all memory is unregistered."""
         self._users = [one for one in self._users if one != is_idle]
         if self._users or self._closed:
             return
@@ -161,7 +160,7 @@ class RegisteredMemory:
             region.busy = False
 
     def _next_end(self, region: _Region) -> int:
-        """Return the end offset of the next range to register, or 0 if that range is still smaller than the
+        """Return the end offset of the next range to register, or 0 if the range is smaller than the
         minimum."""
         start, wanted = region.ends[-1], region.wanted // mmap.PAGESIZE * mmap.PAGESIZE
         return min(wanted, start + self._most_bytes) if wanted - start >= self._least_bytes else 0

@@ -1,12 +1,12 @@
-"""Early prefill of the tokens before a request's first medium whose embedding is in flight.
+"""Early prefill of the tokens before a request's first media item whose embedding is in flight.
 
-    ECScheduler.available     True if the tokens before that medium are worth a step
-    EncoderCacheManager       `can_allocate` is False for a medium in flight: vLLM ends the chunk before it
+    ECScheduler.available     True if the tokens before that item are worth a step
+    EncoderCacheManager       `can_allocate` is False for an item in flight, so vLLM ends the chunk before it
 
-vLLM's scheduler (`_try_schedule_encoder_inputs` in 0.32 and 0.33) ends a prefill chunk before a medium for
-which its encoder cache has no space, and never inside a medium. Therefore prefill is also correct for models
-whose images attend in both directions. With only a connector's `ensure_cache_available`, vLLM would defer the
-complete request.
+vLLM's scheduler (`_try_schedule_encoder_inputs` in 0.32 and 0.33) ends a prefill chunk before a media item
+for which its encoder cache has no space, and never inside an item. Therefore early prefill is also correct
+for models with bidirectional attention within images. With only a connector's `ensure_cache_available`, vLLM
+would defer the complete request.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ if TYPE_CHECKING:
 _MIN_CHUNK_TOKENS: Final = 128
 """Minimum number of tokens of an early prefill chunk. A step for fewer tokens costs more than it gains."""
 _MAX_KV_PART: Final = 0.1
-"""Maximum fraction of the KV cache for requests whose media are in flight. A larger fraction would cause
+"""Maximum fraction of the KV cache for requests that wait for media. A larger fraction would cause
 preemptions."""
 _MAX_SEQS_PART: Final = 0.25
-"""Maximum number of requests that may be prefilled up to a medium in flight, as a fraction of
-`--max-num-seqs`."""
+"""Maximum number of requests that are prefilled early, as a fraction of `--max-num-seqs`."""
 
 
 class EarlyPrefill:
-    """Selects the requests that vLLM prefills up to their first medium in flight. Selects no request before
-    `attach` is called."""
+    """Selects the requests that vLLM prefills up to their first media item in flight. Selects no request
+    before `attach` is called."""
 
     def __init__(self, *, max_tokens: int = 0, max_requests: int = 0) -> None:
         self._max_tokens = max_tokens
         self._max_requests = max_requests
         self._attached = False
         self._tokens: dict[str, int] = {}
-        """Number of tokens before the first medium in flight, by request id."""
+        """Number of tokens before the first media item in flight, by request id."""
         self._in_flight: Callable[[str], bool] = lambda identifier: False
         self._began: Callable[[], None] = lambda: None
 
@@ -50,15 +49,15 @@ class EarlyPrefill:
 
     def follow(self, in_flight: Callable[[str], bool], began: Callable[[], None]) -> None:
         """Set two callbacks. `in_flight` returns whether the embedding with an identifier is in flight.
-        `began` is called once for each medium up to which a request is prefilled early."""
+        `began` is called once for each media item up to which a request is prefilled early."""
         self._in_flight, self._began = in_flight, began
 
     def holds_back(self, identifier: str) -> bool:
-        """Return whether a prefill chunk must end before the medium with this identifier."""
+        """Return whether a prefill chunk must end before the media item with this identifier."""
         return self._attached and self._in_flight(identifier)
 
     def admits(self, request: Request, computed: int, end: int) -> bool:
-        """Return whether vLLM may prefill now from token `computed` to the medium in flight at `end`.
+        """Return whether vLLM may prefill now from token `computed` to the media item in flight at `end`.
 
         A preempted request waits, because other requests needed its blocks.
         """
@@ -75,12 +74,12 @@ class EarlyPrefill:
         return True
 
     def ended(self, request_id: str) -> None:
-        """Remove a request that no longer waits for a medium."""
+        """Remove a request that no longer waits for a media item."""
         self._tokens.pop(request_id, None)
 
 
 class InFlightEncoderCacheManager(EncoderCacheManager):
-    """vLLM's encoder cache manager, changed to report no space for a medium whose embedding is in flight."""
+    """vLLM's encoder cache manager, which reports no space for a media item whose embedding is in flight."""
 
     _early: EarlyPrefill | None = None
 
@@ -102,7 +101,7 @@ class InFlightEncoderCacheManager(EncoderCacheManager):
 
 _MANAGER: Final = f"{InFlightEncoderCacheManager.__module__}.{InFlightEncoderCacheManager.__qualname__}"
 _offered: Final[weakref.WeakValueDictionary[int, EarlyPrefill]] = weakref.WeakValueDictionary()
-"""EarlyPrefill objects by the `id()` of their VllmConfig. vLLM's scheduler creates its connector first, and
+"""EarlyPrefill objects by the `id()` of their VllmConfig. vLLM's scheduler first creates its connector, and
 then its encoder cache manager with the same configuration."""
 
 
@@ -128,7 +127,7 @@ def why_not(config: Any) -> str:
     if config.ec_manager_config.encoder_cache_manager_cls not in (None, _MANAGER):
         return "--ec-manager-config sets an encoder cache manager"
     if model.is_encoder_decoder:
-        return "encoder-decoder models have a single medium, at the first token"
+        return "encoder-decoder models have a single media item, at the first token"
     if not config.scheduler_config.enable_chunked_prefill:
         return "chunked prefill is off"
     if config.num_prefill_lookahead_tokens:

@@ -1,17 +1,17 @@
 """Support for embeddings that an app sends instead of images: by handle, or by value if the operator allows
-it.
+this.
 
-    part ──vLLM loads its tensors──> `load_embedding`: a handle becomes the store's rows
+    part ──vLLM loads its tensors──> `load`: a handle becomes the store's rows
          ──vLLM names its items───> `name`: rows from a handle get the image's name
-         ──the request's salt────> `identifier`: the key is computed, and must equal the handle's
+         ──the request's salt────> `key`: the key is computed, and must equal the handle's
 
 A handle is valid if it is signed with the store's secret and was created for this engine's own model. The
-handle's key only locates the rows in the store. An invalid handle, or a handle whose rows were evicted, ends
-the request with status 400, because the request has no pixels from which to compute the rows.
+handle's key only locates the embedding rows in the store. A request fails with status 400 if its handle is
+invalid or if the rows were evicted, because the request has no pixels from which to compute the rows.
 
-With an encoder-cache connector, vLLM 0.32 accepts embeddings from any client. It even accepts requests that
-leave out the embeddings, because it assumes that a connector has them, and vLLM's worker then crashes. This
-module rejects both kinds of requests.
+With an encoder-cache connector, vLLM 0.32 accepts embeddings from any client. It even accepts requests
+without the embeddings, because it assumes that a connector has them. vLLM's worker then crashes. This module
+rejects both kinds of requests.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from cornplug.store.base import Store
 from cornplug.store.payload import get_payload
 
 PREFIX: Final = "cpv1-"
-"""Prefix of the `mm_hash` of an embedding sent by handle, followed by the media digest and the handle's key.
-It differs from the prefix for images, because vLLM caches processed inputs by `mm_hash`, and the inputs for a
-handle and for an image differ."""
+"""Prefix of the `mm_hash` of an embedding that was sent by handle. The media digest and the handle's key
+follow. The prefix differs from the prefix for images, because vLLM caches processed inputs by `mm_hash`, and
+the inputs for a handle and for an image differ."""
 _OURS: Final = re.compile(PREFIX + "([0-9a-f]{64})-([0-9a-f]{64})")
 _KEPT: Final = 65536
-"""Maximum number of remembered handles, at a few hundred bytes each."""
+"""Maximum number of remembered handles. Each takes a few hundred bytes."""
 
 
 class ReceivedHandles:
-    """Loads and verifies the embeddings that this API process receives by handle, and remembers their claims.
-    Thread-safe, because vLLM loads media in threads."""
+    """Loads and verifies the embeddings that this API process receives by handle, and remembers the handles'
+    claims. Thread-safe, because vLLM loads media in threads."""
 
     def __init__(
         self,
@@ -63,10 +63,9 @@ class ReceivedHandles:
         alone: bool = True,
         by_value: bool = False,
     ) -> None:
-        """Prepare to receive handles. `identity` returns the identity of this engine's tower, or None while
-        it is being read or if it is unknown. If `alone` is False, another connector's encoder cache may have
-        an embedding that a request leaves out. `by_value` is whether requests may send embeddings by
-        value."""
+        """Prepare to receive handles. `identity` returns the identity of this engine's tower, or None if it
+        is unknown or not read yet. If `alone` is False, another connector's encoder cache may have an
+        embedding that a request leaves out. `by_value` is whether requests may send embeddings by value."""
         self._config = config
         self._secret = secret
         self._identity = identity
@@ -76,7 +75,7 @@ class ReceivedHandles:
         self._store: Store | None = None
         self._lock = threading.Lock()
         self._brought: OrderedDict[bytes, EmbeddingHandle] = OrderedDict()
-        """Verified claims of received handles, by the digest of their rows and grid."""
+        """Verified claims of received handles, by the digest of their rows and image grid."""
 
     def load(self, text: str) -> torch.Tensor:
         """Return the embedding rows to which the handle `text` refers. Raises VLLMValidationError if the
@@ -109,7 +108,7 @@ class ReceivedHandles:
         return rows
 
     def keep(self, claims: EmbeddingHandle, rows: torch.Tensor) -> None:
-        """Remember a handle's verified claims by the digest of its rows, so that `name` finds them."""
+        """Remember a handle's verified claims by the digest of its rows, for later calls of `name`."""
         digest = _digest(rows, claims.grid)
         with self._lock:
             self._brought[digest] = claims
@@ -118,8 +117,8 @@ class ReceivedHandles:
                 self._brought.popitem(last=False)
 
     def name(self, item: object, modality: str, options: Mapping[str, Any]) -> str | None:
-        """Return the `mm_hash` of an embedding item. Returns None for an embedding that was not sent by
-        handle, if this server accepts such embeddings.
+        """Return the `mm_hash` of an embedding item. Return None for an embedding that was sent by value, if
+        this server accepts such embeddings.
 
         Raises VLLMValidationError for an embedding that this server does not accept.
         """
@@ -148,8 +147,8 @@ class ReceivedHandles:
     def key(self, mm_hash: str, salt: str | None) -> bytes:
         """Return the embedding key that a `mm_hash` from `name` contains. `salt` is the request's cache salt.
 
-        Raises VLLMValidationError if the salt differs from the handle's salt, or if an adapter on the tower
-        changed the `mm_hash`, because the embedding was computed without that adapter.
+        Raises VLLMValidationError if the salt differs from the handle's salt. Also raises it if an adapter on
+        the tower changed the `mm_hash`, because the embedding was computed without that adapter.
         """
         if weights_guard.replaced():
             raise _refused("this server's weights were replaced after it read the embedding")
@@ -175,8 +174,7 @@ class ReceivedHandles:
     def _opened(self) -> Store:
         with self._lock:
             if self._store is None:
-                # Receiving a handle must not start a store. The engine itself starts a store if none is
-                # running.
+                # Receiving a handle must not start a store. The engine starts a store if no store is running.
                 self._store = open_store(self._config.store, autostart=False)
             return self._store
 

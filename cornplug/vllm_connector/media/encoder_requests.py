@@ -1,7 +1,7 @@
-"""Requests from the encoder-cache connector's scheduler half to the encoder service. Other threads prepare
+"""Requests from the encoder-cache connector's scheduler half to the encoder service. Separate threads prepare
 and complete them.
 
-`MediaInputs` reads the processor's outputs for a medium in the form that the tower receives.
+`MediaInputs` converts the processor's outputs for a media item to the form that the tower expects.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class MediaInputs:
     """Selects the tensors that a model's tower needs from vLLM's feature specs.
 
     For some model families, vLLM 0.32 leaves rescaling and normalising to the device
-    (`mm_device_do_normalize`), so processed pixels are raw uint8. This class then normalises the pixels with
+    (`mm_device_do_normalize`), so processed pixels are raw uint8. In this case, pixels are normalised with
     vLLM's own module, so that the encoder service gets the same inputs as the engine's tower.
     """
 
@@ -63,7 +63,9 @@ class MediaInputs:
             self._norm: Any = build_mm_input_norm(config.model_config)
         self._in_workers_only = in_workers_only(config)
         if self._in_workers_only:
-            compat.logger.warning("cornplug: the encoder service is not used: %s", IN_WORKERS_ONLY)
+            compat.logger.warning(
+                "cornplug: this engine does not use the encoder service: %s", IN_WORKERS_ONLY
+            )
         family = FAMILIES.get(str(config.model_config.hf_config.model_type))
         self._wanted: Mapping[Modality, tuple[str, ...]] = family.inputs if family is not None else {}
 
@@ -77,7 +79,7 @@ class MediaInputs:
             raise EncoderRefused(IN_WORKERS_ONLY, reason="shm_cache")
         if feature.data is None:
             raise EncoderRefused(
-                "the engine no longer holds the processed inputs of this medium", reason="no_inputs"
+                "the engine no longer holds the processed inputs of this media item", reason="no_inputs"
             )
         wanted = self._wanted.get(feature.modality, ())
         found = {}
@@ -101,8 +103,8 @@ class MediaInputs:
 
 @dataclass(slots=True)
 class PendingEmbedding:
-    """Embedding of a medium that the engine waits for, with the state of the request to the encoder service.
-    Threads other than the engine's access only `answer`."""
+    """Embedding of a media item that the engine waits for, and the state of the request to the encoder
+    service. Threads other than the engine's access only `answer`."""
 
     identifier: str
     expected: ExpectedEmbedding
@@ -134,7 +136,7 @@ class EncoderRequests:
 
     def __init__(self, config: VllmConfig, runtime: EngineRuntime) -> None:
         self.policy = EncoderRequestPolicy()
-        """Decides whether to send requests to the service, depending on its earlier replies."""
+        """Decides whether to send requests to the service, based on the service's earlier replies."""
         self._app = runtime.app
         self._encoder = engine_encoder(runtime.config, runtime.secret)
         self._inputs = MediaInputs(config)
@@ -145,8 +147,8 @@ class EncoderRequests:
         """Event that every reply from the service sets."""
 
     def ask(self, item: PendingEmbedding, feature: Any, request: Request) -> None:
-        """Send a request to encode the medium of `item`. `item.answer` is set later. Raises EncoderError if
-        no request can be sent now."""
+        """Send a request to encode the media item `item`. Another thread sets `item.answer`. Raises
+        EncoderError if no request can be sent now."""
         _, identified = self._tower.now()
         tower = identified.found
         identity = self.policy.identity_to_ask(
@@ -158,7 +160,7 @@ class EncoderRequests:
         self._preparer.submit(self._send, item, feature, identity, request)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` for a reply from the service, and return whether one has arrived since the
+        """Wait at most `timeout_s` for a reply from the service. Return whether a reply has arrived since the
         last call."""
         if not self._news.wait(timeout_s):
             return False

@@ -1,12 +1,12 @@
-"""Messages between the encoder-cache connector's scheduler half and worker halves, and the row memory that
-they share for embedding rows.
+"""Messages between the encoder-cache connector's scheduler half and worker halves, and the row memory: shared
+memory through which they pass embedding rows.
 
     scheduler   room ──copied and verified──> place ──in a step's metadata──> workers, one copy to each device
-                  <──────────────free once every rank has them─────────────────┘
+                  <────────free once every rank has copied the rows──────────────┘
 
-The metadata of a step is pickled for each worker process. If the metadata contained the rows, the rows of a
-large image would be copied on the engine's thread once more per rank. Only this engine's processes can access
-the row memory, so verified rows do not change.
+vLLM pickles the metadata of a step for each worker process. If the metadata contained the rows of a large
+image, the engine's thread would copy the rows once more per rank. Only this engine's processes can access the
+row memory, so verified rows do not change.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 
 CAPACITY_BYTES: Final = 1 << 30
-"""Maximum size in bytes of the row memory. Its memory pages are allocated on first use, and kept."""
+"""Maximum size in bytes of the row memory. Memory pages are allocated on first use, and not freed."""
 _GROWTH_BYTES: Final = 64 << 20
 
 
 class RowPlace(NamedTuple):
-    """Range of bytes in the row memory, for one embedding."""
+    """Range of bytes in the row memory for one embedding."""
 
     offset: int
     size_bytes: int
 
 
 class RowMemory:
-    """Scheduler's side of the memory through which the scheduler passes embedding rows to the workers. Used
-    by the engine's thread.
+    """Scheduler's interface to the row memory, in which the scheduler passes embedding rows to the workers.
+    Used by the engine's thread.
 
     `room` allocates space only after each of the `ranks` workers has mapped the memory. Workers on other
     hosts cannot map it.
@@ -52,7 +52,7 @@ class RowMemory:
         self._capacity_bytes = capacity_bytes
         self._extents = ArenaAllocator()
         self._sent: dict[int, tuple[RowPlace, set[int]]] = {}
-        """(place, ranks that have not copied it yet) for each place that was sent to the workers, by
+        """(place, ranks that have not copied the place yet) for each place that was sent to the workers, by
         offset."""
         self._fd, memory = sealed_memory("cornplug-rows", capacity_bytes, others_write=True)
         self._bytes = memoryview(memory)
@@ -60,7 +60,7 @@ class RowMemory:
 
     @property
     def address(self) -> str:
-        """Address of the row memory, which workers pass to `mapped`, or "" once all ranks have mapped the
+        """Address of the row memory, which workers pass to `mapped`. "" if all ranks have already mapped the
         memory."""
         return self._address if self._unmapped else ""
 
@@ -110,7 +110,7 @@ class RowMemory:
 
 
 def row_memory(config: VllmConfig) -> RowMemory | None:
-    """Create the row memory for this engine core's embeddings. Returns None if the metadata of a step can
+    """Create the row memory for this engine core's embeddings. Return None if the metadata of a step can
     carry the rows without a copy, or if the memory cannot be created."""
     parallel = config.parallel_config
     if parallel.distributed_executor_backend == "uni" and config.device_config.device_type == "cpu":
@@ -119,7 +119,10 @@ def row_memory(config: VllmConfig) -> RowMemory | None:
         # Only the first pipeline stage has the encoder.
         return RowMemory(parallel.tensor_parallel_size * parallel.prefill_context_parallel_size)
     except OSError as e:
-        compat.logger.debug("cornplug: embeddings are sent in step metadata, not in row memory: %s", e)
+        compat.logger.debug(
+            "cornplug: cannot create row memory, so step metadata contains the embeddings: %s",
+            e,
+        )
         return None
 
 
@@ -137,8 +140,8 @@ def mapped(address: str) -> mmap.mmap | None:
 
 @dataclass(frozen=True, slots=True)
 class ArrivedEmbedding:
-    """Verified embedding that the scheduler half has received, with its bytes. It reaches the worker even if
-    the store and the service fail in the meantime."""
+    """Verified embedding that the scheduler half has received, including its bytes. It reaches the worker
+    even if the store and the service fail in the meantime."""
 
     identifier: str
     dtype: str
@@ -155,11 +158,12 @@ class CornplugECMetadata(ECConnectorMetadata):
     publish: bool = True
     """Whether embeddings computed in this step may be saved."""
     again: list[str] = field(default_factory=list)
-    """Identifiers of embeddings in the engine's own cache that the store lacks, to be saved again."""
+    """Identifiers of embeddings that are in the engine's own cache but not in the store. They are saved
+    again."""
     epoch: int = 0
-    """Epoch of the weights that compute this step (`engine_common.weights_guard`)."""
+    """Epoch of the weights in this step, a counter of weight updates (`engine_common.weights_guard`)."""
     row_memory: str = ""
-    """Address of the row memory, or "" once every rank has mapped it."""
+    """Address of the row memory, or "" if every rank has already mapped it."""
 
 
 @dataclass(slots=True)

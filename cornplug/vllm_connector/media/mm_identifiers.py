@@ -1,26 +1,26 @@
-"""Replacement of vLLM's media identifiers with content keys.
+"""Replaces vLLM's media identifiers with content keys.
 
 vLLM names an image by a hash of the model's *name* and the image file's bytes, by a client's uuid, or by an
-EXIF ImageID that any client can set. vLLM uses that name as a key in its encoder cache, its prefix blocks and
+EXIF ImageID that any client can set. vLLM uses that name as a key in its encoder cache, its prefix cache and
 every connector. The API process replaces that name with
 
     mm_hash    = "cp1-" + hex(media digest)      keys vLLM's processor cache
     identifier = "cp1-" + hex(embedding key)     keys encoder cache, blocks, and cornplug's store
 
-The new names also make the keys of the engine's own caches depend on the content. After the weights were
-replaced from another checkpoint, "-" and the number of the weights' epoch are appended, because a request may
-be named before an update and computed after it. Such a request is not shared. An embedding that was sent by
-handle (`embedding_handles.py`) gets the identifier of its image. `video_digest.py` computes the digests of
-videos. Media without a digest (audio in this release, and videos with unknown fields) and media of an
-unidentified model are not shared. They keep a name from vLLM or from this engine, which cannot look like a
-key.
+The new names also make the keys of the engine's own caches depend on the content. A request may get its names
+before a weight update and be computed after it. Therefore, after weights from another checkpoint were loaded,
+"-" and the epoch (update counter) of the weights are appended to names, and a request with an old epoch is
+not shared. An embedding that was sent by handle (`embedding_handles.py`) gets the identifier of its image.
+`video_digest.py` computes the digests of videos. Media without a digest (audio in this release, and videos
+with unknown fields) and media of an unidentified model are not shared. They keep a name from vLLM or from
+this engine, which cannot look like a key.
 
 A name is trusted only if it is a `MediaName`, which is created together with the inputs that it identifies.
 Names that arrive with a request's own inputs (`/inference/v1/generate`, gRPC) are plain strings. A plain
-string that looks like one of cornplug's names is replaced, and the medium is not shared. A server that
-accepts such requests, for example from `vllm launch render` (used by llm-d), logs this at start. Signing
-names would not help, because a client can get the true name of a medium by rendering it, and could then send
-the name with other inputs.
+string that looks like one of cornplug's names is replaced, and the media item is not shared. A server that
+accepts such requests, for example from `vllm launch render` (used by llm-d), logs this at start. Signed names
+would not help, because a client can render a media item to get its true name, and could then send the name
+with other inputs.
 """
 
 from __future__ import annotations
@@ -68,23 +68,23 @@ PREFIX: Final = "cp1-"
 LOCAL: Final = "local-"
 
 PROCESSED_NOT_SHARED: Final = (
-    "requests with media from another process (/inference/v1/generate) share neither embeddings nor KV "
-    "after the first medium. Text is shared. Send images to /v1/chat/completions to share them"
+    "requests with media from another process (/inference/v1/generate) share neither embeddings nor the KV "
+    "after their first media item. Text is shared. Send images to /v1/chat/completions to share them"
 )
 _OURS: Final = re.compile(PREFIX + "([0-9a-f]{64})(?:-([0-9]+))?")
 _UUIDS: Final = 65536
 
 
 class MediaName(str):
-    """Name of a medium that `_get_mm_hashes` derived from the medium's content in this process. Names that
+    """Name of a media item that `_get_mm_hashes` derived from the item's content in this process. Names that
     arrive in messages never have this type."""
 
     __slots__ = ()
 
 
 def key_of(identifier: str, epoch: int = 0) -> bytes | None:
-    """Return the embedding key (32 bytes) that an identifier contains, or None if it contains no key or a key
-    of another epoch."""
+    """Return the embedding key (32 bytes) that an identifier contains. Return None if it contains no key, or
+    a key of another epoch."""
     found = _OURS.fullmatch(identifier)
     return bytes.fromhex(found[1]) if found is not None and int(found[2] or 0) == epoch else None
 
@@ -100,8 +100,8 @@ def _identifier(key: bytes, epoch: int) -> str:
 
 
 class MmIdentifiers:
-    """Computes the names (`mm_hash`) and identifiers of media in this API process, from their content and the
-    model's identity."""
+    """Computes the names (`mm_hash`) and identifiers of media items in this API process, from their content
+    and the model's identity."""
 
     def __init__(self, config: VllmConfig, extra: Mapping[str, Any]) -> None:
         ours = settings(extra)
@@ -117,18 +117,17 @@ class MmIdentifiers:
         )
         self._processor_kwargs = dict(config.model_config.get_multimodal_config().mm_processor_kwargs or {})
         self._own_options = processor_arguments(config)
-        # Check this before computing a digest of a video. vLLM's own hash is cheaper, because it hashes the
+        # Check this before computing a video's digest. vLLM's own hash is cheaper, because it hashes the
         # file.
         self._why_no_videos = why_no_videos(config)
-        # Reading a large checkpoint for the first time takes seconds, so the identity is computed in the
-        # background.
+        # The first read of a large checkpoint takes seconds, so the identity is computed in the background.
         self._tower = CurrentIdentity(lambda: tower_identity(config), "embeddings", compat.logger.warning)
-        # Start the limited time that requests may wait for the identity. A wait blocks the API server's event
-        # loop and so every client. Until the checkpoint has been read, later requests get names that only
-        # this engine uses.
+        # Requests may wait for the identity only for a limited time, which starts now. A wait blocks the API
+        # server's event loop and therefore every client. Until the checkpoint has been read, later requests
+        # get names that only this engine uses.
         self._tower.now()[1].first_wait_s()
         self._uuids: OrderedDict[tuple[str, str], bytes] = OrderedDict()
-        """Media digests by (modality, uuid), for later requests that contain only the uuid."""
+        """Media digests by (modality, uuid), for later requests that contain only a uuid."""
         self._lock = threading.Lock()
 
     def _known_identity(self) -> bytes | None:
@@ -136,12 +135,13 @@ class MmIdentifiers:
         return tower.identity if tower is not None else None
 
     def tower(self) -> TowerIdentity | None:
-        """Return the identity of the tower with the current weights, or None if it is still being read or
-        cannot be identified."""
+        """Return the identity of the tower with the current weights, or None if it is unknown or not read
+        yet."""
         return self._known_tower()[1]
 
     def _known_tower(self) -> tuple[int, TowerIdentity | None]:
-        """Return (epoch of the weights, identity of the tower in this epoch or None if unknown)."""
+        """Return (epoch of the weights, identity of the tower in this epoch). The identity is None if
+        unknown."""
         epoch, identity = self._tower.now()
         identity.first_wait()
         return epoch, identity.found
@@ -185,7 +185,7 @@ class MmIdentifiers:
             return self._uuids.get((modality, uuid)) if uuid is not None else None
 
     def identifier(self, mm_hash: str, salt: str | None, modality: str = "image") -> str:
-        """Return the identifier of a medium for its `mm_hash`, which `media_name`, `video_name` or
+        """Return the identifier of a media item from its `mm_hash`, which `media_name`, `video_name` or
         `ReceivedHandles.name` returned. `salt` is the request's cache salt.
 
         Raises VLLMValidationError for a handle that was created with another salt.
@@ -196,14 +196,14 @@ class MmIdentifiers:
         media = bytes.fromhex(mm_hash[len(PREFIX) :])
         own = None if tower is None else tower.of(modality)
         if own is None:
-            # Without an identified model, the name identifies only the content, so it is used only in this
-            # engine's caches.
+            # Without an identified model, the name identifies only the content. It is therefore used only in
+            # this engine's caches.
             name = LOCAL + digest("cornplug-local-v1", media, repr(salt).encode()).hex()
             return name if tower is None else unshared_name(name, tower.why_no_videos)
         return _identifier(embedding_key(self._secret, own.identity, media, salt), epoch)
 
     def options(self, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those processor arguments of a request that differ from the deployment's arguments."""
+        """Return the processor arguments of a request that differ from the deployment's arguments."""
         return {
             k: v
             for k, v in hf_processor_mm_kwargs.items()
@@ -212,8 +212,8 @@ class MmIdentifiers:
 
 
 def on_start(watcher: Callable[[VllmConfig, MmIdentifiers | None], None]) -> None:
-    """Call `watcher` whenever this process starts an engine, with the engine's VllmConfig and its
-    `MmIdentifiers`, or None if the engine has none."""
+    """Call `watcher` whenever this process starts an engine. Its arguments are the engine's VllmConfig and
+    `MmIdentifiers`, or None if the engine has no `MmIdentifiers`."""
     if watcher not in _watchers:
         _watchers.append(watcher)
 
@@ -222,8 +222,8 @@ def _media_digest(item: object) -> bytes | None:
     import torch
 
     if isinstance(item, Image.Image):
-        # vLLM converts images to RGB, unless `image_mode` (media_io_kwargs) sets another mode. The model's
-        # processor converts such images by its own rules, so they have no digest.
+        # vLLM converts images to RGB unless `image_mode` (media_io_kwargs) sets another mode. The model's
+        # processor then converts images by its own rules, so these images have no digest.
         return digest_image(item) if item.mode == "RGB" else None
     if isinstance(item, torch.Tensor):
         item = item.detach().cpu().numpy() if item.dtype != torch.bfloat16 else None
@@ -236,7 +236,7 @@ def _media_digest(item: object) -> bytes | None:
 _active: MmIdentifiers | None = None
 _watchers: list[Callable[[VllmConfig, MmIdentifiers | None], None]] = []
 _asked_for = False
-"""Whether this engine has cornplug's connectors. These connectors must not use a client's uuid as a key."""
+"""Whether this engine has cornplug's connectors, which must not use a client's uuid as a key."""
 
 
 def _input_processor_init(
@@ -307,8 +307,8 @@ def _chosen(known: str | None, theirs: str) -> str:
 def _video_name(
     active: MmIdentifiers, items: Any, i: int, uuid: str | None, options: Mapping[str, Any], theirs: str
 ) -> str | None:
-    """Return the `mm_hash` of item `i` in vLLM's VideoProcessorItems, or a name that contains the reason why
-    the video is not shared.
+    """Return the `mm_hash` of item `i` in vLLM's VideoProcessorItems. If the video is not shared, the name
+    contains the reason.
 
     If the model's processor does not receive metadata, vLLM keeps the metadata separately from the frames.
     """
@@ -318,14 +318,14 @@ def _video_name(
     try:
         return active.video_name(frames, metadata, uuid, options)
     except VideoUnshared as e:
-        # A later request that contains only the uuid must get the same name. That is vLLM's name, which
-        # contains no reason.
+        # A later request that contains only the uuid must get the same name. Use vLLM's name, which contains
+        # no reason.
         return None if uuid is not None else unshared_name(theirs, e.reason)
 
 
 def _foreign(name: str) -> str:
-    """Return vLLM's own name for a medium, which may be a client's uuid. The name gets a prefix if it looks
-    like one of cornplug's names."""
+    """Return vLLM's own name for a media item, which may be a client's uuid. If the name looks like one of
+    cornplug's names, add a prefix."""
     ours = name.startswith((PREFIX, LOCAL, HANDLE)) or looks_unshared(name)
     return f"foreign-{name}" if ours else name
 
@@ -348,12 +348,13 @@ def _process_inputs(original: Callable[..., Any], this: Any, *args: Any, **kwarg
 
 
 def _identify(feature: Any, salt: str | None) -> None:
-    """Set the identifier of a medium whose name this process derived from its content."""
+    """Set the identifier of a media item whose name this process derived from the item's content."""
     active, name = _active, feature.mm_hash
     if active is not None:
         if name.startswith(HANDLE):
             feature.identifier = active.identifier(feature.identifier, salt)
-        # With a LoRA adapter on the tower, vLLM prefixes the identifier. Such an embedding is not shared.
+        # With a LoRA adapter on the tower, vLLM adds a prefix to the identifier. Such an embedding is not
+        # shared.
         elif feature.identifier == name and name.startswith(PREFIX):
             feature.identifier = active.identifier(name, salt, feature.modality)
     # vLLM sends both names to the engine's process.
@@ -361,7 +362,7 @@ def _identify(feature: Any, salt: str | None) -> None:
 
 
 def _disbelieve(feature: Any) -> None:
-    """Replace a medium's name if it arrived with a request and looks like one of cornplug's names.
+    """Replace a media item's name if it arrived with a request and looks like one of cornplug's names.
 
     Both `mm_hash` and the identifier are replaced, because `mm_hash` identifies the processed inputs that the
     engine core's process caches.

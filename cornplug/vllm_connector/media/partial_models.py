@@ -1,14 +1,14 @@
-"""Engines that run only a part of the model: without their tower (`--cornplug-tower service`), or only their
-multimodal encoder.
+"""Engines that load only a part of the model: no tower (`--cornplug-tower service`), or only the multimodal
+encoder.
 
-vLLM does not load the weights of a tower if media of its modalities are not allowed
-(`--limit-mm-per-prompt`), and accepts embeddings of these modalities instead (`--enable-mm-embeds`). vLLM's
-own limit for images is then 0. The user's limit is kept in cornplug's settings, which every API process
-receives. A worker logs the weights that it did not load, and how much KV fits into the saved memory.
+vLLM does not load the weights of a tower if no media of its modalities are allowed (`--limit-mm-per-prompt`).
+It accepts embeddings of these modalities instead (`--enable-mm-embeds`). vLLM's own limit for images is then
+0. The user's limit is kept in cornplug's settings, which every API process receives. A worker logs the
+weights that it did not load, and how much KV fits into the saved memory.
 
 In an engine that runs only its encoder, vLLM's first model runner (0.32, 0.33) returns an output without the
-encoder-cache connector's part, so the outcomes of saves would be lost. `_make_empty_output` adds that part.
-vLLM does not encode a medium again if its embedding is in vLLM's own cache. The store may lack this
+encoder-cache connector's results. `_make_empty_output` adds these results, so that outcomes of saves are not
+lost. vLLM does not encode a media item again if its embedding is in vLLM's own cache. The store may lack this
 embedding, because it was evicted or never stored. Such an engine therefore checks the store for each request,
 and saves the embedding again.
 """
@@ -38,7 +38,7 @@ TAKES_EMBEDDINGS: Final[Mapping[str, bool]] = {
     "qwen3_vl_moe": True,
 }
 """Model families that accept `image_embeds` in vLLM 0.32 and 0.33. The value is whether a request must also
-contain the image's grid."""
+contain the image's grid size."""
 
 _FLAG: Final = "--cornplug-tower service"
 _NONE: Final = {"image": 0, "video": 0, "audio": 0}
@@ -51,8 +51,8 @@ def runs_without_tower(config: Any) -> bool:
 
 
 def leave_out_tower(args: Any) -> bool:
-    """If the encoder service runs the tower, set vLLM's flags so that the engine does not load its tower.
-    Returns whether the service runs the tower.
+    """If the encoder service runs the tower, set vLLM's flags so that the engine does not load a tower.
+    Return whether the service runs the tower.
 
     Raises ConfigError if no service is configured, or if another flag needs something that the service does
     not support.
@@ -80,7 +80,7 @@ def leave_out_tower(args: Any) -> bool:
         )
     limit = _count((args.limit_mm_per_prompt or {}).get("image"))
     for one in said:
-        # If this function is called again, `args` has the limits that the first call set.
+        # On a second call, `args` has the limits that the first call set.
         if limit is not None and IMAGES_PER_PROMPT not in one and args.limit_mm_per_prompt != _NONE:
             one[IMAGES_PER_PROMPT] = limit
     args.limit_mm_per_prompt = dict(_NONE)
@@ -107,8 +107,8 @@ def check_model(config: Any) -> None:
 
 
 def _count(limit: Any) -> int | None:
-    """Return the maximum number of items from a modality's limit, which may have any of vLLM's forms. Returns
-    None without a limit."""
+    """Return the maximum number of items from a modality's limit, which may have any of vLLM's forms. Return
+    None if there is no limit."""
     if isinstance(limit, Mapping):
         limit = limit.get("count")
     count = getattr(limit, "count", limit)

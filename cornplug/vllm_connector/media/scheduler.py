@@ -1,14 +1,14 @@
-"""Scheduler half of the encoder-cache connector, which fetches embeddings within a deadline.
+"""Scheduler half of the encoder-cache connector. It fetches embeddings within a deadline.
 
     unknown ──in the store──────────────────────────────> arrived ──> engine's own cache
        └──send a request──> requested ──verified, in hand───┘
                                └──absent, refused, late──> failed ──> the engine encodes
 
-An item (the embedding of one medium) counts as available only when its verified bytes are in this process, so
-a later failure of the store or the service has no effect. While the service computes the embedding, only
-requests that contain the medium wait, or have the tokens before the medium prefilled (`early_prefill`). The
-store is read on the engine's own thread. It replies in 0.1 ms, and switching to another thread and back would
-take longer, because vLLM's busy loop holds Python's interpreter lock.
+An item (the embedding of one image, video or audio) counts as available only when its verified bytes are in
+this process. A later failure of the store or the service then has no effect. While the service computes the
+embedding, only requests that contain the item wait, or have the tokens before the item prefilled
+(`early_prefill`). The engine's own thread reads the store. The store replies in 0.1 ms. Switching to another
+thread and back would take longer, because vLLM's busy loop holds Python's interpreter lock.
 
 `Arrivals` keeps received embeddings until they are sent to the workers.
 """
@@ -56,16 +56,16 @@ _MAX_WAITING_BYTES = 1 << 30
 """Maximum total size in bytes of embeddings that were requested or have arrived. Above this limit, requests
 for further embeddings wait."""
 _IDLE_WAIT_S = 0.005
-"""Length in seconds of one wait in an idle engine. This is also the maximum delay before the engine notices a
-new request."""
+"""Length in seconds of one wait in an idle engine. The engine notices a new request at most this much
+later."""
 _IDLE_STEP_S = 0.020
 """Maximum seconds between two steps of an engine whose requests all wait for the encoder service."""
 
 
 class Arrivals:
     """Keeps the embeddings that one engine core has received until they are sent to the workers. Used by the
-    engine's thread. Embeddings are in the row memory that the workers map. If the row memory is full or not
-    available, the bytes are sent in the metadata of a step."""
+    engine's thread. Embeddings are kept in the row memory, which the workers map. If the row memory is full
+    or not available, their bytes are sent in the metadata of a step."""
 
     def __init__(self, runtime: EngineRuntime, memory: RowMemory | None) -> None:
         self._store, self._deadline_s = runtime.store, runtime.deadline_s
@@ -73,18 +73,18 @@ class Arrivals:
 
     @property
     def address(self) -> str:
-        """Address of the row memory for the workers, or "" once all workers have mapped it."""
+        """Address of the row memory for the workers, or "" if all workers have already mapped it."""
         return "" if self._memory is None else self._memory.address
 
     def read(self, identifier: str, expected: ExpectedEmbedding, size_bytes: int) -> ArrivedEmbedding | None:
         """Read the embedding `expected`, of `size_bytes` bytes, from the store and verify it. Returns None if
-        the store does not have it in memory. If the store has it on disk, a read from disk is started.
+        the store does not have it in memory. If the store has it on disk, this call starts a read from disk.
 
-        Raises StoreError. Raises CodecError for a damaged entry, and with reason "wrong_shape" for an entry
-        that does not match `expected`.
+        Raises StoreError. Raises CodecError if the entry is corrupt, with reason "wrong_shape" if the entry
+        does not match `expected`.
         """
-        # Do not wait for a read from disk. The encoder service, to which a request is sent in the meantime,
-        # waits for it.
+        # Do not wait for a read from disk. A request is sent to the encoder service in the meantime, and the
+        # service waits for this read.
         how = {"deadline_s": self._deadline_s, "recall_s": 0.0}
         room = None if self._memory is None else self._memory.room(size_bytes)
         if self._memory is None or room is None:
@@ -108,8 +108,8 @@ class Arrivals:
         return arrived
 
     def hold(self, data: bytes) -> bytearray | RowPlace:
-        """Copy rows that arrived in a service's reply to the row memory, and return their place. Returns a
-        copy of the rows if the row memory is full or not available."""
+        """Copy rows from a service's reply to the row memory, and return their place. If the row memory is
+        full or not available, return a copy of the rows."""
         if self._memory is None or (room := self._memory.room(len(data))) is None:
             return bytearray(data)
         self._memory.view(room)[:] = data
@@ -140,9 +140,9 @@ class Arrivals:
 
 
 class ECScheduler:
-    """Scheduler half of the encoder-cache connector in one engine core: decides which embeddings to load,
-    request or leave to the engine. The engine's thread polls, and the service's replies arrive on other
-    threads."""
+    """Scheduler half of the encoder-cache connector in one engine core. It decides which embeddings to load
+    from the store, to request from the encoder service, or to leave to the engine. The engine's thread polls.
+    The service's replies arrive on other threads."""
 
     def __init__(
         self,
@@ -155,8 +155,8 @@ class ECScheduler:
     ) -> None:
         self._run = runtime
         self._lost = LostEmbeddings(runtime) if encoder_only else None
-        """Embeddings to save again, in an engine that runs only its encoder, else None. Such an engine sends
-        no requests to an encoder service."""
+        """Embeddings to save again, in an engine that runs only its encoder (see `LostEmbeddings`). None in
+        other engines. An engine with this object sends no requests to an encoder service."""
         self._tally = tally
         self._dtype = dtype_name(config.model_config.dtype)
         self._width = embedding_width(config)
@@ -180,11 +180,11 @@ class ECScheduler:
         """Return whether vLLM may schedule `request` now. Returns False while the request waits for
         embeddings, unless enough of its tokens before the first embedding in flight can be prefilled early.
 
-        Called hundreds of times per second, and never waits.
+        This method is called hundreds of times per second and never waits.
         """
         last = request.mm_features[-1].mm_position if request.mm_features else None
         if last is None or last.offset + last.length <= computed:
-            return True  # vLLM's own scheduler also assumes that features are ordered by position.
+            return True  # As in vLLM's scheduler, features are ordered by position.
         begun, end = True, -1
         now = time.monotonic()
         for feature in request.mm_features:
@@ -218,17 +218,17 @@ class ECScheduler:
         return begun
 
     def arrived(self, identifier: str) -> bool:
-        """Return whether the bytes of this embedding are in this process and usable. vLLM calls this only if
-        the engine's own cache lacks the embedding."""
+        """Return whether this process has the bytes of this embedding and they are usable. vLLM calls this
+        only if the engine's own cache lacks the embedding."""
         if identifier in self._held:
-            # The engine's encoder cache was reset. vLLM does not notify connectors of such a reset.
+            # The engine's encoder cache was reset. vLLM does not report such a reset to connectors.
             self._held.clear()
         item = self._items.get(identifier)
         return item is not None and item.usable
 
     def allocated(self, identifier: str) -> None:
-        """Record that the engine reserved encoder-cache memory for an embedding that has arrived or that the
-        engine encodes itself."""
+        """Record that the engine has reserved encoder-cache memory for an embedding that has arrived, or that
+        the engine encodes itself."""
         self._allocated.add(identifier)
         item = self._items.get(identifier)
         if item is not None and item.usable:
@@ -238,9 +238,9 @@ class ECScheduler:
         self._drop(identifier)
 
     def moves(self, output: SchedulerOutput) -> CornplugECMetadata:
-        """Return the message for the worker halves, with the embeddings to load before this step's forward
-        pass."""
-        # An embedding that a step evicts and then loads again is in the cache after the step.
+        """Return the message for the worker halves. It contains the embeddings to load before this step's
+        forward pass."""
+        # An embedding that a step evicts and then loads again is in the cache after that step.
         self._held.difference_update(output.free_encoder_mm_hashes)
         self._held |= self._allocated
         self._allocated.clear()
@@ -264,8 +264,8 @@ class ECScheduler:
         return moves
 
     def stop(self) -> list[ArrivedEmbedding]:
-        """Stop fetching embeddings. Returns the embeddings that the engine expects with the next step,
-        because it has reserved memory for them."""
+        """Stop fetching embeddings. Returns the embeddings that the engine expects with the next step. The
+        engine has already reserved memory for them."""
         self._items = {identifier: item for identifier, item in self._items.items() if item.usable}
         return self._promised()
 
@@ -273,13 +273,13 @@ class ECScheduler:
         return [item.arrived for item in self._to_load if item.arrived is not None]
 
     def in_hand(self, identifier: str) -> ArrivedEmbedding | None:
-        """Return an embedding that has arrived and for which the engine has not reserved memory yet, or
-        None."""
+        """Return an embedding that has arrived and for which the engine has not reserved memory yet. Return
+        None if there is no such embedding."""
         item = self._items.get(identifier)
         return item.arrived if item is not None and item.usable else None
 
     def finished(self, request: Request) -> None:
-        """Handle the end of a request: drop the embeddings that no other request waits for."""
+        """Handle the end of a request: drop embeddings for which no other request waits."""
         if self._lost is not None:
             self._lost.finished(request.request_id)
         self._early.ended(request.request_id)
@@ -292,7 +292,7 @@ class ECScheduler:
                     self._arrivals.drop(item.arrived)
 
     def acknowledged(self, acks: CornplugECWorkerMetadata) -> None:
-        """Count the outcomes of a worker's saves, and record the worker's measurements."""
+        """Count the outcomes of a worker's saves, and record its measurements."""
         self._arrivals.acknowledged(acks)
         for rows, seconds in acks.encoded:
             self._rule.encoded(rows, seconds)
@@ -312,8 +312,8 @@ class ECScheduler:
     def _idle_wait(self) -> None:
         """Wait up to `_IDLE_STEP_S` for a reply from the service, if any embedding is in flight.
 
-        Without this wait, vLLM would poll 650 times per second and use two cores (for the engine core and a
-        worker) that the encoder needs.
+        Without this wait, vLLM would poll 650 times per second. The engine core and a worker would occupy two
+        cores that the encoder needs.
         """
         if all(item.settled for item in self._items.values()):
             return
@@ -332,8 +332,8 @@ class ECScheduler:
         return identifier in self._held or identifier in self._allocated
 
     def _has_begun(self, request: Request) -> bool:
-        """Return whether the request already waits for an embedding. Such a request may request further
-        embeddings, because otherwise all requests could wait for each other."""
+        """Return whether the request already waits for an embedding. Such a request may always request
+        further embeddings. Otherwise all requests could wait for each other."""
         items = (self._items.get(feature.identifier) for feature in request.mm_features)
         return any(item is not None and request.request_id in item.waiting for item in items)
 
@@ -344,8 +344,8 @@ class ECScheduler:
         return item
 
     def _begin(self, feature: Any, request: Request, now: float) -> PendingEmbedding | None:
-        """Create an item for a medium: read its embedding from the store, or request it from the service.
-        Returns None if the engine is not sharing embeddings now."""
+        """Create an item: read its embedding from the store, or request it from the service. Return None if
+        the engine is not sharing embeddings now."""
         engine = self._run.config.engine
         # In an engine without a tower, the embedding rows arrive with the request.
         if weights_guard.replaced() or not engine.share_embeddings or engine.tower == "service":
@@ -378,7 +378,7 @@ class ECScheduler:
         return item
 
     def _unshared(self, identifier: str, rows: int, now: float) -> PendingEmbedding:
-        """Create an item in the failed state, for a medium without an embedding key, and count the miss."""
+        """Create an item in the failed state, for media without an embedding key, and count the miss."""
         stale = is_stale(identifier, weights_guard.epoch())
         reason = "weights_updated" if stale else unshared_reason(identifier) or "foreign_name"
         item = PendingEmbedding(identifier, ExpectedEmbedding(b"", rows), 0, now, now)
@@ -386,7 +386,7 @@ class ECScheduler:
         return item
 
     def _look(self, item: PendingEmbedding, now: float) -> None:
-        """Complete or fail an item if the service has replied or the item's deadline has passed."""
+        """Complete or fail an item, if the service has replied or the item's deadline has passed."""
         if item.answer is not None and item.answer.done():
             try:
                 self._take(item, item.answer.result())
@@ -417,8 +417,8 @@ class ECScheduler:
             held = self._arrivals.hold(tensor.data)
             self._arrive(item, ArrivedEmbedding(item.identifier, tensor.dtype, tensor.shape, held), source)
             if not answer.stored:
-                # The service could not store the embedding, for example because it is on another host. Save
-                # it here for the other engines of this host.
+                # The service could not store the embedding, for example because it runs on another host. Save
+                # the embedding here for the other engines on this host.
                 data = held if isinstance(held, bytearray) else bytearray(tensor.data)
                 rows = torch.frombuffer(data, dtype=getattr(torch, tensor.dtype)).view(tensor.shape)
                 self._publisher.offer(item.expected.key, rows)

@@ -1,13 +1,14 @@
-"""Conversion of a chat request's images to embeddings, in the API process of an engine without a tower.
+"""Converts a chat request's images to embeddings, in the API process of an engine without a tower.
 
-    image_url ──parser──> medium: its bytes, or an http(s) URL ──> service: fetch, decode, encode
+    image_url ──parser──> the image's bytes, or an http(s) URL ──> service: fetch, decode, encode
     image_embeds <──rows, whose signed claims match this engine's tower and this salt──┘
 
-The embeddings are then handled like embeddings that an app sends by handle (`media/embedding_handles.py`), so
-that an image has the same identifier in engines with and without a tower. If the service fails, the request
-ends with status 503 before the engine receives it. Requests without images never wait for the service.
+The embeddings are then handled like embeddings that an app sends by handle (`media/embedding_handles.py`).
+Therefore an image has the same identifier in engines with and without a tower. If the service fails, the
+request fails with status 503 before the engine receives it. Requests without images never wait for the
+service.
 
-vLLM's exception handlers set only the status and body of a response, so the middleware `RetryAfter` adds the
+vLLM's exception handlers set only the status and body of a response. The middleware `RetryAfter` adds the
 header `Retry-After`.
 """
 
@@ -55,19 +56,18 @@ from cornplug.vllm_connector.several_connectors import config_of, settings_in
 
 _LEAST_S: Final = 1.0
 _noted: ContextVar[list[float] | None] = ContextVar("cornplug_retry_after", default=None)
-"""Retry delays, in seconds, that were set for the response to the current HTTP request."""
+"""Retry delays in seconds for the response to the current HTTP request."""
 _START_S: Final = 5.0
-"""Maximum seconds that a starting engine waits for an encoder service's list of models."""
+"""Maximum seconds that an engine at start waits for an encoder service's list of models."""
 _DOWN_S: Final = 2.0
-"""Retry delay in seconds for clients while no service replies. The engine's own probes of the service may
-take as long."""
+"""Retry delay in seconds for clients while no service replies. The engine's own health checks of the service
+may take as long."""
 _salt: ContextVar[str | None] = ContextVar("cornplug_cache_salt", default=None)
 """`cache_salt` of the chat request that is being rendered."""
 
 
 class ServiceUnavailable(GracefulHTTPError):
-    """Error that ends a request with status 503, because an image could not be encoded although the request
-    is valid."""
+    """Error that ends a valid request with status 503, because an image could not be encoded."""
 
     def __init__(self, why: str, pause_s: float | None) -> None:
         pause = note_retry_after(pause_s)
@@ -79,8 +79,8 @@ class ServiceUnavailable(GracefulHTTPError):
 
 
 class FileBytes(MediaIO[bytes]):
-    """Loader for the bytes of a `data:` or `file:` URL, which vLLM reads by its own rules. The bytes are not
-    decoded to an image."""
+    """Loader that returns the bytes of a `data:` or `file:` URL without decoding an image. vLLM's own rules
+    for these URLs apply."""
 
     def load_bytes(self, data: bytes) -> bytes:
         return data
@@ -93,8 +93,8 @@ class FileBytes(MediaIO[bytes]):
 
 
 class ServedImages:
-    """Client that gets the embeddings of one engine's images from the encoder service. Thread-safe. Call
-    `close` when it is no longer used."""
+    """Client that requests embeddings of one engine's images from the encoder service. Thread-safe. Call
+    `close` when the client is no longer used."""
 
     def __init__(
         self,
@@ -107,8 +107,8 @@ class ServedImages:
         dtype: str,
         max_images: int | None = None,
     ) -> None:
-        """Create a client. `tower` returns the identity of the checkpoint's tower, or None while it is
-        unknown. `family` is the model's `model_type`. `max_images` is the maximum number of images in a
+        """Create a client. `tower` returns the identity of the checkpoint's tower, or None if the identity is
+        not known yet. `family` is the model's `model_type`. `max_images` is the maximum number of images in a
         prompt, or None for no limit."""
         self._config = config
         self._secret = secret
@@ -120,8 +120,8 @@ class ServedImages:
         self._client = RemoteEncoder(config.encoder.engine_weights(), secret)
 
     def check(self, tower: TowerIdentity, model: str) -> None:
-        """Raise ConfigError if a service that replies does not have this checkpoint's tower, or if the
-        engine's settings make it impossible for any service to have it.
+        """Raise ConfigError if a service that replies does not have this checkpoint's tower. Also raise it if
+        the engine's settings make it impossible for any service to have this tower.
 
         If a service is not available, this only logs a warning.
         """
@@ -138,7 +138,7 @@ class ServedImages:
                     models = client.describe(_START_S)
                 except (EncoderError, TimeoutError) as e:
                     compat.logger.warning(
-                        "cornplug: requests with images return 503 until an encoder service is available: %s",
+                        "cornplug: requests with images get status 503 until an encoder service replies: %s",
                         e,
                     )
                     continue
@@ -162,8 +162,8 @@ class ServedImages:
             )
 
     async def item(self, url: str, connector: Any, salt: str | None) -> Any:
-        """Get the embedding of the image at `url` from the service, as an item for vLLM's processor. Raises
-        ServiceUnavailable and VLLMValidationError."""
+        """Request the embedding of the image at `url` from the service. Return it as an item for vLLM's
+        processor. Raises ServiceUnavailable and VLLMValidationError."""
         if _is_remote(url, connector):
             request = self._request(salt, url=url)
         else:
@@ -175,7 +175,7 @@ class ServedImages:
         return self._taken(reply, salt)
 
     def item_now(self, url: str, connector: Any, salt: str | None) -> Any:
-        """Do the same as `item` synchronously, for an engine without an event loop."""
+        """Return the same as `item`, synchronously, for an engine without an event loop."""
         if _is_remote(url, connector):
             request = self._request(salt, url=url)
         else:
@@ -205,8 +205,8 @@ class ServedImages:
         )
 
     def _served(self) -> bytes:
-        """Return the model identity to send in requests to the service. Raises ServiceUnavailable while the
-        identity is unknown."""
+        """Return the model identity to send to the service. Raises ServiceUnavailable while the identity is
+        unknown."""
         if weights_guard.replaced():
             raise ServiceUnavailable("this server's weights were replaced", _DOWN_S)
         tower = self._tower()
@@ -245,10 +245,10 @@ class ServedImages:
 
 
 def started(config: Any, names: MmIdentifiers | None) -> None:
-    """Use the encoder service for images in this process's requests, if the engine that starts has no tower.
+    """Use the encoder service for images in this process's requests, if the starting engine has no tower.
 
-    Reads the checkpoint's weights once. Raises ConfigError if the checkpoint cannot be identified, or if
-    `ServedImages.check` raises it.
+    Reads the checkpoint's weights once. Raises ConfigError if the checkpoint cannot be identified, and the
+    same errors as `ServedImages.check`.
     """
     global _active
     deactivate()
@@ -371,8 +371,8 @@ async def _render_chat_async(original: Callable[..., Any], this: Any, *args: Any
 
 
 def note_retry_after(seconds: float | None) -> float:
-    """Set the retry delay for the response to the current request, used if its status is 503. Returns the
-    delay in seconds, at least `_LEAST_S` and rounded up."""
+    """Set the retry delay for the response to the current request. It is used if the response has status 503.
+    Returns the delay in seconds, at least `_LEAST_S` and rounded up."""
     pause_s = math.ceil(max(_LEAST_S, seconds or 0.0))
     noted = _noted.get()
     if noted is not None:
@@ -381,8 +381,8 @@ def note_retry_after(seconds: float | None) -> float:
 
 
 class RetryAfter:
-    """ASGI middleware that adds the header `Retry-After` to responses with status 503, with the delay from
-    `note_retry_after`."""
+    """ASGI middleware that adds the header `Retry-After` to responses with status 503. `note_retry_after`
+    sets the delay."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -414,8 +414,8 @@ def _init_exception_handler(original: Callable[..., Any], app: Any) -> None:
 RETRY_AFTER_WRAPS: Final[tuple[tuple[str, str, Callable[..., Any]], ...]] = (
     ("vllm.entrypoints.launchers.app", "init_exception_handler", _init_exception_handler),
 )
-"""Wrappers that are used only in API processes of an engine without a tower, which have already imported this
-vLLM module."""
+"""Wrappers for API processes of an engine without a tower. Other processes would have to import this vLLM
+module first."""
 
 
 WRAPS: Final[tuple[tuple[str, str, Callable[..., Any]], ...]] = (

@@ -1,13 +1,13 @@
-"""Computation of the media digest of a video, in the form that vLLM's processor receives. Allow lists
-determine which videos can be shared.
+"""Media digest of a video, as vLLM's processor receives the video. Allow lists determine which videos can be
+shared.
 
     sampled frames, metadata, options ── digest ── rows of the tower
                                              └──── positions and timestamps in the LLM, and so KV
 
 vLLM's media loader has already selected the frames. Frame rate, duration and frame numbers are not inputs of
-a tower, but they affect Qwen2.5-VL's positions (`second_per_grid_ts`), Qwen3-VL's timestamps, and processors
-that sample frames again. Therefore all metadata are part of the digest, and a video with a field that is not
-in these lists is not shared.
+a tower. However, they affect Qwen2.5-VL's positions (`second_per_grid_ts`), Qwen3-VL's timestamps, and
+processors that sample frames again. Therefore the digest covers all metadata, and a video with a metadata
+field that is not in the allow lists is not shared.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _REASONS: Final = (
     "video_pruning",
     _OTHER,
 )
-"""Reasons that a name may contain. The reasons are label values of counters, and a client must not be able to
-add further values through a uuid."""
+"""Reasons that a name may contain. They are label values of counters, and a client must not be able to add
+label values by its choice of uuid."""
 _UNSHARED: Final = re.compile(f"{_PREFIX}({'|'.join(_REASONS)})-")
 
 _METADATA: Final = frozenset(
@@ -72,14 +72,15 @@ _SCALARS: Final = (bool, int, float)
 
 
 class VideoUnshared(CornplugError):
-    """Raised for a video that has no key and is not shared. `reason` is the label of the counted miss."""
+    """Raised for a video that is not shared, because it has no key. `reason` is the miss reason in
+    metrics."""
 
 
 def video_digest(frames: object, metadata: object) -> bytes:
     """Return the media digest (32 bytes) of a video.
 
-    Raises VideoUnshared: "video_frames" or "video_metadata" if the frames or the metadata have an unsupported
-    form.
+    Raises VideoUnshared("video_frames") or ("video_metadata") if the frames or the metadata have an
+    unsupported form.
     """
     if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8 or frames.ndim != 4 or not frames.size:
         raise VideoUnshared("video frames must be a uint8 array with four axes", reason="video_frames")
@@ -98,8 +99,8 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Raise VideoUnshared("video_options") if a processor argument is not in the allow list for videos.
 
     `options` are the deployment's or the request's arguments. Lists are not allowed, because a list could
-    give each video of a request a different value. Null values are not allowed either, because they switch
-    off a processor's default, while the model's spec treats them as the default.
+    have a different value for each video of a request. Null values are not allowed either. They disable a
+    processor's default, while the model's spec treats null as the default.
     """
     scoped = options.get(_SCOPE, {})
     if not isinstance(scoped, Mapping):
@@ -115,21 +116,20 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def unshared_name(name: str, reason: str) -> str:
-    """Return vLLM's name for a medium that is not shared, with the reason added. `unshared_reason` extracts
-    the reason again."""
+    """Return a name for a media item that is not shared: vLLM's name, with the reason added.
+    `unshared_reason` extracts the reason."""
     return f"{_PREFIX}{reason if reason in _REASONS else _OTHER}-{name}"
 
 
 def unshared_reason(identifier: str) -> str | None:
-    """Return the reason that an identifier from `unshared_name` contains, or None for any other
-    identifier."""
+    """Return the reason in an identifier from `unshared_name`, or None for any other identifier."""
     found = _UNSHARED.match(identifier)
     return None if found is None else found[1]
 
 
 def looks_unshared(name: str) -> bool:
-    """Return whether vLLM's name for a medium, which may be a client's uuid, has the form of a result of
-    `unshared_name`."""
+    """Return whether vLLM's name for a media item has the form of a result of `unshared_name`. The name may
+    be a client's uuid."""
     return name.startswith(_PREFIX)
 
 

@@ -33,18 +33,17 @@ _ARENA: Final = b"rows"
 
 
 class RowCopies(Protocol):
-    """Interface for copying embedding rows to the memory of a device."""
+    """Interface for copies of embedding rows to a device's memory."""
 
     def copy(self, runs: list[torch.Tensor], size_bytes: int) -> tuple[torch.Tensor, Any]:
-        """Concatenate `runs` in one tensor on the device, which the engine's later work can use. Returns the
-        tensor and an event for the end of the copy."""
+        """Concatenate `runs` in one tensor on the device. Operations that the engine starts later can use the
+        tensor. Returns (tensor, event for the end of the copy)."""
 
     def done(self, end: Any) -> bool:
-        """Return whether the copy with the end event `end` has completed, so that `runs` are no longer
-        read."""
+        """Return whether the copy with the event `end` has completed. `runs` are then no longer read."""
 
     def wait(self, end: Any) -> None:
-        """Wait for the copy with the end event `end`."""
+        """Wait for the copy with the event `end`."""
 
 
 class CpuCopies:
@@ -71,7 +70,7 @@ class CudaCopies:
     def copy(self, runs: list[torch.Tensor], size_bytes: int) -> tuple[torch.Tensor, torch.cuda.Event]:
         engine = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
-            # The memory is allocated on this stream, so no kernel of the engine still uses it.
+            # The memory is allocated on this stream, so none of the engine's kernels still use it.
             there = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
             at = 0
             for run in runs:
@@ -95,7 +94,7 @@ class MappedRows:
     engine's thread.
 
     Args:
-        register, unregister: see `RegisteredMemory`. If `register` is None, no memory is registered.
+        register, unregister: same as for `RegisteredMemory`. If `register` is None, no memory is registered.
     """
 
     def __init__(
@@ -128,9 +127,9 @@ class MappedRows:
         return self._memory
 
     def rows(self, place: RowPlace) -> torch.Tensor:
-        """Start to copy the bytes at a place in the row memory to the device, and return them as a tensor of
+        """Start to copy the bytes at a place in the row memory to the device. Return them as a tensor of
         shape (bytes,). `copied` returns the place's offset after the copy."""
-        assert self._bytes is not None, "the scheduler was notified that this rank has mapped its memory"
+        assert self._bytes is not None, "this rank has reported to the scheduler that it mapped the memory"
         there, end = self._copies.copy(self._runs(self._bytes, place), place.size_bytes)
         self._ongoing.append((place.offset, end))
         return there
@@ -153,8 +152,8 @@ class MappedRows:
         return not self._ongoing
 
     def _runs(self, memory: torch.Tensor, place: RowPlace) -> list[torch.Tensor]:
-        """Split a place in the row memory into tensors that can be copied, because a copy must not cross the
-        boundary of a registered range."""
+        """Split a place in the row memory into tensors at the boundaries of registered ranges. A single copy
+        must not cross such a boundary."""
         at, end = place.offset, place.offset + place.size_bytes
         if self._registered is None:
             return [memory[at:end]]
@@ -179,8 +178,8 @@ def mapped_rows(device: torch.device) -> MappedRows:
 class ECWorker:
     """Worker half of the encoder-cache connector on one rank. Only one rank of an engine saves embeddings.
 
-    In an engine that runs only its encoder, a step ends only when its embeddings are in the store, because a
-    consumer may look them up as soon as the request has finished.
+    In an engine that runs only its encoder, a step waits until its embeddings are in the store. A consumer
+    may look them up as soon as the request has finished.
     """
 
     def __init__(
@@ -195,25 +194,26 @@ class ECWorker:
         self._publishes = publishes
         self._patience_s = runtime.background_timeout_s if encoder_only else 0.0
         self._offered = False
-        """Whether any embedding was offered to the publisher since the last acknowledgements."""
+        """Whether an embedding was offered to the publisher since the last acknowledgements."""
         self._device = torch.device(device)
         self._rank = rank
         self._rows: MappedRows | None = None
         """Row memory that this worker has mapped. None until the scheduler has sent the memory's address."""
         self._mapped: list[int] = []
-        """List with this rank's number, if the rank has mapped the row memory since the last
-        acknowledgements. Otherwise empty."""
+        """This rank's number as the only item, if the rank has mapped the row memory since the last
+        acknowledgements, else empty."""
         self._publisher = EmbeddingPublisher(runtime, self._note)
         self._lock = threading.Lock()
         self._saves: list[tuple[str, int]] = []
         self._copied: list[tuple[int, float]] = []
         self._tower = TowerClock(self._device)
         self._encoding = FadedRate()
-        """Measured seconds that the tower took per row in earlier steps. The time of the current step is
-        measured too late for the step's own embeddings."""
+        """Measured seconds per row for the tower in earlier steps. The current step's time is not measured in
+        time for its own embeddings."""
 
     def load(self, cache: dict[str, torch.Tensor], moves: CornplugECMetadata) -> None:
-        """Copy the embeddings that arrived, each of shape (rows, hidden), into the engine's encoder cache."""
+        """Copy the embeddings that have arrived, each of shape (rows, hidden), to the engine's encoder
+        cache."""
         if moves.row_memory and self._rows is None:
             self._map(moves.row_memory)
         began, size = time.perf_counter(), 0
@@ -235,19 +235,19 @@ class ECWorker:
         """Return an embedding's bytes on the device, as a tensor of shape (bytes,)."""
         if not isinstance(data, RowPlace):
             return torch.frombuffer(data, dtype=torch.uint8).to(self._device, non_blocking=True)
-        assert self._rows is not None, "the scheduler was notified that this rank has mapped its memory"
+        assert self._rows is not None, "this rank has reported to the scheduler that it mapped the memory"
         return self._rows.rows(data)
 
     def save(self, identifier: str, embedding: torch.Tensor, moves: CornplugECMetadata) -> None:
-        """Save an embedding that this engine had to compute. Returns immediately, because another thread
-        copies the embedding to the store."""
+        """Save an embedding that this engine computed. Returns immediately, because another thread copies the
+        embedding to the store."""
         if self._publishes and embedding.ndim == 2:
             self._tower.ran(len(embedding))
         self._offer(identifier, embedding, moves)
 
     def save_again(self, cache: dict[str, torch.Tensor], moves: CornplugECMetadata) -> None:
-        """Save again those embeddings in the engine's encoder cache that the scheduler half has reported as
-        missing in the store."""
+        """Save again the embeddings in the engine's encoder cache that the scheduler half did not find in the
+        store."""
         for identifier in moves.again:
             if (embedding := cache.get(identifier)) is not None:
                 self._offer(identifier, embedding, moves)
@@ -261,12 +261,12 @@ class ECWorker:
         self._offered = True
 
     def stop_publishing(self) -> None:
-        """Stop saving embeddings. Embeddings that the scheduler half has promised are still loaded."""
+        """Stop saving embeddings. Embeddings that the engine expects are still loaded."""
         self._publishes = False
 
     def acks(self) -> CornplugECWorkerMetadata | None:
         """Return the acknowledgements for the scheduler half: outcomes of earlier saves and new measurements.
-        Returns None if there are none."""
+        Return None if there are no acknowledgements."""
         if self._offered and self._patience_s:
             self._publisher.flush(self._patience_s)
         self._offered = False
@@ -283,7 +283,7 @@ class ECWorker:
         return CornplugECWorkerMetadata(saves, encoded, copied, mapped, places)
 
     def close(self) -> None:
-        """Finish the current save, and wait for copies of received embeddings."""
+        """Finish the current save, and wait for the copies of received embeddings."""
         self._publisher.close()
         if self._rows is not None:
             self._rows.close()

@@ -1,1 +1,1 @@
-"""Identification of the model that vLLM runs, and checks whether its settings allow sharing."""
+"""Identities of the model that vLLM runs, and checks whether its settings allow sharing."""

@@ -1,4 +1,4 @@
-"""Computation of the identities of the model that vLLM runs, from its VllmConfig."""
+"""Identities of the model that vLLM runs, computed from its VllmConfig."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
 
 
-# Fields that vLLM adds for quantised attention kernels (model_loader/weight_utils.py). The config also
-# contains these numbers of heads elsewhere.
+# Fields that vLLM adds for quantised attention kernels (model_loader/weight_utils.py). They repeat numbers of
+# heads that the config also has elsewhere.
 _NOTES: Final = ("quantization_config.total_num_heads", "quantization_config.total_num_kv_heads")
 
 _started_llm: Final = StartedModel()
 _started_tower: Final = StartedModel()
-"""The model that this process started with, described once for KV (`_started_llm`) and once for embeddings
+"""Model with which this process started, described once for KV (`_started_llm`) and once for embeddings
 (`_started_tower`)."""
 
 
@@ -34,7 +34,7 @@ def tower_identity(config: VllmConfig) -> TowerIdentity:
     """Return the identity of this engine's tower and projector, with the engine's dtype and processor
     settings.
 
-    Reads weights (cached on disk). Raises CheckpointError.
+    Reads weights (cached on disk). Raises CheckpointError if the tower cannot be identified.
     """
 
     def describe() -> EngineModel:
@@ -49,27 +49,27 @@ def tower_identity(config: VllmConfig) -> TowerIdentity:
 
 
 def processor_arguments(config: VllmConfig) -> dict[str, Any]:
-    """Return those of the deployment's processor arguments that change the processor's outputs."""
+    """Return the deployment's processor arguments that change the processor's outputs."""
     given = dict(config.model_config.get_multimodal_config().mm_processor_kwargs or {})
-    # The processor runs on the CPU anyway, so this argument changes nothing.
+    # The processor runs on the CPU in any case, so this argument changes nothing.
     return {name: value for name, value in given.items() if (name, value) != ("device", "cpu")}
 
 
 def why_no_videos(config: VllmConfig) -> str:
-    """Return the reason why videos of this model are not shared, or "" if they are."""
+    """Return the reason why this model's videos are not shared, or "" if they are shared."""
     model = config.model_config
     compared = validated_families(dtype_name(model.dtype), "video")
     if getattr(model.hf_config, "model_type", None) not in compared:
         return "unproven_family"
-    # Rows that remain after pruning contain positions, and the prompt does not show which rows were kept.
+    # Rows contain positions after pruning, and the prompt does not show which rows were kept.
     mm_config = model.get_multimodal_config()
     return "video_pruning" if getattr(mm_config, "video_pruning_rate", None) else ""
 
 
 def _video_settings(config: VllmConfig) -> dict[str, Any]:
-    """Return the settings that, in addition to a video's metadata, determine Qwen-VL's positions for the
-    video: `tokens_per_second` from the model's config, and the release of transformers, whose processors
-    compute `second_per_grid_ts` and sample frames."""
+    """Return the settings that determine Qwen-VL's positions for a video, in addition to the video's
+    metadata: `tokens_per_second` from the model's config, and the release of transformers. The release's
+    processors compute `second_per_grid_ts` and sample frames."""
     vision = getattr(config.model_config.hf_config, "vision_config", None)
     return {
         "tokens_per_second": getattr(vision, "tokens_per_second", None),
@@ -78,9 +78,9 @@ def _video_settings(config: VllmConfig) -> dict[str, Any]:
 
 
 def kv_identity(config: VllmConfig) -> tuple[bytes, dict[str, Any]]:
-    """Return (language model fingerprint, KV spec without the page geometry). Reads weights once.
+    """Return (language model fingerprint, KV spec without the page geometry). Reads the weights.
 
-    Raises CheckpointError.
+    Raises CheckpointError if the model's KV cannot be identified.
     """
 
     def describe() -> EngineModel:
@@ -93,19 +93,19 @@ def kv_identity(config: VllmConfig) -> tuple[bytes, dict[str, Any]]:
 
 
 def drafts_with_kv(config: VllmConfig) -> SpeculativeConfig | None:
-    """Return the speculation config if the draft model has its own KV (EAGLE, MTP, a separate draft model),
-    else None."""
+    """Return the speculative decoding config if the draft model has its own KV (EAGLE, MTP, a separate draft
+    model), else None."""
     speculative = getattr(config, "speculative_config", None)
     return speculative if speculative is not None and speculative.uses_draft_kv_cache() else None
 
 
 def _draft_identity(config: VllmConfig) -> dict[str, Any] | None:
-    """Return everything that determines a draft model's KV, which is also stored in pages. Returns None
-    without such a draft model.
+    """Return everything that determines a draft model's KV, which pages also contain. Return None if there is
+    no draft model with KV.
 
-    A draft's KV affects how many of the draft's proposals are accepted, but never which tokens are sampled.
-    Therefore the draft's settings are not checked like the model's. Reads weights once. Raises
-    CheckpointError.
+    A draft's KV affects how many proposed tokens are accepted, but never which tokens are sampled. Therefore
+    the draft's settings are not checked like the model's settings. Reads the draft's weights. Raises
+    CheckpointError if the draft cannot be identified.
     """
     speculative = drafts_with_kv(config)
     if speculative is None:
@@ -123,12 +123,12 @@ def _draft_identity(config: VllmConfig) -> dict[str, Any] | None:
 
 
 def require_folder(path: str, began_ns: int) -> None:
-    """Raise CheckpointError unless the folder `path`, from which weights were loaded, contains exactly the
-    tensors of the model that this engine core started with."""
+    """Raise CheckpointError unless the folder `path` contains exactly the tensors of the model with which
+    this engine core started. The engine's weights were loaded from this folder."""
     described = [started for started in (_started_llm, _started_tower) if started.known]
     if not described:
         raise CheckpointError(
-            "cornplug has not identified the model of this process", reason="weights_updated"
+            "cornplug has not identified the model with which this process started", reason="weights_updated"
         )
     for started in described:
         _plain(started.with_weights(path, began_ns))
@@ -162,7 +162,7 @@ def embedding_width(config: VllmConfig) -> int:
 def _engine_model(
     config: VllmConfig, overrides: dict[str, Any], *, processor_kwargs: dict[str, Any] | None = None
 ) -> EngineModel:
-    """Return a description of this engine's model, from which its identities are computed. Raises
+    """Return the description of this engine's model, from which its identities are computed. Raises
     CheckpointError if the model cannot be identified."""
     model = config.model_config
     checkpoint = Checkpoint.open(
@@ -170,7 +170,7 @@ def _engine_model(
     )
     trusts = bool(getattr(model, "trust_remote_code", False))
     if other := setting_verdicts.transformers_backend(model):
-        # vLLM then runs other code than the classes that were compared with the encoder service.
+        # vLLM then runs other code than the classes whose embeddings were compared with the encoder service.
         overrides = {"ModelConfig.model_impl": other, **overrides}
     if trusts and (code := engine_config.remote_code(checkpoint.path)):
         overrides = {**overrides, "remote_code": code}
@@ -194,7 +194,7 @@ def _engine_model(
 def _configs(model: Any, checkpoint: Checkpoint, trusts: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (config that vLLM runs, config that transformers reads from the same files).
 
-    In the process that has loaded an MLA model, vLLM has renamed the rotary embedding in the config
+    vLLM renames an MLA model's rotary embedding in the config of the process that has loaded the model
     (models/deepseek_v2.py). The result has the published name, as in other processes.
     """
     from transformers import AutoConfig
@@ -203,8 +203,7 @@ def _configs(model: Any, checkpoint: Checkpoint, trusts: bool) -> tuple[dict[str
     try:
         read = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=trusts, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError):
-        # If transformers has no class for this model, every value of vLLM's own config counts as a
-        # difference.
+        # If transformers has no class for this model, count every value in vLLM's own config as a difference.
         return running, {}
     published = read.to_dict()
     for ours, theirs in ((running, published), (_text(running), _text(published))):
@@ -220,8 +219,8 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _length_settings(model: Any) -> dict[str, Any]:
-    """Return the additional settings that determine KV in models that read the maximum sequence length (Llama
-    4)."""
+    """Return the additional settings that determine KV in models that depend on the maximum sequence length
+    (Llama 4)."""
     return {
         "generation_config": str(getattr(model, "generation_config", "auto")),
         "override": dict(getattr(model, "override_generation_config", None) or {}),

@@ -1,11 +1,11 @@
-"""Effect of each field of vLLM's config classes (0.32 and 0.33) on sharing. Each class has three tables (see
-`FieldTables`).
+"""Tables that describe how the fields of vLLM's config classes (0.32 and 0.33) affect sharing. Each class has
+three tables (see `FieldTables`).
 
-A field that a later release of vLLM adds is in none of the tables. A test reports such a field, and at run
-time the field prevents sharing if it is set. `model_config.py` computes the key entries that the tables only
-describe.
+A field that a later vLLM release adds is in none of the tables. A test reports such a field. At run time, the
+field prevents sharing if it is set. For some fields, the tables contain only a description, and
+`model_config.py` computes the key entries.
 
-This module has the tables for models, caches, parallelism, LoRA and speculation, and for environment
+This module has the tables for models, caches, parallelism, LoRA and speculative decoding, and for environment
 variables. `runtime_fields.py` has all other tables.
 """
 
@@ -20,13 +20,13 @@ from cornplug.engine_common.engine_config import AS_OVERRIDE, FieldTables
 HARMLESS_LOADER_OPTIONS: Final = frozenset(
     {"concurrency", "memory_limit", "distributed", "enable_multithread_load", "num_threads"}
 )
-"""Keys of `model_loader_extra_config` that only affect how fast the weight files are read."""
+"""Keys of `model_loader_extra_config` that only affect the speed of reading the weight files."""
 MAMBA: Final = FieldTables(
     of="MambaConfig",
     in_key={
         "enable_stochastic_rounding": AS_OVERRIDE,
         "stochastic_rounding_philox_rounds": AS_OVERRIDE,
-        # Another kernel may order the values of a recurrent state differently.
+        # Other kernels may order the values of a recurrent state differently.
         "backend": AS_OVERRIDE,
         "ssu_algorithm": AS_OVERRIDE,
     },
@@ -38,10 +38,10 @@ HUB_VARIABLE: Final = "VLLM_USE_MODELSCOPE"
 """Environment variable that selects the model hub. It has no effect if the model is in a local folder."""
 REFUSED_VARIABLES: Final[Mapping[str, str]] = {
     "VLLM_TEST_FORCE_LOAD_FORMAT": "weights are not read from the identified safetensors files",
-    HUB_VARIABLE: "weights are downloaded from another hub than the hub that cornplug reads",
+    HUB_VARIABLE: "weights are downloaded from a hub that cornplug does not read",
     "VLLM_MODEL_REDIRECT_PATH": "the model is redirected to another model",
 }
-"""Environment variables that prevent sharing, with the reason."""
+"""Environment variables that prevent sharing, each with the reason."""
 HARMLESS_VARIABLES: Final = re.compile(
     "VLLM_("
     "(LOG|LOGGING|DEBUG|NVTX|USAGE|P2P|NIXL|MOONCAKE|RAY|DP|MEDIA|MAX_(?!TOKENS)[A-Z]+|BUILD|IMAGE|XGRAMMAR|V1|PORT|PRECOMPILED)_"
@@ -62,7 +62,8 @@ HARMLESS_VARIABLES: Final = re.compile(
     ")"
 )
 """Pattern of environment variables that do not change results: paths, timeouts, logging and the model runner.
-All other variables that are set are part of the key, so only engines with the same value share."""
+All other environment variables become part of the key if they are set, so only engines with the same values
+share."""
 
 
 def listed(reason: str, names: str) -> dict[str, str]:
@@ -75,41 +76,41 @@ MODEL: Final = FieldTables(
     in_key={
         "quantization_config": AS_OVERRIDE,
         "model_impl": AS_OVERRIDE,
-        **listed("through the fingerprint of the checkpoint", "model revision"),
+        **listed("part of the checkpoint's fingerprint", "model revision"),
         **listed(
-            "differences between the config that vLLM runs and the config that transformers reads",
+            "changes by vLLM to the config that transformers reads are part of the key",
             "hf_config hf_text_config",
         ),
-        **listed("like `hf_config`; a function is refused", "hf_overrides"),
-        **listed("like `hf_config`, from which vLLM removes the window", "disable_sliding_window"),
+        **listed("same as `hf_config`, but a function is refused", "hf_overrides"),
+        **listed("same as `hf_config`, because vLLM removes the window from it", "disable_sliding_window"),
         **listed("in the spec", "dtype"),
-        **listed("in the spec, if the model depends on it", "max_model_len override_generation_config"),
-        **listed("like max_model_len, with generation_config.json", "generation_config"),
-        **listed("the method's name, if the checkpoint does not declare it", "quantization"),
-        **listed("digest of the checkpoint's own code", "trust_remote_code"),
-        **listed("through its own tables", "multimodal_config"),
+        **listed("part of the spec if the model depends on it", "max_model_len override_generation_config"),
+        **listed("same as max_model_len, together with generation_config.json", "generation_config"),
+        **listed("the method's name is part of the key if it is not in the checkpoint", "quantization"),
+        **listed("the digest of the checkpoint's own code is part of the key", "trust_remote_code"),
+        **listed("covered by its own tables", "multimodal_config"),
     },
     harmless={
         **listed(
-            "affects only the tokens, which are in the key",
+            "affects only the tokens, which are part of the key",
             "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init io_processor_plugin",
         ),
         **listed(
-            "affects sampled tokens, which are in the key",
+            "affects sampled tokens, which are part of the key",
             "seed use_fp64_gumbel logits_processors",
         ),
         **listed(
-            "affects outputs only",
+            "affects only outputs",
             "max_logprobs logprobs_mode return_sampling_mask enable_trace_replay served_model_name",
         ),
         **listed(
-            "restricts access; decoded media are in the key",
+            "restricts access, and decoded media are part of the key",
             "allowed_local_media_path allowed_media_domains hf_token",
         ),
-        **listed("the same operations, dispatched differently", "enforce_eager disable_cascade_attn"),
+        **listed("dispatches the same operations differently", "enforce_eager disable_cascade_attn"),
         **listed("requests with prompt embeddings are not shared", "enable_prompt_embeds"),
         **listed(
-            "memory; a sleep that discards weights ends sharing (weight_updates.py)",
+            "affects memory, and a sleep that discards weights ends sharing (weight_updates.py)",
             """
             enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend
             sleep_mode_offload_cudagraph
@@ -117,11 +118,11 @@ MODEL: Final = FieldTables(
         ),
         **listed("memory", "enable_nccl_comm_suspend enable_cumem_allocator"),
         **listed("threads", "renderer_num_workers"),
-        **listed("computed from values that are in the key", "is_submodel_config"),
+        **listed("computed from values that are part of the key", "is_submodel_config"),
         **listed("affects the output layer, which computes no KV", "word_embeddings_untied_by_checkpoint"),
         **listed("affects drafts, which are only proposals", "spec_target_max_model_len"),
-        **listed("affects outputs only; pooling models are refused", "pooler_config"),
-        **listed("only whether vLLM warns", "allow_deprecated_quantization"),
+        **listed("affects only outputs, and pooling models are refused", "pooler_config"),
+        **listed("affects only whether vLLM logs a warning", "allow_deprecated_quantization"),
     },
     refused={
         "hf_config_path": "the config comes from another checkpoint",
@@ -143,33 +144,35 @@ MODEL: Final = FieldTables(
 MULTIMODAL: Final = FieldTables(
     of="MultiModalConfig",
     in_key={
-        "mm_processor_kwargs": "in the spec, in place of the preprocessor's values",
+        "mm_processor_kwargs": "part of the spec, where it replaces the preprocessor's values",
         "video_pruning_rate": AS_OVERRIDE,
         "video_pruning_method": AS_OVERRIDE,
     },
     harmless={
-        **listed("the number of media, not their content", "language_model_only limit_per_prompt"),
+        **listed("affects the number of media, not their content", "language_model_only limit_per_prompt"),
         **listed(
             "embeddings from clients have no embedding key",
             "enable_mm_embeds allow_missing_mm_embeddings",
         ),
-        **listed("decoded media are in the key", "media_io_kwargs"),
-        **listed("the same normalisation, on the device or before the copy to it", "mm_device_do_normalize"),
+        **listed("decoded media are part of the key", "media_io_kwargs"),
         **listed(
-            "where processed inputs are buffered",
+            "normalises pixels on the device or before the copy to the device", "mm_device_do_normalize"
+        ),
+        **listed(
+            "affects where processed inputs are buffered",
             """
             mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb
             mm_tensor_ipc mm_ipc_gpu_memory_gb
             """,
         ),
-        **listed("vLLM's own names of media, which cornplug replaces", "mm_hasher_algorithm"),
-        **listed("whether there is a language model", "mm_encoder_only"),
-        **listed("which rank computes which rows", "mm_encoder_tp_mode"),
-        **listed("the same attention by another kernel", "mm_encoder_attn_backend"),
+        **listed("affects vLLM's own names of media, which cornplug replaces", "mm_hasher_algorithm"),
+        **listed("affects whether the engine has a language model", "mm_encoder_only"),
+        **listed("affects which rank computes which rows", "mm_encoder_tp_mode"),
+        **listed("selects another kernel for the same attention", "mm_encoder_attn_backend"),
         **listed(
             "only written, never read", "mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin"
         ),
-        **listed("affects only the tokens, which are in the key", "interleave_mm_strings"),
+        **listed("affects only the tokens, which are part of the key", "interleave_mm_strings"),
         **listed("memory", "skip_mm_profiling"),
     },
     refused={
@@ -190,7 +193,7 @@ LOAD: Final = FieldTables(
             pt_load_map_location
             """,
         ),
-        "download_dir": "the hub's download folder, where cornplug looks for the files",
+        "download_dir": "is the hub's download folder, in which cornplug looks for the files",
     },
     refused={
         "load_format": "weights are not read from the identified safetensors files",
@@ -208,22 +211,23 @@ LOAD: Final = FieldTables(
 CACHE: Final = FieldTables(
     of="CacheConfig",
     in_key={
-        **listed("in the page's geometry, which refuses unknown dtypes", "cache_dtype"),
+        **listed("part of the page geometry, which refuses unknown dtypes", "cache_dtype"),
         **listed("like `ModelConfig.hf_config`", "sliding_window"),
     },
     harmless={
         **listed(
-            "layout of the engine's cache; pages have their own layout",
+            "affects the layout of the engine's cache, while pages have their own layout",
             """
             block_size user_specified_block_size kv_cache_layout effective_attention_block_size
             _block_size_resolved hash_block_size
             """,
         ),
-        **listed("hits of the engine's own cache", "prefix_match_unit enable_prefix_caching"),
+        **listed("affects only hits of the engine's own cache", "prefix_match_unit enable_prefix_caching"),
         **listed(
-            "hits of the engine's own cache", "prefix_cache_retention_interval cache_hit_alignment_tokens"
+            "affects only hits of the engine's own cache",
+            "prefix_cache_retention_interval cache_hit_alignment_tokens",
         ),
-        **listed("hits by a hash with collisions are not saved (page_keys.py)", "prefix_caching_hash_algo"),
+        **listed("KV from hits by a weak hash is not saved (page_keys.py)", "prefix_caching_hash_algo"),
         **listed(
             "amount of memory",
             """
@@ -232,16 +236,16 @@ CACHE: Final = FieldTables(
             """,
         ),
         **listed(
-            "for another connector, whose loads are not saved (page_keys.py)",
+            "configures another connector, and KV that it loads is not saved (page_keys.py)",
             "kv_offloading_size kv_offloading_backend simple_cpu_offload_num_blocks",
         ),
         **listed(
-            "the geometry of pages contains shapes, dtypes and tokens",
+            "the page geometry contains shapes, dtypes and tokens",
             "mamba_page_size_padded mamba_block_size mamba_cache_dtype mamba_ssm_cache_dtype",
         ),
-        **listed("states are shared in one mode and refused in all others", "mamba_cache_mode"),
+        **listed("states are shared in one mode and refused in all other modes", "mamba_cache_mode"),
         **listed(
-            "selects the states that vLLM caches, each by the hash of its tokens",
+            "selects which states vLLM caches, each by the hash of its tokens",
             "enable_mamba_shared_prefix_checkpoint",
         ),
         **listed(
@@ -287,7 +291,7 @@ PARALLEL: Final = FieldTables(
             "cp_kv_cache_interleave_size _allow_auto_resolve_cp_interleave_size",
         ),
         **listed(
-            "number and index of replicas",
+            "affects the number and index of replicas",
             """
             data_parallel_size data_parallel_size_local data_parallel_rank data_parallel_rank_local
             data_parallel_index data_parallel_external_lb data_parallel_hybrid_lb
@@ -302,7 +306,7 @@ PARALLEL: Final = FieldTables(
             """,
         ),
         **listed(
-            "transport and timing",
+            "affects transport and timing",
             """
             dp_sync_interval disable_custom_all_reduce enable_shm_tensor_arena enable_dbo ubatch_size
             dbo_decode_token_threshold dbo_prefill_token_threshold distributed_timeout_seconds
@@ -310,20 +314,21 @@ PARALLEL: Final = FieldTables(
             fault_tolerance_config
             """,
         ),
-        **listed("affects sampled tokens, which are in the key", "enable_batch_sharded_sampling"),
+        **listed("affects sampled tokens, which are part of the key", "enable_batch_sharded_sampling"),
         **listed("derived from the checkpoint", "is_moe_model"),
         **listed(
-            "processes and cores", "max_parallel_loading_workers ray_workers_use_nsight ray_runtime_env"
+            "affects processes and cores",
+            "max_parallel_loading_workers ray_workers_use_nsight ray_runtime_env",
         ),
         **listed(
-            "processes and cores",
+            "affects processes and cores",
             """
             placement_group numa_bind numa_bind_nodes numa_bind_cpus assigned_physical_gpu_ids
             _api_process_count _api_process_rank
             """,
         ),
         **listed(
-            "adds methods and replaces none; their calls end sharing (weight_updates.py)",
+            "adds methods without replacing any, and calls of these methods end sharing (weight_updates.py)",
             "worker_extension_cls",
         ),
     },
@@ -346,15 +351,15 @@ LORA: Final = FieldTables(
     },
     harmless={
         **listed(
-            "capacity for adapters; larger adapters are errors", "max_lora_rank max_loras max_cpu_loras"
+            "limits adapters, and a larger adapter is an error", "max_lora_rank max_loras max_cpu_loras"
         ),
         **listed(
-            "the same product, distributed or dispatched differently",
+            "distributes or dispatches the same product differently",
             "fully_sharded_loras specialize_active_lora",
         ),
-        **listed("applied as the request's own adapter, which is in the key", "default_mm_loras"),
+        **listed("applied as the request's own adapter, which is part of the key", "default_mm_loras"),
         **listed("embeddings of such requests get no embedding key", "enable_tower_connector_lora"),
-        **listed("affects outputs only", "max_lora_cls_labels"),
+        **listed("affects only outputs", "max_lora_cls_labels"),
     },
     refused={},
 )

@@ -1,16 +1,16 @@
-"""Checks of an engine's loaded weights against the files, and resumption of sharing after vLLM reloads
+"""Compares an engine's loaded weights with the files, and lets the engine share again after vLLM reloads
 weights from a checkpoint.
 
-    engine core   the epoch is odd: no process shares
-    each rank     loads, compares its memory with the files, votes
+    engine core   the epoch (update counter) becomes odd: no process shares
+    each rank     loads, compares its memory with the files, and votes
     engine core   all votes are yes and name one folder, and no block holds KV of the previous weights:
-                  records the folder, and the epoch is even
+                  records the folder, and the epoch becomes even
 
 vLLM keeps its prefix cache during a reload. If the cache is not empty at the end of the reload, the epoch
 stays odd until `reset_prefix_cache`. A pause or sleep before the reload empties the cache. If a rank votes
-no, sharing ends until restart, because no folder may contain exactly the running weights.
+no, there may be no folder with exactly the running weights, so sharing ends until the engine restarts.
 
-A worker compares its weights with the files (`engine_common.weights_guard`) at start and after a reload.
+Workers compare their weights with the files (`engine_common.weights_guard`) at start and after a reload.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from cornplug.vllm_connector.model.model_config import drafts_with_kv, require_f
 from cornplug.vllm_connector.several_connectors import has_ours
 
 _LEFT_OUT: Final = "_cornplug_left_out"
-"""Name of the worker attribute that holds the names of the parameters that the worker's last reload did not
-load, or None if these names are unknown."""
+"""Name of the worker attribute with the names of the parameters that the worker's last reload did not load.
+The attribute is None if these names are unknown."""
 RELOAD: Final = "reload_weights"
 """Name of the worker method that reloads weights."""
 TRANSFER: Final = "_cornplug_transfer"
-"""Name of the engine core attribute that holds the trainer's weight update that has no version yet
-(`weight_updates`), or None if there is no such update."""
+"""Name of the engine core attribute with the trainer's weight update that has no version yet
+(`weight_updates`). The attribute is None if there is no such update."""
 _LOADED: Final = "_cornplug_loaded"
-"""Name of the engine core attribute that holds the `Loaded` weights while blocks may still contain KV of
-other weights, and None otherwise."""
+"""Name of the engine core attribute with the `Loaded` weights while blocks may still contain KV of other
+weights. The attribute is None otherwise."""
 _VOTE_S: Final = 600.0
 _ARGUMENTS: Final = ("weights_iterator", "weights_path", "is_checkpoint_format")
 
@@ -81,8 +81,9 @@ def _reload_weights(original: Callable[..., Any], worker: Any, *args: Any, **kwa
 
 
 def rank_vote(worker: Any, began_ns: int) -> tuple[str, str]:
-    """Return (folder from which this rank's weights were reloaded, reason why the rank does not hold exactly
-    these weights or ""). `began_ns` is the start of the reload on the clock of file timestamps."""
+    """Return (folder from which this rank's weights were reloaded, reason). The reason is "" if the rank
+    holds exactly the folder's weights. `began_ns` is the start of the reload on the clock of file
+    timestamps."""
     worker = getattr(worker, "worker", worker)
     described, folder = worker.vllm_config.model_config, worker.vllm_config.load_config.download_dir
     left_out = getattr(worker, _LEFT_OUT, None)
@@ -120,8 +121,8 @@ def _check(model: Any, config: Any) -> None:
 
 
 class Loaded(NamedTuple):
-    """Weights that all ranks have loaded in an epoch: from the folder `name`, or from a trainer that named
-    them `name`."""
+    """Weights that all ranks have loaded in an epoch. `name` is the folder, or the name that a trainer gave
+    them."""
 
     epoch: int
     name: str
@@ -138,8 +139,8 @@ def reload(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Handle a call of `EngineCore.collective_rpc` that runs `reload_weights` on each rank. Ends sharing if
-    the new weights cannot be identified."""
+    """Handle a call of `EngineCore.collective_rpc` that runs `reload_weights` on each rank. If the new
+    weights cannot be identified, end sharing."""
     if not has_cornplug(core.vllm_config):
         return original(core, method, timeout, args, kwargs)
     began_ns = engine_state.file_clock_ns()
@@ -165,8 +166,8 @@ def begin(core: Any, by: str) -> int:
 
 
 def hold(core: Any, loaded: Loaded) -> None:
-    """Let the engine share KV and embeddings computed with these weights, immediately or after the next reset
-    of its prefix cache."""
+    """Let the engine share KV and embeddings that it computes with these weights: immediately, or after the
+    next reset of its prefix cache."""
     setattr(core, _LOADED, loaded)
     _settle(core)
 
@@ -185,7 +186,7 @@ def excluded_engine(core: Any) -> str:
     model, parallel = config.model_config, config.parallel_config
     found = {
         "cornplug could not identify the previous weights": state.unknown(),
-        # The votes of replicas and of several hosts are not combined.
+        # The votes of several replicas or several hosts are not combined.
         "data parallelism, several engines in a process, or several hosts": not state.one_core()
         or parallel.data_parallel_size > 1
         or parallel.nnodes > 1
@@ -198,19 +199,19 @@ def excluded_engine(core: Any) -> str:
 
 
 def _from_files(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether `GPUModelRunner.reload_weights` reads a checkpoint if it is called with these
-    arguments."""
+    """Return whether `GPUModelRunner.reload_weights` with these arguments reads a checkpoint."""
     given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
     tensors, plain = given.get("weights_iterator"), given.get("is_checkpoint_format", True)
     return tensors is None and plain is True and given.keys() <= set(_ARGUMENTS)
 
 
 def _loaded(core: Any, began_ns: int) -> tuple[str, str]:
-    """Return (folder whose weights every rank has loaded, "") or ("", reason why there is no such folder)."""
+    """Return (folder whose weights every rank has loaded, ""), or ("", reason why there is no such
+    folder)."""
     try:
         votes = core.model_executor.collective_rpc(rank_vote, _VOTE_S, (began_ns,))
     except (RuntimeError, TimeoutError) as e:
-        # If a rank has died, the engine ends anyway, and the reload is complete.
+        # If a rank has died, the engine ends anyway and the reload is over.
         return "", f"the ranks did not reply: {e}"
     folders = {path for path, _ in votes}
     why = next((why for _, why in votes if why), "")
@@ -231,20 +232,20 @@ def _settle(core: Any) -> None:
     if loaded is None:
         return
     if not _no_block_is_used(core):
-        compat.logger.info("cornplug: sharing resumes after the prefix cache is reset")
+        compat.logger.info("cornplug: this engine resumes sharing when its prefix cache is reset")
         return
     setattr(core, _LOADED, None)
     if loaded.is_version:
         engine_state.current().end_named_update(loaded.epoch, loaded.name)
     else:
         engine_state.current().end_update(loaded.epoch, loaded.name, loaded.began_ns)
-    compat.logger.info("cornplug: sharing resumed with the weights %s", loaded.name)
+    compat.logger.info("cornplug: this engine has resumed sharing with the weights %s", loaded.name)
 
 
 def _no_block_is_used(core: Any) -> bool:
     """Return whether the engine's KV cache is empty: no request holds a block and no block is cached."""
     pool = core.scheduler.kv_cache_manager.block_pool
-    # vLLM itself makes the same test before a reset. The null block is always in use.
+    # vLLM makes the same test before a reset. The null block is always in use.
     held = pool.num_gpu_blocks - pool.get_num_free_blocks() != 1
     return not held and len(pool.cached_block_hash_to_block) == 0
 

@@ -1,8 +1,8 @@
-"""Effect of the fields of vLLM's kernel, attention, compilation and scheduling configs, and of VllmConfig
-itself, on sharing. The tables have the same form as in `model_fields.py`.
+"""Tables that describe how the fields of vLLM's kernel, attention, compilation and scheduling configs, and of
+VllmConfig itself, affect sharing. The tables have the same form as in `model_fields.py`.
 
-The table `VLLM` also lists config classes that have no table, because none of their fields can change a
-shared entry.
+The table `VLLM` also lists config classes without a table, because none of their fields can change a shared
+entry.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Final
 from cornplug.engine_common.engine_config import AS_OVERRIDE, FieldTables
 from cornplug.vllm_connector.model.model_fields import listed
 
-_OWN_TABLE: Final = "through its own tables"
-_DISPATCH: Final = "the same operations, dispatched differently"
-_WHEN: Final = "the order of tokens, and the composition of batches"
+_OWN_TABLE: Final = "covered by its own tables"
+_DISPATCH: Final = "dispatches the same operations differently"
+_WHEN: Final = "affects the order of tokens and the composition of batches"
 
 VLLM: Final = FieldTables(
     of="VllmConfig",
@@ -31,21 +31,21 @@ VLLM: Final = FieldTables(
         "quant_config": "derived from the checkpoint and ModelConfig.quantization",
     },
     harmless={
-        **listed("the same operations on another device", "device_config"),
-        **listed("affects sampled tokens, which are in the key", "watermark_config"),
+        **listed("runs the same operations on another device", "device_config"),
+        **listed("affects sampled tokens, which are part of the key", "watermark_config"),
         **listed(
-            "affects sampled tokens, which are in the key", "structured_outputs_config reasoning_config"
+            "affects sampled tokens, which are part of the key", "structured_outputs_config reasoning_config"
         ),
-        **listed("affects outputs only", "aux_output_config"),
-        **listed("logs and measurements", "observability_config logging_config profiler_config"),
-        **listed("loads of other connectors are not saved (page_keys.py)", "kv_transfer_config"),
+        **listed("affects only outputs", "aux_output_config"),
+        **listed("affects only logs and measurements", "observability_config logging_config profiler_config"),
+        **listed("KV that other connectors load is not saved (page_keys.py)", "kv_transfer_config"),
         **listed("embeddings are identified by their content", "ec_transfer_config"),
         **listed("only written, never read", "kv_events_config"),
-        **listed("updates of weights end sharing (weight_updates.py)", "weight_transfer_config"),
+        **listed("weight updates end sharing (weight_updates.py)", "weight_transfer_config"),
         **listed(
             "sets fields of other classes, which have their own tables", "optimization_level performance_mode"
         ),
-        **listed("names and times", "instance_id shutdown_timeout watchdog_config"),
+        **listed("affects only names and times", "instance_id shutdown_timeout watchdog_config"),
     },
     refused={},
     not_in_all=frozenset({"watchdog_config"}),
@@ -53,7 +53,7 @@ VLLM: Final = FieldTables(
 
 KERNEL: Final = FieldTables(
     of="KernelConfig",
-    # If the weights are quantised, each kernel quantises the activations differently.
+    # Each kernel quantises the activations differently if the weights are quantised.
     in_key={
         "linear_backend": AS_OVERRIDE,
         "linear_backend_per_quant": AS_OVERRIDE,
@@ -63,7 +63,7 @@ KERNEL: Final = FieldTables(
         "ir_op_priority": _OWN_TABLE,
     },
     harmless=listed(
-        "selects the fastest of equal kernels, and when it is compiled",
+        "selects the fastest of several equivalent kernels, and the time of compilation",
         """
         enable_flashinfer_autotune enable_rocm_segmented_attn_autotune enable_cutedsl_warmup
         enable_jit_warmup
@@ -77,7 +77,7 @@ IR_OPS: Final = FieldTables(
     of="IrOpPriorityConfig",
     in_key={},
     harmless=listed(
-        "the same norm or activation by another kernel, unquantised; defaults depend on the platform",
+        "selects another kernel for the same unquantised norm or activation",
         "rms_norm fused_add_rms_norm gelu_and_mul_sparse",
     ),
     refused={},
@@ -102,7 +102,7 @@ ATTENTION: Final = FieldTables(
     },
     harmless={
         **listed(
-            "only the order of additions",
+            "affects only the order of additions",
             """
             flash_attn_version flash_attn_max_num_splits_for_cuda_graph tokenspeed_mla_min_split_kv
             tq_max_kv_splits_for_cuda_graph flex_attn_block_m flex_attn_block_n flex_attn_q_block_size
@@ -110,11 +110,11 @@ ATTENTION: Final = FieldTables(
             """,
         ),
         **listed("memory", "sparse_mla_prefill_workspace_factor"),
-        **listed("which rank computes which rows", "indexer_tp_shard_min_rows minimax_m3_indexer_cp"),
+        **listed("affects which rank computes which rows", "indexer_tp_shard_min_rows minimax_m3_indexer_cp"),
     },
     refused={},
-    # Backends are compared by name (see `setting_verdicts`). Backends for full attention in the KV's own
-    # dtype differ only in the order of sums.
+    # Backends are compared by name (see `setting_verdicts`). Backends for full attention in the same dtype as
+    # the KV differ only in the order of additions.
     same_as_default={
         "backend": frozenset(
             {"CPU_ATTN", "FLASHINFER", "FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLEX_ATTENTION", "ROCM_AITER_FA"}
@@ -128,7 +128,7 @@ ATTENTION: Final = FieldTables(
 COMPILATION: Final = FieldTables(
     of="CompilationConfig",
     in_key={
-        "inductor_compile_config": "all options except those that only affect speed",
+        "inductor_compile_config": "all options are part of the key, except options that only affect speed",
         **listed(_OWN_TABLE, "pass_config dynamic_shapes_config"),
     },
     harmless={
@@ -140,7 +140,7 @@ COMPILATION: Final = FieldTables(
             """,
         ),
         **listed(
-            "the same kernels, replayed from a graph",
+            "replays the same kernels from a graph",
             """
             cudagraph_mm_encoder encoder_cudagraph_token_budgets
             encoder_cudagraph_max_vision_items_per_batch encoder_cudagraph_max_frames_per_batch
@@ -150,7 +150,7 @@ COMPILATION: Final = FieldTables(
             """,
         ),
         **listed(
-            "files, counts and state of the compiler",
+            "contains files, counts and state of the compiler",
             """
             debug_dump_path cache_dir compile_cache_save_format local_cache_dir enabled_custom_ops
             disabled_custom_ops traced_files compilation_time encoder_compilation_time
@@ -172,14 +172,14 @@ HARMLESS_INDUCTOR: Final = frozenset(
         "enable_auto_functionalized_v2",
     }
 )
-"""Keys of `inductor_compile_config` that vLLM sets itself, or that only select the fastest of equivalent
-kernels."""
+"""Keys of `inductor_compile_config` that vLLM sets itself, or that only select the fastest of several
+equivalent kernels."""
 
 PASSES: Final = FieldTables(
     of="PassConfig",
     in_key={},
     harmless=listed(
-        "the same operations in fewer kernels; vLLM selects them by platform and optimisation level",
+        "fuses the same operations, as vLLM selects by platform and optimisation level",
         """
         fuse_norm_quant fuse_act_quant fuse_attn_quant eliminate_noops fuse_allreduce_rms
         enable_qk_norm_rope_fusion fuse_rope_kvcache_cat_mla fuse_act_padding fuse_mla_dual_rms_norm
@@ -218,7 +218,7 @@ SCHEDULER: Final = FieldTables(
     refused={},
 )
 
-_WHERE: Final = "location of the weights in memory"
+_WHERE: Final = "affects the location of the weights in memory"
 
 OFFLOAD: Final = FieldTables(
     of="OffloadConfig", in_key={}, harmless=listed(_WHERE, "offload_backend uva prefetch"), refused={}
@@ -241,7 +241,7 @@ DIFFUSION: Final = FieldTables(
 EC_MANAGER: Final = FieldTables(
     of="EncoderCacheManagerConfig",
     in_key={},
-    harmless=listed("arguments of the class, which is vLLM's or cornplug's own", "manager_config"),
+    harmless=listed("contains arguments of the class, which is vLLM's or cornplug's own", "manager_config"),
     refused={"encoder_cache_manager_cls": "code outside vLLM manages embeddings"},
     same_as_default={
         "encoder_cache_manager_cls": frozenset(

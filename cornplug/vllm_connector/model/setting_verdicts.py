@@ -1,7 +1,7 @@
-"""Checks of a vLLM engine's settings against the tables of its config classes, to decide whether the engine
-can share.
+"""Checks a vLLM engine's settings against the tables of its config classes, to decide whether the engine can
+share.
 
-This module also checks whether vLLM's own classes run the model, and not a plugin's classes.
+This module also checks that vLLM's own classes, and not a plugin's classes, run the model.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _OURS: Final = ("vllm.model_executor.models.", "vllm.models.", "vllm.multimodal.
 def of_everything(config: VllmConfig) -> SettingsVerdict:
     """Return the verdict on settings that change both embeddings and KV.
 
-    These are the settings for the model, loading, parallelism, kernels, compilation, code and environment.
+    Covers the settings for the model, loading, parallelism, kernels, compilation, code and environment.
     """
     from vllm.config import LoadConfig, ModelConfig, ParallelConfig
 
@@ -68,8 +68,8 @@ def of_everything(config: VllmConfig) -> SettingsVerdict:
 
 
 def of_embeddings(config: VllmConfig) -> SettingsVerdict:
-    """Return the verdict on settings that change only embeddings. They affect KV only through embedding keys,
-    on which page keys depend."""
+    """Return the verdict on settings that change only embeddings. KV depends on embedding keys, so these
+    settings also affect KV."""
     from vllm.config import MultiModalConfig
 
     return _judged(MULTIMODAL, MultiModalConfig, config.model_config.multimodal_config)
@@ -92,11 +92,11 @@ def of_kv(config: VllmConfig) -> SettingsVerdict:
 
 
 def judge_code(model: Any) -> SettingsVerdict:
-    """Return a verdict that refuses to share if a model class or processor is not vLLM's own. `model` is
+    """Return a verdict that prevents sharing if a model class or processor is not vLLM's own. `model` is
     vLLM's ModelConfig.
 
-    A plugin's class that replaces any of vLLM's classes counts for every model, because nested towers and
-    language models are looked up in the same registry.
+    If a plugin replaces any of vLLM's classes, no model is shared, because nested towers and language models
+    are looked up in the same registry.
     """
     registry = getattr(model, "registry", None)
     if registry is None:
@@ -130,10 +130,10 @@ def _module_of(registered: Any) -> str:
 
 
 def _foreign_processor(registered: Any) -> str | None:
-    """Return the module that defines a part of the model's multimodal processor, if it is not one of vLLM's,
-    else None.
+    """Return the module that defines a part of the model's multimodal processor, if the module is not vLLM's.
+    Return None otherwise.
 
-    A plugin that registers a processor imports the model's class first, so the class is found in
+    A plugin that registers a processor first imports the model's class. Therefore the class is in
     `sys.modules`.
     """
     if registered is None:
@@ -176,13 +176,13 @@ def _loader(load: Any) -> SettingsVerdict:
     )
     if not unknown:
         return SettingsVerdict({}, {})
-    why = f"the loader has options that may change what it reads: {', '.join(map(str, unknown))}"
+    why = f"the loader's options may change which weights it reads: {', '.join(map(str, unknown))}"
     return SettingsVerdict({}, {"LoadConfig.model_loader_extra_config": why})
 
 
 def _parallel(config_class: Any, parallel: Any) -> SettingsVerdict:
     values = _values(config_class, parallel)
-    # A class from vLLM is treated like the default, whether the platform or the operator selected it.
+    # A class from vLLM counts as the default, whether the platform or the operator selected it.
     for name in ("worker_cls", "distributed_executor_backend"):
         value = values.get(name)
         where = value if isinstance(value, str) else getattr(value, "__module__", "")
@@ -192,8 +192,8 @@ def _parallel(config_class: Any, parallel: Any) -> SettingsVerdict:
 
 
 def _runtime(config: Any) -> SettingsVerdict:
-    """Return the verdict on kernels, attention, scheduling and the smaller config classes, and on the fields
-    of VllmConfig itself."""
+    """Return the verdict on kernels, attention, scheduling, the smaller config classes, and VllmConfig's own
+    fields."""
     from vllm import config as classes
     from vllm.config import VllmConfig
     from vllm.config.diffusion import DiffusionConfig
@@ -208,8 +208,8 @@ def _runtime(config: Any) -> SettingsVerdict:
     attention = _values(classes.AttentionConfig, of("attention_config"))
     backend = attention.get("backend")
     if backend is not None:
-        # Compare backends by name. The enum's value is a class path, which operators may replace for some of
-        # the names.
+        # Compare backends by name. The enum's value is a class path, which operators may replace for some
+        # names.
         attention["backend"] = getattr(backend, "name", backend)
     found |= judge(ATTENTION, attention, defaults_of(classes.AttentionConfig))
     kernel = of("kernel_config")
@@ -258,7 +258,7 @@ def _environment(config: Any) -> SettingsVerdict:
 
 
 def _in_folders(config: Any) -> bool:
-    """Return whether the model, and the draft model if there is one, are local folders."""
+    """Return whether the model and the draft model (if any) are local folders."""
     draft = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
     models = [config.model_config.model, *([draft.model] if draft is not None else [])]
     return all(Path(model).is_dir() for model in models)

@@ -1,17 +1,17 @@
-"""Handling of vLLM's calls that replace an engine's weights in place.
+"""Handles vLLM's calls that replace an engine's weights in place.
 
 Each such call ends sharing (`weights_guard`), with two exceptions. After a reload from a checkpoint (also
-with a sleep before it), the engine shares again (`reloads`). If trainer versions are trusted, the engine also
-shares again after a weight transfer with a version:
+after a sleep and a reload), the engine shares again (`reloads`). If trainer versions are trusted, the engine
+also shares again after a weight transfer with a version:
 
-    API process, engine core   the epoch is odd: no process shares
+    API process, engine core   the epoch (update counter) becomes odd: no process shares
     each rank                  start_weight_update, any number of update_weights, finish_weight_update
-    engine core                gets the version, by `/finish_weight_update` or `/update_weight_version` after
-                               it; queries the ranks, and records the name (`reloads.hold`)
+    engine core                gets the version from `/finish_weight_update` or `/update_weight_version` after
+                               the transfer, queries the ranks, and records the name (`reloads.hold`)
 
-A transfer results in one new state of the weights, regardless of the number of its calls, and has a version
-only at its end. A failed call ends sharing until restart. A trainer's own methods (`--worker-extension-cls`)
-also end sharing, because they could change the model in any way.
+A transfer results in one new version of the weights, regardless of the number of its calls. The version is
+known only at its end. A failed call ends sharing until the engine restarts. A trainer's own methods
+(`--worker-extension-cls`) also end sharing, because they could change the model in any way.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _FINISH: Final = "finish_weight_update"
 _CALLS: Final = frozenset({_START, "update_weights", _FINISH})
 _PATCHES: Final = "sparse_nccl"
 """vLLM's weight transfer backend that changes single values of a tensor. Its result depends on previous
-transfers."""
+transfers, so it cannot be identified."""
 _VOTE_S: Final = 60.0
 # Worker methods that users may call and that do not change the weights. Any other name may be a trainer's own
-# method (`--worker-extension-cls`), and a callable could change the model in any way.
+# method (`--worker-extension-cls`). A callable could also change the model in any way.
 _HARMLESS = frozenset(
     {
         "add_lora",
@@ -71,7 +71,7 @@ _HARMLESS = frozenset(
 
 @dataclass
 class _Transfer:
-    """Weight transfer from a trainer. The transfer has no version yet."""
+    """Weight transfer from a trainer that has no version yet."""
 
     epoch: int
     before: str
@@ -80,8 +80,8 @@ class _Transfer:
 
 
 def is_transfer(method: Any, config: Any) -> bool:
-    """Return whether this worker method is part of a weight transfer that may be identified by a trainer's
-    version."""
+    """Return whether this worker method is part of a weight transfer that a trainer's version may
+    identify."""
     return isinstance(method, str) and method in _CALLS and _trusts(config)
 
 
@@ -96,13 +96,13 @@ def _trusts(config: Any) -> bool:
 
 @lru_cache(maxsize=8)
 def _trusting(extra: str) -> bool:
-    # Settings are read once, because a settings file that is edited later must not raise an exception in the
-    # engine core.
+    # Settings are read once. A later change of a settings file must not raise an exception in the engine
+    # core.
     return settings(json.loads(extra)).engine.trust_weight_version
 
 
 def transfer(original: Callable[..., Any], core: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Handle a call of `EngineCore.collective_rpc` that runs a method of `_CALLS` on each rank. Ends sharing
+    """Handle a call of `EngineCore.collective_rpc` that runs a method of `_CALLS` on each rank. End sharing
     if the call fails."""
     if method == _START:
         epoch = begin(core, method)
@@ -133,7 +133,9 @@ def _set_weight_version(original: Callable[..., Any], core: Any, weight_version:
 
 def _name(core: Any, update: _Transfer, version: str) -> None:
     if why := weights_guard.unusable_version(version, update.before):
-        compat.logger.warning("cornplug: nothing is shared until a transfer has a weight_version: %s", why)
+        compat.logger.warning(
+            "cornplug: nothing is shared until a transfer has a usable weight_version: %s", why
+        )
         return
     setattr(core, TRANSFER, None)
     if why := _excluded(core) or _unfinished(core):
@@ -150,7 +152,8 @@ def _excluded(core: Any) -> str:
 
 
 def _unfinished(core: Any) -> str:
-    """Return the reason why a rank has not received all weights of the transfer, or "" if all ranks have."""
+    """Return the reason why a rank has not received all weights of the transfer, or "" if all ranks have
+    them."""
     try:
         votes = core.model_executor.collective_rpc(rank_is_done, _VOTE_S)
     except (RuntimeError, TimeoutError) as e:
@@ -160,8 +163,8 @@ def _unfinished(core: Any) -> str:
 
 
 def rank_is_done(worker: Any) -> bool:
-    """Return whether this rank's last weight transfer has finished and was for the model, not for its draft
-    model."""
+    """Return whether this rank's last weight transfer has finished and was for the target model, not for the
+    draft model."""
     worker = getattr(worker, "worker", worker)
     return not (worker._weight_update_active or worker._weight_update_is_draft)
 
@@ -173,7 +176,7 @@ def _called(method: Any) -> None:
 
 
 def _collective_rpc(original: Callable[..., Any], core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-    # Before the engine core has a scheduler, the engine itself makes these calls.
+    # Before the engine core has a scheduler, only the engine itself makes these calls.
     if getattr(core, "scheduler", None) is not None:
         if method == reloads.RELOAD:
             return reloads.reload(original, core, method, *args, **kwargs)
@@ -190,8 +193,8 @@ def _sleep(original: Callable[..., Any], core: Any, level: int = 1, *args: Any, 
 
 
 def _rpc_of_api(original: Callable[..., Any], llm: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-    """Handle a `collective_rpc` call in the API process. This process must also stop sharing, because it
-    names images and accepts handles."""
+    """Handle a `collective_rpc` call in the API process, which must also stop sharing, because it names
+    images and accepts handles."""
     if is_transfer(method, llm.vllm_config):
         weights_guard.begin_update(method, compat.logger)
     elif method != reloads.RELOAD:

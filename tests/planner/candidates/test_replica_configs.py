@@ -123,8 +123,11 @@ def test_replica_configs_prefill_context_parallel_names_reason_against(
         ({"engines": ["sglang", "vllm"], "tp": [1]}, "for vLLM engines"),
         ({"speculative": "mtp", "acceptance": 0.7}, "with speculative decoding"),
         ({"tp": [1]}, "1 GPUs cannot be divided into 2 parts"),
-        ({"tp": [4], "shape": MIXTURE}, "tp = 4 repeats the KV of 4 heads fewer than 2 times"),
-        ({"shape": {**MIXTURE, "heads": 8, "kv_heads": 8}}, "tp = 8 repeats the KV of 8 heads fewer"),
+        ({"tp": [4], "shape": MIXTURE}, "with tp = 4, fewer than 2 GPUs hold each of the 4 KV heads"),
+        (
+            {"shape": {**MIXTURE, "heads": 8, "kv_heads": 8}},
+            "with tp = 8, fewer than 2 GPUs hold each of the 8 KV heads",
+        ),
     ],
 )
 def test_replica_configs_context_parallel_names_reason_against(changes: dict[str, Any], reason: str) -> None:

@@ -108,7 +108,7 @@ def test_price_table_custom_file_replaces_catalog(tmp_path: Path) -> None:
         ConfigError, match=r"prices\.toml: row \{'shape': 'rack'\}: gpu: Field required\. Write"
     ):
         priced({"gpu": "H100"}, prices=own)
-    for content, problem in (("prices = 3", r"it contains no \[\[prices\]\]"), ("[[", "invalid TOML")):
+    for content, problem in (("prices = 3", r"the file contains no \[\[prices\]\]"), ("[[", "invalid TOML")):
         own.write_text(content)
         with pytest.raises(ConfigError, match=problem):
             priced({"gpu": "H100"}, prices=own)

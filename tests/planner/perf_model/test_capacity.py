@@ -178,7 +178,7 @@ def test_cached_embeddings_leave_room_for_others() -> None:
 
 
 def test_capacity_without_draws_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs samples"):
+    with pytest.raises(ValueError, match="samples is empty"):
         capacity(PREFILL, [], LatencyBound("p95"))
 
 

@@ -43,7 +43,7 @@ stock = 8
 n_plus_one = false
 """
 WINDOW_S = 60
-AS_PLANNED = "The load is the one that the running plan was made for."
+AS_PLANNED = "The load is the load for which the running plan was made."
 
 
 class TimedSite:
@@ -130,7 +130,7 @@ def test_corrected_times_load_that_comes_every_day_is_planned_for_ahead(site: Ti
     path.write_text(state.model_copy(update={"history": history}).model_dump_json())
     assert SLOT_S == 900
     assert site.replan("--ahead", "0") == (0, f"{AS_PLANNED}\n")
-    assert site.replan()[1].startswith("This window calls for a change")
+    assert site.replan()[1].startswith("This window requires a change")
     status, said = site.replan("-o", str(site.folder / "plan"))
     assert status == CHANGE
     assert "chat/short: expected rate 7.5 → 4" in said

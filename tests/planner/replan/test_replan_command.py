@@ -65,7 +65,7 @@ def test_replan_planned_load_prints_one_line(site: Site) -> None:
     for _ in range(3):
         assert site.replan(requests=AS_PLANNED) == (
             0,
-            "The load is the one that the running plan was made for.\n",
+            "The load is the load for which the running plan was made.\n",
         )
 
 
@@ -87,9 +87,9 @@ def test_replan_engines_slower_than_planned_are_named(site: Site) -> None:
     assert "The mean TTFT" not in site.replan(requests=AS_PLANNED, ttft_s=0.25)[1]
     status, said = site.replan(requests=AS_PLANNED, ttft_s=0.6)
     first, second = said.splitlines()
-    assert (status, first) == (0, "The load is the one that the running plan was made for.")
+    assert (status, first) == (0, "The load is the load for which the running plan was made.")
     assert second.startswith("The mean TTFT of the plan's engines is 600 ms, but ")
-    assert " was planned, and the load does not exceed the plan's. " in second
+    assert " was planned. The load is not above the planned load. " in second
     assert second.endswith("Measure them with `cornplug profile` and plan again.")
     _, said = site.replan("--json", requests=AS_PLANNED, ttft_s=0.6)
     assert json.loads(said)["slow"] == [second]
@@ -120,15 +120,15 @@ def test_replan_plan_for_observed_load_is_kept_at_it(site: Site) -> None:
     site.replan()  # the first snapshot under the new plan
     for _ in range(2):
         said = site.replan(requests=2 * AS_PLANNED)
-        assert said == (0, "The load is the one that the running plan was made for.\n")
-    assert "calls for a change (saves " in site.replan(requests=AS_PLANNED)[1]
+        assert said == (0, "The load is the load for which the running plan was made.\n")
+    assert "requires a change (saves " in site.replan(requests=AS_PLANNED)[1]
 
 
 def test_replan_doubled_load_in_two_windows_acts(site: Site) -> None:
     status, said = site.replan(requests=2 * AS_PLANNED)
     assert status == 0
-    assert said.startswith("This window calls for a change")
-    assert said.endswith("Waiting for the next window to confirm it.\n")
+    assert said.startswith("This window requires a change")
+    assert said.endswith("The next window must confirm this.\n")
     status, said = site.replan("-o", str(site.folder / "next"), requests=2 * AS_PLANNED)
     assert status == CHANGE
     assert said == GOLDEN

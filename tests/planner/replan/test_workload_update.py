@@ -121,7 +121,7 @@ def test_workload_update_pair_rate_from_decode_hits_from_prefill() -> None:
     prefix = changed[0].requests[0].prefix
     assert prefix is not None
     assert prefix.hit_rate == pytest.approx(0.9)
-    with pytest.raises(ConfigError, match=r"both count it.*GROUP=URL. The groups are p, d"):
+    with pytest.raises(ConfigError, match=r"Both count each request.*GROUP=URL. The groups are p, d"):
         workload_update.updated(base, running, {"": window(600, 60)})
 
 

@@ -87,7 +87,7 @@ def test_plan_check_of_another_input_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "plan.toml"
     text.write_text(INPUT)
     plan(Case()).save(tmp_path / "plan.json")
-    with pytest.raises(ConfigError, match="the plan in it was made from another input"):
+    with pytest.raises(ConfigError, match="the plan in this folder was made from another input"):
         main([str(text), "-o", str(tmp_path), "--check"])
 
 

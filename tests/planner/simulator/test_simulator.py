@@ -190,9 +190,9 @@ def test_simulate_request_over_kv_tokens_is_named() -> None:
         ({"tasks": "G"}, r"x\.generate: missing"),
         (
             {"tasks": "DP", "steps": STEPS},
-            r'x\.tasks: "DP"\. Write one or more letters of "EPDG", in this order',
+            r'x\.tasks: "DP" is not valid\. Write one or more letters of "EPDG", in this order',
         ),
-        ({"tasks": "P", "steps": STEPS, "replicas": 0}, r"x\.replicas: 0\. Write 1 or more"),
+        ({"tasks": "P", "steps": STEPS, "replicas": 0}, r"x\.replicas: 0 is too small\. Write 1 or more"),
     ],
 )
 def test_station_invalid_fields_are_refused(fields: dict[str, object], message: str) -> None:

@@ -44,7 +44,7 @@ def test_daemon_sigterm_ends_it_cleanly(start_daemon: Start, store_config: Store
     assert process.returncode == 0
     assert not store_config.socket.exists()
     assert "serving" in log
-    assert "SIGTERM: ending" in log
+    assert "received SIGTERM, so this store ends" in log
 
 
 def test_daemon_second_at_one_socket_logs_and_exits(start_daemon: Start, connect: Connect) -> None:
@@ -269,7 +269,10 @@ def test_daemon_without_size_takes_a_quarter_and_logs_it(store_config: StoreConf
     store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)
     try:
         assert store.stat(deadline_s=5).capacity_bytes == pytest.approx(left_bytes / 4, rel=0.2)
-        assert "size_bytes is not set, using a quarter" in daemon_link.log_path(config.socket).read_text()
+        assert (
+            "size_bytes is not set, so this store uses a quarter"
+            in daemon_link.log_path(config.socket).read_text()
+        )
     finally:
         store.close()
     eventually(lambda: not config.socket.exists())

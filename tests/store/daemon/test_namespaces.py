@@ -44,7 +44,7 @@ def toml(tmp_path: Path, text: str) -> dict[str, str]:
     [
         ("share = 1.5", "store.namespaces.chat.share"),
         ("shares = 0.5", "store.namespaces.chat.shares"),
-        ("share = 0.5\nceiling = 0.4", "namespaces.chat: share 0.5 is above ceiling 0.4: lower it"),
+        ("share = 0.5\nceiling = 0.4", "namespaces.chat: share 0.5 exceeds ceiling 0.4: lower it"),
         ("pinned = true", "namespaces.chat: pinned entries could fill the store: set ceiling below 1"),
         ("share = 0.6\n[store.namespaces.b]\nshare = 0.5", "add up to 1.1: the maximum is 1"),
         (

@@ -182,7 +182,9 @@ def test_open_far_members_without_nixl_are_an_error_naming_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"store\.far.*needs a package: nixl.*cornplug\[far-nixl\]"):
+    with pytest.raises(
+        ConfigError, match=r"store\.far.*requires a package that is not installed: nixl.*cornplug\[far-nixl\]"
+    ):
         open_far(["nixl://10.0.0.5+10.0.0.6"], SECRET, secret_file=tmp_path / "own")
 
 
