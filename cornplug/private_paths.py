@@ -1,4 +1,4 @@
-"""Folders and files that only this user can change, including the secret.
+"""Folders and files that only this user can change, such as the file with the secret.
 
 Files are checked through the same descriptor through which they are used later, and symbolic links are not
 followed. Otherwise another user could create the folder in /tmp first, or replace the log by a link.

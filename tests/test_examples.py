@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import test_docs
@@ -13,6 +14,7 @@ import test_docs
 from cornplug import cli
 from cornplug.apps import AppsFile
 from cornplug.planner.inputs import toml_reader
+from devkit.engines import Answer
 
 TREE: Final = Path(__file__).parents[1]
 EXAMPLES: Final = sorted(path.parent for path in (TREE / "examples").glob("*/demo.py"))
@@ -121,3 +123,42 @@ def test_example_apps_file_is_launched_as_it_says(
     assert sorted(re.findall(r"^# (?:engine|encoder|external) (.+)$", shown, re.M)) == sorted(started)
     assert shown.count("# store store") == 1
     assert shown.count("CORNPLUG_STORE_AUTOSTART=false") == shown.count("# engine ")
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({}, ""),
+        ({"cornplug_s": 1.0}, "1.00 s, and stock takes 1.00 s"),
+        ({"tokens": 0}, "nothing was shared"),
+        ({"token_ids": (2,)}, "another answer than stock's"),
+        ({"tower_passes": 1}, "the tower ran again for a known image"),
+    ],
+)
+def test_demo_fails_if_a_row_is_wrong(
+    change: dict[str, Any], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(TREE / "examples/two_apps_one_encoder"))
+    demo = importlib.import_module("demo")
+    wrong = {"cornplug_s": 0.2, "tokens": 1500, "token_ids": (1,), "tower_passes": 0, **change}
+
+    def answer(token_ids: tuple[int, ...], ttft_s: float) -> Answer:
+        return Answer(
+            text="",
+            token_ids=token_ids,
+            logprobs=(),
+            prompt_tokens=1500,
+            finish_reason="length",
+            ttft_s=ttft_s,
+            total_s=2 * ttft_s,
+        )
+
+    sample = demo.Sample(
+        stock=answer((1,), 1.0),
+        cornplug=answer(wrong["token_ids"], wrong["cornplug_s"]),
+        embeddings=0,
+        tower_passes=wrong["tower_passes"],
+        tokens=wrong["tokens"],
+    )
+    results = demo.Results({demo.FRESH: [sample] * demo.ROUNDS})
+    assert results.faults() == ([f"{demo.FRESH}: {fault}"] if fault else [])

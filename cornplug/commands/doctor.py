@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         "--engine", choices=names, help="engine for which to check --model (default: all installed engines)"
     )
     parser.add_argument(
-        "flags", nargs="*", metavar="-- FLAGS", help="flags with which you start the engine for --model"
+        "flags", nargs="*", metavar="-- FLAGS", help="flags of the engine that serves the model of --model"
     )
     args = parser.parse_args(argv)
     engines = engine_checks.of_this_environment(args.engine)

@@ -98,7 +98,8 @@ class WeightPlacement:
 
 
 def read(name: str, dtype: str) -> tuple[Checkpoint, ServedModel]:
-    """Open a checkpoint. Return (checkpoint, description with which its model would be served).
+    """Open a checkpoint without its weights. Return (checkpoint, description of its model as the service
+    reports it).
 
     In the description, `hidden_size` is 0, because no weights are loaded. Raises CheckpointError.
     """

@@ -110,8 +110,8 @@ def judge(tables: FieldTables, values: Mapping[str, Any], defaults: Mapping[str,
 
 
 def misplaced(tables: FieldTables, fields: Iterable[str]) -> dict[str, str]:
-    """Return defects in the tables, by field name: fields that are in no table or in several tables, and
-    fields that the class does not have. Used by tests."""
+    """Return the errors in the tables that classify the fields of a config class, by field name: fields that
+    are in no table or in several tables, and fields that the class does not have. Used by tests."""
     existing = set(fields)
     places = (tables.in_key, tables.harmless, tables.refused)
     found = {name: sum(name in place for place in places) for name in existing}

@@ -36,8 +36,8 @@ class PageCost:
 
 @dataclass(frozen=True, slots=True)
 class EntryCost:
-    """Cost of one store entry, as a fraction of a page's cost. The fraction is less than 1 if a page's tokens
-    have several entries."""
+    """Cost of one store entry, as a fraction of a page's cost. The fraction is less than 1 if a page
+    is stored as several entries."""
 
     page: PageCost
     share: float = 1.0

@@ -150,7 +150,7 @@ def from_store(
 
 def _check_size(dtype: str, shape: tuple[int, ...], size: int) -> None:
     if dtype not in ITEM_BYTES:
-        raise ValueError(f"no embedding has dtype {dtype!r}")
+        raise ValueError(f"unsupported dtype of an embedding: {dtype!r}")
     if any(n <= 0 for n in shape) or math.prod(shape) * ITEM_BYTES[dtype] != size:
         raise ValueError(f"{size} bytes do not fill {shape} of {dtype}")
 

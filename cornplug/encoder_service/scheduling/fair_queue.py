@@ -163,7 +163,7 @@ class WeightedFairQueue:
         return (self._states[qos].eligible_at - self._served) * qos.share < batch_tokens
 
     def charge(self, qos: ServiceClass, app: str, tokens: int) -> None:
-        """Count tokens that were served to an app of a class."""
+        """Charge served tokens to an app within its class."""
         state = self._states[qos]
         # While another class is eligible, filling a batch uses that class's time. Such tokens count as
         # guaranteed service.

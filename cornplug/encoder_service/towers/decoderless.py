@@ -60,7 +60,8 @@ class DecoderReached(Exception):
 
 
 class TokenMark(nn.Module):
-    """Module that replaces token embeddings. All its values are the smallest finite value of the dtype."""
+    """Module that replaces token embeddings. Each element of its output is
+    the most negative finite value of the dtype."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()

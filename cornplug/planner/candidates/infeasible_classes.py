@@ -77,7 +77,8 @@ class Fit:
 
     @property
     def excess(self) -> float:
-        """Factor by which the replica exceeds the bounds: the larger of the factors for both times.
+        """Factor by which the replica exceeds the bounds: the larger of the factors for the first token (or
+        stage) and for each further token.
 
         The factor is infinite if no replica can run the service.
         """

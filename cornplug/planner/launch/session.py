@@ -141,7 +141,7 @@ class LaunchSession:
         return steps
 
     def _start_in_turn(self, commands: Sequence[LaunchCommand], stop: threading.Event) -> None:
-        """Start commands that replace stopped processes, and wait until their processes serve requests.
+        """Start the replacements of stopped processes, routers last, and wait until they serve requests.
 
         A process that fails is restarted like any other process. Raises ProcessFailed if a process exceeds
         the restart limit.
@@ -187,9 +187,10 @@ class LaunchSession:
         return plain if plain not in used else self._folder.path / f"{name_of(command)}-{command.port}.log"
 
     def _wait(self, seconds: float, stop: threading.Event) -> bool:
-        """Wait, supervise the running processes in the meantime, and return True.
+        """Wait for this time, and supervise the running processes meanwhile. Always returns True, for use in
+        a loop's condition.
 
-        Raises ProcessFailed if `stop` is set.
+        Raises ProcessFailed if `stop` is set, because the launch was stopped.
         """
         for _ in range(max(round(seconds / _POLL_S), 1)):
             if stop.wait(min(seconds, _POLL_S)):

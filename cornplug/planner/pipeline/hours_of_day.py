@@ -1,9 +1,9 @@
-"""Machines that a plan needs in each hour of a day. The other machines could be released in this hour.
+"""Machines that a plan needs in each hour of the day. The other machines can be released during that hour.
 
-A plan can serve each request class at the rate of its busiest hour. In other hours, some replicas can be
-stopped, but no replica is started or changed. Therefore the pool's model is solved with the plan's replicas
-as the maximum of each cell, and with the same bounds and reserves. Loads are rounded up to eighths of each
-class's peak, so that a day has few different loads.
+A plan serves each request class at its highest rate. In other hours some replicas can be stopped, but none is
+added or changed. The optimization is therefore repeated for each hour, with the plan's numbers of replicas as
+upper limits and with the same latency bounds and reserves. Loads are rounded up to eighths of each class's
+peak, so that few different problems have to be solved.
 """
 
 from __future__ import annotations

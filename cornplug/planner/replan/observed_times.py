@@ -151,11 +151,13 @@ def ratios(observed: Sequence[ObservedTime]) -> dict[str, float]:
 def agreed_times(
     observed: Sequence[ObservedTime], last: Mapping[str, float], explained: Mapping[str, float]
 ) -> list[ObservedTime]:
-    """Return all times of a window if at least one time has to be corrected, otherwise [].
+    """Return all measured times of a window if at least one predicted time has to be corrected, otherwise
+    [].
 
-    A time has to be corrected if it deviates by `NOTICED`, in the same direction as in the last window. All
-    times are returned, because a correction of prefill also changes decode. `last` contains the ratios of the
-    last window. `explained` contains the ratios from which the current corrections were determined.
+    A predicted time has to be corrected if the ratio of measured to predicted time has changed by at least
+    `NOTICED` since the current corrections were determined, in the same direction in this window and in the
+    last one. All times are returned, because a correction of prefill also changes decode. `last` contains the
+    ratios of the last window. `explained` contains the ratios that led to the current corrections.
     """
     for one in observed:
         name, usual = _name(one), explained.get(_name(one), 1.0)

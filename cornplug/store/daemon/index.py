@@ -66,7 +66,7 @@ class LeaseGroup(Generic[E]):
 
 
 class LeaseLimits(Generic[E]):
-    """Counts the leased bytes of each owner in one index, and limits them. An `owner` is one connection."""
+    """Limits on the leased bytes of each owner in one index. An `owner` is one connection."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes

@@ -400,7 +400,7 @@ class DiskTier:
         """Pause writes after this failure, and return the outcome to count for the failed write."""
         kind = _PROBLEMS.get(getattr(problem, "errno", 0), "disk_error")
         if kind != self._problem:
-            _log.error("the store's disk fails, so no entries are written to it for now: %s", problem)
+            _log.error("a write to the store's disk failed, so writes are paused: %s", problem)
         self._problem, self._resume_s = kind, time.monotonic() + RETRY_S
         return kind
 

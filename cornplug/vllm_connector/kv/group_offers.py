@@ -155,8 +155,11 @@ class GroupOffers(LoadOffers):
             tokens=end * self._page.page_tokens - offer.computed, pages=self._as_pages(ranges)
         ):
             self._count_misses("cheaper", len(ranges[self._first]))
-            for group in self._groups:
-                group.of(tracked).saved_until(end)
+            for kind, group, pages in zip(self._kinds, self._groups, ranges, strict=True):
+                own = group.of(tracked)
+                # Pages before a window or a state were not looked up, and the store may not have them.
+                if kind.whole or pages.start <= own.done_pages:
+                    offer.stored.append((own, end))
             return
         wanted = self._keys_of(tracked, ranges, keys)
         leases = self._run.store.lease(wanted, ttl_s=LEASE_S, deadline_s=config.deadline_s)

@@ -62,6 +62,9 @@ class LeasedPages:
     """Lease tokens of all leased pages, including pages that are not offered."""
     end: int = 0
     """Index of the first token after the load. Set when loading begins."""
+    stored: list[tuple[TrackedRequest, int]] = field(default_factory=list)
+    """(request, number of its leading pages that need no save) for each cache group, if the store has the
+    pages but loading them does not pay."""
 
 
 class LoadOffers:
@@ -197,7 +200,7 @@ class LoadOffers:
         store, config = self._run.store, self._run.config.store
         if not self._costs.pays(tokens=tokens, pages=len(keys)):
             self._count_misses("cheaper", len(keys))
-            tracked.saved_until(end_page)
+            offer.stored.append((tracked, end_page))
             return
         leases = store.lease(keys, ttl_s=LEASE_S, deadline_s=config.deadline_s)
         offer.tokens = leases.held
@@ -254,6 +257,10 @@ class LoadOffers:
         if offer is None:
             return
         if not external:
+            # After the offer has expired, the store may have evicted the pages.
+            if time.monotonic() <= offer.expires:
+                for own, pages in offer.stored:
+                    own.saved_until(pages)
             self.withdraw(tracked)
             return
         tracked.offer, tracked.loading = None, offer

@@ -239,7 +239,9 @@ def _settle(core: Any) -> None:
         engine_state.current().end_named_update(loaded.epoch, loaded.name)
     else:
         engine_state.current().end_update(loaded.epoch, loaded.name, loaded.began_ns)
-    compat.logger.info("cornplug: this engine has resumed sharing with the weights %s", loaded.name)
+    compat.logger.info(
+        "cornplug: this engine shares embeddings and KV again, with the weights of %s", loaded.name
+    )
 
 
 def _no_block_is_used(core: Any) -> bool:

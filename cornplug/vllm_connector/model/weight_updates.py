@@ -193,8 +193,8 @@ def _sleep(original: Callable[..., Any], core: Any, level: int = 1, *args: Any, 
 
 
 def _rpc_of_api(original: Callable[..., Any], llm: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-    """Handle a `collective_rpc` call in the API process, which must also stop sharing, because it names
-    images and accepts handles."""
+    """Handle a `collective_rpc` call in the API process. This process must stop sharing too, because it
+    computes the identifiers of images and accepts embedding handles."""
     if is_transfer(method, llm.vllm_config):
         weights_guard.begin_update(method, compat.logger)
     elif method != reloads.RELOAD:

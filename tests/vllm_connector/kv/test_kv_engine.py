@@ -27,7 +27,8 @@ from cornplug.store.client import PoolStore
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv import page_saves, tracked_requests
+from cornplug.vllm_connector.kv import load_offers, page_saves, tracked_requests
+from cornplug.vllm_connector.kv.costs import LoadCosts
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata
 from devkit.processes import StoreProcess
 
@@ -745,6 +746,23 @@ def test_kv_costs_cheaper_prefill_skips_load_and_save(engine: Make, faulty: Faul
         rule_of(second).computed(1000, 1000.0)
         rule_of(second).moved(1 << 20, 0.001)
     assert second.run("c", PROMPT).external_tokens == 128
+
+
+@pytest.mark.parametrize(("lease_s", "stored"), [(30.0, 0), (-1.0, 4)])
+def test_kv_costs_pages_evicted_while_a_request_waits_are_saved(
+    engine: Make, store: MemoryStore, lease_s: float, stored: int
+) -> None:
+    engine().run("a", PROMPT)
+    second = engine(load_when="pays")
+    request = second.add("b", PROMPT)
+    with (
+        mock.patch.object(load_offers, "LEASE_S", lease_s),
+        mock.patch.object(LoadCosts, "pays", return_value=False),
+    ):
+        assert second.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+        store.connect().delete([entry.key for entry in store.entries()], deadline_s=1)
+        second.settle()
+    assert second.counts.get(("saves", "kv_page", "stored"), 0) == stored
 
 
 def test_kv_costs_of_queued_load_include_its_wait(engine: Make) -> None:

@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
-from cornplug.vllm_connector.kv import idle_saves
+from cornplug.vllm_connector.kv import idle_saves, load_offers
 from cornplug.vllm_connector.kv.costs import LoadCosts
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
@@ -85,7 +85,48 @@ def test_groups_scheduler_pages_that_do_not_pay_to_load_are_not_offered(
     with mock.patch.object(LoadCosts, "pays", return_value=False):
         second.answer(PROMPT)
         second.settle()
-    assert (second.loaded(), second.saved("present")) == (0, 0)
+    assert second.loaded() == 0
+    assert second.saved("present") <= 2 * PAGES, "pages of full attention are offered"
+    nothing_left(store, first, second)
+
+
+@pytest.mark.parametrize("nth", [0, 4, 10, 16, 22])
+def test_groups_scheduler_absent_pages_before_a_window_are_saved_again(
+    cores: Make, store: KeyedStore, nth: int
+) -> None:
+    """A hit does not need them, so the lookup has not shown whether the store has them."""
+    first, second = cores(), cores()
+    first.answer(PROMPT)
+    first.settle()
+    absent = store.entries()[nth].key
+    store.connect().delete([absent], deadline_s=1)
+    with mock.patch.object(LoadCosts, "pays", return_value=False):
+        second.answer(PROMPT)
+        second.settle()
+    assert (second.loaded(), second.saved()) == (0, 1)
+    assert store.index.find(absent) is not None
+    nothing_left(store, first, second)
+
+
+def test_groups_scheduler_pages_evicted_while_a_request_waits_are_saved(
+    cores: Make, store: KeyedStore
+) -> None:
+    first, second = cores(), cores()
+    first.answer(PROMPT)
+    first.settle()
+    request = second.add(PROMPT)
+    with (
+        mock.patch.object(load_offers, "LEASE_S", -1.0),
+        mock.patch.object(LoadCosts, "pays", return_value=False),
+    ):
+        assert second.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+        entries = store.entries()
+        store.connect().delete([entry.key for entry in entries], deadline_s=1)
+        while not request.is_finished():
+            second.step()
+            second.drain()
+        second.settle()
+    assert second.saved() == len(entries)
     nothing_left(store, first, second)
 
 
