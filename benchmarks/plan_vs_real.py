@@ -128,7 +128,9 @@ def launched(folder: Path, plan: Plan) -> Iterator[dict[str, str]]:
     groups = {group.name: group for group in plan.groups}
     with ExitStack() as stack:
         to_start = launcher.local_commands(plan, run_dir=folder / "run")
-        processes = stack.enter_context(launcher.running(plan, to_start, run_dir=folder / "run", event=_say))
+        processes = stack.enter_context(
+            launcher.run_commands(plan, to_start, run_dir=folder / "run", on_event=_say)
+        )
         for process in processes:
             group = groups.get(process.command.group)
             if group is None:

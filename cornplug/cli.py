@@ -47,7 +47,7 @@ COMMANDS: Mapping[str, CliCommand] = {
 }
 
 # Top-level module -> cornplug extra that installs it.
-EXTRAS: Mapping[str, str] = {
+EXTRA_OF_MODULE: Mapping[str, str] = {
     "torch": "encoder",
     "transformers": "encoder",
     "safetensors": "encoder",
@@ -71,14 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     If it raises a CornplugError, print the error on stderr and return 2.
     """
-    args = _parser().parse_args(argv)
+    args = _build_parser().parse_args(argv)
     try:
-        return _load(COMMANDS[args.command].target)(args.args)
+        return _import_command(COMMANDS[args.command].target)(args.args)
     except CornplugError as e:
         print(f"cornplug {args.command}: {e}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as e:
-        extra = EXTRAS.get((e.name or "").partition(".")[0])
+        extra = EXTRA_OF_MODULE.get((e.name or "").partition(".")[0])
         if extra is None:
             raise
         print(
@@ -91,13 +91,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _load(target: str) -> Callable[[list[str]], int]:
+def _import_command(target: str) -> Callable[[list[str]], int]:
     module, _, function = target.partition(":")
     command: Callable[[list[str]], int] = getattr(import_module(module), function)
     return command
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     parser = argparse.ArgumentParser(
         prog="cornplug",

@@ -108,7 +108,7 @@ def _remote(url: str, asked: list[str]) -> None:
 
 
 def _polled(url: str, asked: list[str]) -> None:
-    LoadPoller(lambda loads: None).poke([url])
+    LoadPoller(lambda loads: None).refresh([url])
     wait_until(lambda: bool(asked), deadline_s=20, what="the first request")
 
 
@@ -123,8 +123,8 @@ CLIENTS: dict[str, Callable[[str, list[str]], object]] = {
     "RemoteEncoder": _remote,
     "LoadPoller": _polled,
     "bucket": _bucket,
-    "health": lambda url, _: processes.answers(f"{url}/health"),
-    "profiler of an encoder": lambda url, _: encoder_passes.passes(url),
+    "health": lambda url, _: processes.responds_ok(f"{url}/health"),
+    "profiler of an encoder": lambda url, _: encoder_passes.read_pass_counter(url),
     "profiler of an engine": lambda url, _: engine_steps._metrics(url),
     "replan": lambda url, _: observed_load._get(f"{url}/metrics"),
     "warm": lambda url, _: WarmedEngine(url, model=None, api_key=None, timeout_s=10),

@@ -1,6 +1,6 @@
 """The apps file, which is read and written as TOML: the planner's input with the resources of one host.
 
-The pool is optional. `toml_text` writes TOML, because the standard library can only read TOML.
+The pool is optional. `format_toml` writes TOML, because the standard library can only read TOML.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import Field
 from cornplug.apps import launch_checks
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs import toml_reader
-from cornplug.planner.inputs.field_types import nearest
+from cornplug.planner.inputs.field_types import suggest_known_name
 from cornplug.planner.inputs.json_schema import plan_schema
 from cornplug.planner.inputs.schema import Application, NodeClass, PlanInput
 
@@ -58,7 +58,7 @@ class RoutedApplication(Application):
         """
         from cornplug.apps import client
 
-        return client.sync_client(self._router(routes, request, retry_s, price), openai_arguments)
+        return client.sync_client(self._create_router(routes, request, retry_s, price), openai_arguments)
 
     def async_client(
         self,
@@ -72,9 +72,9 @@ class RoutedApplication(Application):
         """Create an `openai.AsyncOpenAI` client. The arguments are the same as in `client`."""
         from cornplug.apps import client
 
-        return client.async_client(self._router(routes, request, retry_s, price), openai_arguments)
+        return client.async_client(self._create_router(routes, request, retry_s, price), openai_arguments)
 
-    def _router(
+    def _create_router(
         self,
         routes: Path | Addresses | None,
         request: str | None,
@@ -82,49 +82,49 @@ class RoutedApplication(Application):
         price: MissPrice | None,
     ) -> CallRouter:
         from cornplug.apps import client
-        from cornplug.apps.routed_call import routes_of
+        from cornplug.apps.routed_call import resolve_routes
 
-        found = routes_of(self.name, [one.name for one in self.requests], routes, request)
-        return client.router_of(found, price, retry_s)
+        found = resolve_routes(self.name, [one.name for one in self.requests], routes, request)
+        return client.create_router(found, price, retry_s)
 
 
-def toml_text(data: Mapping[str, Any]) -> str:
+def format_toml(data: Mapping[str, Any]) -> str:
     """Return `data` as TOML. Its values are tables, lists, strings, numbers and booleans."""
-    return "\n".join(_table((), data)).lstrip("\n") + "\n"
+    return "\n".join(_format_table((), data)).lstrip("\n") + "\n"
 
 
-def _table(place: tuple[str, ...], data: Mapping[str, Any]) -> Iterator[str]:
+def _format_table(path: tuple[str, ...], data: Mapping[str, Any]) -> Iterator[str]:
     later: dict[str, Any] = {}
     for key, value in data.items():
         if isinstance(value, Mapping) or (isinstance(value, list) and _are_tables(value)):
             later[key] = value
         else:
-            yield f"{_key(key)} = {_value(value)}"
+            yield f"{_format_key(key)} = {_format_value(value)}"
     for key, value in later.items():
-        inner = (*place, _key(key))
+        inner = (*path, _format_key(key))
         head = ".".join(inner)
         for one in value if isinstance(value, list) else [value]:
             yield from ("", f"[[{head}]]" if isinstance(value, list) else f"[{head}]")
-            yield from _table(inner, one)
+            yield from _format_table(inner, one)
 
 
 def _are_tables(value: list[Any]) -> bool:
     return bool(value) and all(isinstance(one, Mapping) for one in value)
 
 
-def _value(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + " }"
+        return "{ " + ", ".join(f"{_format_key(k)} = {_format_value(v)}" for k, v in value.items()) + " }"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_value, value)) + "]"
+        return "[" + ", ".join(map(_format_value, value)) + "]"
     if isinstance(value, str):
         # JSON strings are valid TOML strings, except for one control character.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def _key(key: str) -> str:
-    return key if _BARE_KEY.fullmatch(key) else _value(key)
+def _format_key(key: str) -> str:
+    return key if _BARE_KEY.fullmatch(key) else _format_value(key)
 
 
 class AppsFile(PlanInput):
@@ -154,14 +154,14 @@ class AppsFile(PlanInput):
             if one.name == name:
                 return RoutedApplication.model_validate(one.model_dump(exclude_unset=True))
         names = [one.name for one in self.applications]
-        raise ConfigError("application", f"unknown application {name!r}", nearest(name, names))
+        raise ConfigError("application", f"unknown application {name!r}", suggest_known_name(name, names))
 
     def to_toml(self) -> str:
         """Return the file as TOML that `read` accepts.
 
         The text contains only values that were set. Paths are unchanged.
         """
-        return toml_text(self.model_dump(mode="json", exclude_unset=True, exclude_none=True))
+        return format_toml(self.model_dump(mode="json", exclude_unset=True, exclude_none=True))
 
     @classmethod
     def schema_of_file(cls) -> dict[str, Any]:

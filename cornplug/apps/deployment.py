@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 from cornplug.apps.apps_file import AppsFile
 from cornplug.apps.launch_checks import model_of, models_of, path_of
-from cornplug.host import reachable
+from cornplug.host import reachable_address
 from cornplug.planner.candidates.replica_configs import PRIORITY
 from cornplug.planner.inputs.schema import (
     Application,
@@ -32,7 +32,7 @@ from cornplug.planner.plan import (
 )
 
 _HOST: Final = "host"
-_CACHED: Final[tuple[Literal["prefix", "embedding"], ...]] = ("prefix", "embedding")
+_CACHE_KINDS: Final[tuple[Literal["prefix", "embedding"], ...]] = ("prefix", "embedding")
 
 
 def deployment_of(file: AppsFile) -> Deployment:
@@ -40,17 +40,17 @@ def deployment_of(file: AppsFile) -> Deployment:
     started = [c for c in file.components if c.resources is not None]
     classes = [(app, request) for app in file.applications for request in app.requests]
     groups = _Groups(file, started, classes)
-    found = [groups.of(component) for component in started]
+    found = [groups.group_for(component) for component in started]
     size = max((place[1] + group.ranks for group in found for place in group.placement), default=1)
     return Deployment(
         name=file.name,
-        nodes=[Nodes(name=_HOST, gpu="gpu", gpus=size, count=1, hosts=[reachable(file.launch.host)])],
+        nodes=[Nodes(name=_HOST, gpu="gpu", gpus=size, count=1, hosts=[reachable_address(file.launch.host)])],
         groups=found,
-        routes=[groups.route(app, request) for app, request in classes],
-        latency_forecasts=[_targets(file, app, request) for app, request in classes],
+        routes=[groups.route_for(app, request) for app, request in classes],
+        latency_forecasts=[_latency_targets(file, app, request) for app, request in classes],
         caches=list(_caches(file, started)),
         reservations=[_reservation(file, one) for one in file.qos],
-        applications=[_settings(app) for app in file.applications],
+        applications=[_planned_application(app) for app in file.applications],
         store_flags=file.launch.store_flags,
         listen=file.launch.host,
         allow_anonymous=file.launch.allow_anonymous,
@@ -65,13 +65,13 @@ class _Groups:
     ) -> None:
         self._file = file
         self._paths = {(app.name, request.name): path_of(file, app, request) for app, request in classes}
-        self._first = dict(_first_devices(started))
+        self._first_device = dict(_first_devices(started))
         self._ports = dict(_ports(file, started))
 
-    def of(self, component: Component) -> ReplicaGroup:
+    def group_for(self, component: Component) -> ReplicaGroup:
         """Return the replica group of one launched component."""
-        its = _resources(component)
-        users = self._users(component)
+        its = _require_resources(component)
+        users = self._served_applications(component)
         encodes = component.kind == "encoder"
         return ReplicaGroup(
             name=component.name,
@@ -92,7 +92,7 @@ class _Groups:
             share=component.shares[0],
             quantisation=component.quantisations[0],
             replicas=its.replicas,
-            placement=list(_placement(component, self._first[component.name])),
+            placement=list(_placement(component, self._first_device[component.name])),
             workload=max((app.workload for app in users), key=PRIORITY.__getitem__, default="online"),
             apps=[app.name for app in users],
             ports=self._ports[component.name],
@@ -105,7 +105,7 @@ class _Groups:
             health=its.health,
         )
 
-    def route(self, app: Application, request: RequestSpec) -> PlanRoute:
+    def route_for(self, app: Application, request: RequestSpec) -> PlanRoute:
         """Return the route of one request class."""
         path = self._paths[app.name, request.name]
         kinds = {component.kind for component in path}
@@ -123,13 +123,13 @@ class _Groups:
             return "E" if component.kind == "encoder" else "G"
         with_media = [
             any(c.kind == "encoder" for c in self._paths[app.name, request.name])
-            for app in self._users(component)
+            for app in self._served_applications(component)
             for request in app.requests
             if request.media
         ]
         return "PD" if with_media and all(with_media) else "EPD"
 
-    def _users(self, component: Component) -> list[Application]:
+    def _served_applications(self, component: Component) -> list[Application]:
         """Return the applications whose requests the component serves, highest priority first."""
         found = [
             app
@@ -149,21 +149,21 @@ def priority_of(file: AppsFile, app: Application) -> int:
     return of_class * len(PRIORITY) + PRIORITY[app.workload]
 
 
-def _resources(component: Component) -> ComponentResources:
+def _require_resources(component: Component) -> ComponentResources:
     assert component.resources is not None, "launched components have resources"
     return component.resources
 
 
-def _ranks(component: Component) -> int:
+def _rank_count(component: Component) -> int:
     if component.kind == "encoder":
         return 1
     return component.tp[0] * component.pp[0] * component.dp[0] * component.pcp[0]
 
 
 def _placement(component: Component, first: int) -> Iterator[list[int]]:
-    share, ranks = component.shares[0], _ranks(component)
+    share, ranks = component.shares[0], _rank_count(component)
     beside = round(1 / share)
-    for replica in range(_resources(component).replicas):
+    for replica in range(_require_resources(component).replicas):
         yield [0, first + (replica * ranks if share == 1 else replica // beside)]
 
 
@@ -174,18 +174,23 @@ def _first_devices(started: list[Component]) -> Iterator[tuple[str, int]]:
     """
     free = {
         device: max(
-            (d + 1 for c in started if _resources(c).device == device for d in _resources(c).devices),
+            (
+                d + 1
+                for c in started
+                if _require_resources(c).device == device
+                for d in _require_resources(c).devices
+            ),
             default=0,
         )
         for device in ("gpu", "cpu")
     }
     for component in started:
-        its = _resources(component)
+        its = _require_resources(component)
         if its.devices:
             yield component.name, its.devices[0]
             continue
         yield component.name, free[its.device]
-        free[its.device] = max(p[1] for p in _placement(component, free[its.device])) + _ranks(component)
+        free[its.device] = max(p[1] for p in _placement(component, free[its.device])) + _rank_count(component)
 
 
 def _ports(file: AppsFile, started: list[Component]) -> Iterator[tuple[str, list[int]]]:
@@ -197,14 +202,14 @@ def _ports(file: AppsFile, started: list[Component]) -> Iterator[tuple[str, list
     written = {
         port
         for c in started
-        if (first := _resources(c).port) is not None
-        for port in range(first, first + _resources(c).replicas)
+        if (first := _require_resources(c).port) is not None
+        for port in range(first, first + _require_resources(c).replicas)
     }
     base = dict.fromkeys(("llm", "generator"), file.launch.port)
     base["encoder"] = file.launch.port + ENCODER_PORT - ENGINE_PORT
     taken = set(written)
     for component in started:
-        its = _resources(component)
+        its = _require_resources(component)
         if its.port is not None:
             yield component.name, list(range(its.port, its.port + its.replicas))
             continue
@@ -218,7 +223,7 @@ def _ports(file: AppsFile, started: list[Component]) -> Iterator[tuple[str, list
         yield component.name, chosen
 
 
-def _targets(file: AppsFile, app: Application, request: RequestSpec) -> LatencyTargets:
+def _latency_targets(file: AppsFile, app: Application, request: RequestSpec) -> LatencyTargets:
     first, *more = (request.slo or app.slo).tables
     return LatencyTargets(
         app=app.name,
@@ -242,7 +247,7 @@ def _caches(file: AppsFile, started: list[Component]) -> Iterator[CacheSize]:
     if size == 0:
         return
     for llm in llms:
-        for kind in _CACHED:
+        for kind in _CACHE_KINDS:
             yield CacheSize(
                 name=f"{kind} {llm.name}",
                 kind=kind,
@@ -251,14 +256,18 @@ def _caches(file: AppsFile, started: list[Component]) -> Iterator[CacheSize]:
             )
 
 
-def _reservation(file: AppsFile, one: ClassOfService) -> QosReservation:
-    apps = [app.name for app in file.applications if app.qos == one.name]
+def _reservation(file: AppsFile, service_class: ClassOfService) -> QosReservation:
+    apps = [app.name for app in file.applications if app.qos == service_class.name]
     return QosReservation(
-        qos=one.name, share=one.share, priority=one.priority, deadline_s=one.deadline_s, apps=apps
+        qos=service_class.name,
+        share=service_class.share,
+        priority=service_class.priority,
+        deadline_s=service_class.deadline_s,
+        apps=apps,
     )
 
 
-def _settings(app: Application) -> PlannedApplication:
+def _planned_application(app: Application) -> PlannedApplication:
     namespace = None if app.namespace is None else PlannedNamespace(**app.namespace.model_dump())
     return PlannedApplication(
         name=app.name,

@@ -19,7 +19,7 @@ from cornplug.host import tls_context
 _ATTEMPTS: Final = 5
 _PAUSE_S: Final = 0.5
 """Delay in seconds before the second attempt. The delay doubles for each further attempt."""
-_AGAIN: Final = (408, 429, 502, 503, 504)
+_RETRY_STATUSES: Final = (408, 429, 502, 503, 504)
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class WarmedEngine:
             trust_env=False,
             verify=tls_context(),
         )
-        self._lost = False
+        self._is_unreachable = False
         self.model = model or self._first_model()
 
     def _first_model(self) -> str:
@@ -72,7 +72,7 @@ class WarmedEngine:
 
     def send(self, line: WarmLine) -> int | LineError:
         """Send a request and return the number of prompt tokens that the engine reports, or the error."""
-        if self._lost:
+        if self._is_unreachable:
             return LineError(line.number, "", "not sent, because the engine does not respond")
         body = {"model": self.model, **line.body}
         problem, lost = "", 0
@@ -86,15 +86,15 @@ class WarmedEngine:
                 continue
             if answer.status_code == 200:
                 return _prompt_tokens(answer)
-            name, problem = _refusal(answer)
-            if answer.status_code not in _AGAIN:
+            name, problem = _error_details(answer)
+            if answer.status_code not in _RETRY_STATUSES:
                 return LineError(line.number, name, problem)
         # Do not send other lines, because each of them would wait equally long.
         if lost == _ATTEMPTS:
-            self._lost = True
+            self._is_unreachable = True
         return LineError(line.number, "", problem)
 
-    def counts(self) -> StoreCounts | None:
+    def read_counts(self) -> StoreCounts | None:
         """Return the engine's counts, or None if the engine does not publish cornplug's counters."""
         try:
             answer = self._client.get("/metrics", timeout=10, follow_redirects=True)
@@ -116,7 +116,7 @@ class WarmedEngine:
                 found.saved_bytes += value
         return found
 
-    def decoding(self) -> Decoding | None:
+    def detect_decoding(self) -> Decoding | None:
         """Return the image decoding rules of the engine's release, or None if the release cannot be
         determined."""
         # SGLang has no /version, and vLLM has /server_info only in development mode.
@@ -134,21 +134,21 @@ class WarmedEngine:
         self._client.close()
 
 
-def _prompt_tokens(answer: httpx.Response) -> int:
+def _prompt_tokens(response: httpx.Response) -> int:
     try:
-        return int(answer.json()["usage"]["prompt_tokens"])
+        return int(response.json()["usage"]["prompt_tokens"])
     except (ValueError, LookupError, TypeError):
         return 0
 
 
-def _refusal(answer: httpx.Response) -> tuple[str, str]:
+def _error_details(response: httpx.Response) -> tuple[str, str]:
     """Return (field, problem) from an error response of vLLM or SGLang."""
     problem: Any = None
     name: Any = None
     try:
-        body = answer.json()
+        body = response.json()
         error = body.get("error", body)
         problem, name = error.get("message"), error.get("param")
     except (ValueError, AttributeError):
         pass
-    return str(name or ""), f"HTTP {answer.status_code}: {problem or answer.text[:200]}"
+    return str(name or ""), f"HTTP {response.status_code}: {problem or response.text[:200]}"

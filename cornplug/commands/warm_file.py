@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-_DROPPED: Final = ("max_completion_tokens", "min_tokens", "n", "stream_options")
+_REMOVED_FIELDS: Final = ("max_completion_tokens", "min_tokens", "n", "stream_options")
 """Fields that are removed from a request, because with them it could generate more than one token."""
 
 
@@ -55,15 +55,15 @@ class WarmLine:
         return self.body.get("cache_salt")
 
 
-class _Wrong(Exception):
-    """A field is invalid. `read` converts this exception to a `LineError`."""
+class _InvalidField(Exception):
+    """A field is invalid. `read_warm_file` converts this exception to a `LineError`."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(problem)
         self.name = name
 
 
-def read(path: Path) -> tuple[list[WarmLine], list[LineError]]:
+def read_warm_file(path: Path) -> tuple[list[WarmLine], list[LineError]]:
     """Return the requests in valid lines, and the errors in other lines. Raises OSError or UnicodeDecodeError
     if the file cannot be read."""
     lines, errors = [], []
@@ -72,79 +72,81 @@ def read(path: Path) -> tuple[list[WarmLine], list[LineError]]:
         if not raw.strip():
             continue
         try:
-            lines.append(_line(number, raw, path.parent))
-        except _Wrong as e:
+            lines.append(_parse_line(number, raw, path.parent))
+        except _InvalidField as e:
             errors.append(LineError(number, e.name, str(e)))
     return lines, errors
 
 
-def _line(number: int, raw: str, folder: Path) -> WarmLine:
+def _parse_line(number: int, raw: str, folder: Path) -> WarmLine:
     try:
         found = json.loads(raw)
     except ValueError as e:
-        raise _Wrong("", f"not JSON: {e}") from None
+        raise _InvalidField("", f"not JSON: {e}") from None
     if isinstance(found, dict) and isinstance(found.get("body"), dict):
         found = found["body"]
     if not isinstance(found, dict):
-        raise _Wrong("", "not a JSON object")
+        raise _InvalidField("", "not a JSON object")
     line = WarmLine(number)
     salt = found.get("cache_salt")
     if not (salt is None or isinstance(salt, str)):
-        raise _Wrong("cache_salt", "must be a string")
+        raise _InvalidField("cache_salt", "must be a string")
     given = [name for name in ("prompt", "messages") if name in found]
     if len(given) > 1:
-        raise _Wrong("prompt", 'cannot be combined with "messages": a line is one request')
+        raise _InvalidField("prompt", 'cannot be combined with "messages": a line is one request')
     if not given and "images" not in found:
-        raise _Wrong("", 'needs "prompt", "messages" or "images"')
-    line.body = {name: value for name, value in found.items() if name not in (*_DROPPED, "images")}
+        raise _InvalidField("", 'needs "prompt", "messages" or "images"')
+    line.body = {name: value for name, value in found.items() if name not in (*_REMOVED_FIELDS, "images")}
     if given == ["prompt"]:
         if not isinstance(found["prompt"], (str, list)) or not found["prompt"]:
-            raise _Wrong("prompt", "must be a string or a list of tokens")
+            raise _InvalidField("prompt", "must be a string or a list of tokens")
         line.path = "/v1/completions"
     elif given:
         line.path = "/v1/chat/completions"
-        line.body["messages"] = list(_messages(line, found["messages"], folder))
+        line.body["messages"] = list(_parse_messages(line, found["messages"], folder))
     images = found.get("images", [])
     if not isinstance(images, list):
-        raise _Wrong("images", "must be a list")
+        raise _InvalidField("images", "must be a list")
     for i, image in enumerate(images):
         name = f"images[{i}]"
-        data = _bytes(name, image, folder)
+        data = _read_image(name, image, folder)
         if data is None:
-            raise _Wrong(name, "URLs are only supported in messages: use a file instead")
+            raise _InvalidField(name, "URLs are only supported in messages: use a file instead")
         line.images.append((name, data))
     line.body |= {"max_tokens": 1, "temperature": 0, "stream": False}
     return line
 
 
-def _messages(line: WarmLine, messages: object, folder: Path) -> Iterator[dict[str, Any]]:
+def _parse_messages(line: WarmLine, messages: object, folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the messages with images in files replaced by data URLs, and add the images to `line`."""
     if not isinstance(messages, list) or not messages:
-        raise _Wrong("messages", "must be a list of messages")
+        raise _InvalidField("messages", "must be a list of messages")
     for i, message in enumerate(messages):
         name = f"messages[{i}]"
         if not isinstance(message, dict):
-            raise _Wrong(name, "must be an object")
+            raise _InvalidField(name, "must be an object")
         if not isinstance(message.get("role"), str):
-            raise _Wrong(f"{name}.role", "missing")
+            raise _InvalidField(f"{name}.role", "missing")
         content = message.get("content")
         if isinstance(content, list):
-            parts = [_part(line, f"{name}.content[{j}]", part, folder) for j, part in enumerate(content)]
+            parts = [
+                _parse_part(line, f"{name}.content[{j}]", part, folder) for j, part in enumerate(content)
+            ]
             message = {**message, "content": parts}
         elif not (content is None or isinstance(content, str)):
-            raise _Wrong(f"{name}.content", "must be a string or a list of parts")
+            raise _InvalidField(f"{name}.content", "must be a string or a list of parts")
         yield message
 
 
-def _part(line: WarmLine, name: str, part: object, folder: Path) -> Any:
+def _parse_part(line: WarmLine, name: str, part: object, folder: Path) -> Any:
     if not isinstance(part, dict):
-        raise _Wrong(name, "must be an object")
+        raise _InvalidField(name, "must be an object")
     if part.get("type") != "image_url":
         return part
     image = part.get("image_url")
     url = image.get("url") if isinstance(image, dict) else image
     name = f"{name}.image_url"
-    data = _bytes(name, url, folder)
+    data = _read_image(name, url, folder)
     if data is None:
         return part
     line.images.append((name, data))
@@ -154,19 +156,19 @@ def _part(line: WarmLine, name: str, part: object, folder: Path) -> Any:
     return {**part, "image_url": {**(image if isinstance(image, dict) else {}), "url": sent}}
 
 
-def _bytes(name: str, url: object, folder: Path) -> bytes | None:
+def _read_image(name: str, url: object, folder: Path) -> bytes | None:
     """Return the bytes of the image at a path or data URL, or None for an http(s) URL."""
     if not isinstance(url, str) or not url:
-        raise _Wrong(name, "must be a path or URL")
+        raise _InvalidField(name, "must be a path or URL")
     if url.startswith(("http://", "https://")):
         return None
     if url.startswith("data:"):
         try:
             return base64.b64decode(url.partition(",")[2], validate=True)
         except binascii.Error as e:
-            raise _Wrong(name, f"invalid base64: {e}") from None
+            raise _InvalidField(name, f"invalid base64: {e}") from None
     path = Path(unquote(urlsplit(url).path)) if url.startswith("file:") else folder / url
     try:
         return path.read_bytes()
     except (OSError, ValueError) as e:
-        raise _Wrong(name, f"cannot read {path}: {getattr(e, 'strerror', None) or e}") from None
+        raise _InvalidField(name, f"cannot read {path}: {getattr(e, 'strerror', None) or e}") from None

@@ -20,9 +20,9 @@ import msgspec
 import torch
 
 from cornplug.encoder_service.wire.tensors import dtype_name
-from cornplug.local_socket import frame, receive_frame
+from cornplug.local_socket import encode_frame, receive_frame
 
-_ALIGN: Final = 64
+_ALIGN_BYTES: Final = 64
 _MAX_FRAME_BYTES: Final = 256 << 20
 
 
@@ -82,7 +82,7 @@ class ReplicaFailed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-class MediumTensors(msgspec.Struct, frozen=True):
+class MediaTensors(msgspec.Struct, frozen=True):
     """`TowerItem` whose tensors are in the lane's memfd, and its cached features or None."""
 
     tensors: tuple[SharedTensor, ...]
@@ -92,7 +92,7 @@ class MediumTensors(msgspec.Struct, frozen=True):
 
 
 class RunBatch(msgspec.Struct, frozen=True, tag="run"):
-    media: tuple[MediumTensors, ...]
+    media: tuple[MediaTensors, ...]
     wanted: tuple[tuple[bytes, int], ...]
     """Embeddings to compute, as pairs of (identity, index in `media`)."""
     keep: bool
@@ -109,12 +109,12 @@ class BatchDone(msgspec.Struct, frozen=True, tag="done"):
 
 ToReplica = OpenModels | LoadModel | DropModel
 FromReplica = ReplicaReady | ReplicaFailed
-Computed = BatchDone | ReplicaFailed
+BatchReply = BatchDone | ReplicaFailed
 
 
 def send(sock: socket.socket, message: msgspec.Struct) -> None:
     """Send a message. Raises OSError if the other side has disconnected."""
-    sock.sendall(frame(msgspec.msgpack.encode(message), limit=_MAX_FRAME_BYTES))
+    sock.sendall(encode_frame(msgspec.msgpack.encode(message), limit=_MAX_FRAME_BYTES))
 
 
 def receive(sock: socket.socket, kind: Any) -> Any:
@@ -142,7 +142,7 @@ class SharedBuffer:
         rows: list[SharedTensor] = []
         end = 0
         for tensor in tensors:
-            offset = -(-end // _ALIGN) * _ALIGN
+            offset = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
             rows.append(SharedTensor(dtype_name(tensor.dtype), tuple(tensor.shape), offset))
             end = rows[-1].end
         if end > os.fstat(self.fd).st_size:
@@ -151,17 +151,17 @@ class SharedBuffer:
             self.view(row).copy_(tensor)
         return rows
 
-    def view(self, row: SharedTensor) -> torch.Tensor:
+    def view(self, location: SharedTensor) -> torch.Tensor:
         """Return the tensor at a location, without a copy. The tensor is valid until the next `write` by
         either side."""
-        count = math.prod(row.shape)
+        count = math.prod(location.shape)
         if count == 0:
-            return torch.empty(row.shape, dtype=row.torch_dtype)
-        if self._map is None or len(self._map) < row.end:
+            return torch.empty(location.shape, dtype=location.torch_dtype)
+        if self._map is None or len(self._map) < location.end:
             # Tensors in the previous mapping keep that mapping alive.
             self._map = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
-        flat = torch.frombuffer(self._map, dtype=row.torch_dtype, count=count, offset=row.offset)
-        return flat.reshape(row.shape)
+        flat = torch.frombuffer(self._map, dtype=location.torch_dtype, count=count, offset=location.offset)
+        return flat.reshape(location.shape)
 
     def close(self) -> None:
         """Close the descriptor. A mapping is freed with the last tensor that uses it."""

@@ -19,7 +19,13 @@ import torch
 
 from cornplug.encoder_service import replica_ipc
 from cornplug.encoder_service.execution.executor import BatchExecutor, EncodeBatch, InProcessExecutor
-from cornplug.encoder_service.model_loader import CompiledTower, LoadedModel, WeightPlacement, load, read
+from cornplug.encoder_service.model_loader import (
+    CompiledTower,
+    LoadedModel,
+    WeightPlacement,
+    load_model,
+    read_checkpoint,
+)
 from cornplug.encoder_service.towers.base import TowerItem
 from cornplug.errors import CheckpointError, ReplicaLost
 
@@ -30,9 +36,9 @@ class ReplicaModels:
     """Loaded models by identity. Lanes may look up models while the control thread loads or removes
     models."""
 
-    def __init__(self, opened: replica_ipc.OpenModels) -> None:
-        self._place = WeightPlacement(
-            dtype=opened.dtype, device=torch.device(opened.device), compile=opened.compile
+    def __init__(self, request: replica_ipc.OpenModels) -> None:
+        self._placement = WeightPlacement(
+            dtype=request.dtype, device=torch.device(request.device), compile=request.compile
         )
         self._loaded: dict[bytes, LoadedModel] = {}
 
@@ -42,17 +48,17 @@ class ReplicaModels:
         for model in models:
             if model.identity in self._loaded:
                 continue
-            checkpoint, found = read(model.path, self._place.dtype)
+            checkpoint, found = read_checkpoint(model.path, self._placement.dtype)
             if found.identity != model.identity:
                 raise CheckpointError(
                     f"the weights in {model.path} differ from the weights that are served. "
                     "Send the service SIGHUP to load them.",
                     reason="changed",
                 )
-            loaded = load(checkpoint, found, self._place, beside=self._loaded.values())
+            loaded = load_model(checkpoint, found, self._placement, reuse_from=self._loaded.values())
             self._loaded = {**self._loaded, model.identity: loaded}
 
-    def drop(self, identities: Sequence[bytes]) -> None:
+    def unload(self, identities: Sequence[bytes]) -> None:
         """Remove the models with these identities."""
         self._loaded = {k: v for k, v in self._loaded.items() if k not in identities}
 
@@ -64,7 +70,7 @@ class ReplicaModels:
 
         Raises ReplicaLost if this replica has not loaded the model. Another replica may have it.
         """
-        parts = (part for loaded in self._loaded.values() for part in loaded.each())
+        parts = (part for loaded in self._loaded.values() for part in loaded.iter_parts())
         found = next((part for part in parts if part.identity == identity), None)
         if found is None:
             raise ReplicaLost(f"the replica does not have model {identity.hex()[:12]}")
@@ -87,12 +93,12 @@ class WorkerLoop:
         with ThreadPoolExecutor(1, "cornplug-compute") as threads:
             while True:
                 run = replica_ipc.receive(self._sock, replica_ipc.RunBatch)
-                done = threads.submit(self._run, run)
+                done = threads.submit(self._run_batch, run)
                 error = done.exception()
-                replica_ipc.send(self._sock, done.result() if error is None else _failed(error))
+                replica_ipc.send(self._sock, done.result() if error is None else _failure_reply(error))
 
-    def _run(self, run: replica_ipc.RunBatch) -> replica_ipc.BatchDone:
-        result = self._executor.run(self._batch_of(run))
+    def _run_batch(self, run: replica_ipc.RunBatch) -> replica_ipc.BatchDone:
+        result = self._executor.run(self._build_batch(run))
         places = list(result.features)
         rows = self._outputs.write([*result.embeddings, *(result.features[i] for i in places)])
         count = len(result.embeddings)
@@ -102,7 +108,7 @@ class WorkerLoop:
             uncompiled=CompiledTower.failures,
         )
 
-    def _batch_of(self, run: replica_ipc.RunBatch) -> EncodeBatch:
+    def _build_batch(self, run: replica_ipc.RunBatch) -> EncodeBatch:
         view = self._inputs.view
         return EncodeBatch(
             items=tuple(
@@ -110,8 +116,8 @@ class WorkerLoop:
                 for m in run.media
             ),
             features=tuple(None if m.features is None else view(m.features) for m in run.media),
-            wanted=tuple((self._models.get(identity), index) for identity, index in run.wanted),
-            keep=run.keep,
+            targets=tuple((self._models.get(identity), index) for identity, index in run.wanted),
+            returns_features=run.keep,
             urgent=run.urgent,
             share=run.share,
         )
@@ -125,34 +131,34 @@ def main(argv: Sequence[str]) -> None:
         signal.signal(signum, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     control, *rest = map(int, argv)
-    threading.Thread(target=_control, args=(socket.socket(fileno=control), rest), daemon=True).start()
+    threading.Thread(target=_serve_control, args=(socket.socket(fileno=control), rest), daemon=True).start()
     threading.Event().wait()
 
 
-def _control(sock: socket.socket, fds: Sequence[int]) -> None:
+def _serve_control(sock: socket.socket, fds: Sequence[int]) -> None:
     try:
         opened = replica_ipc.receive(sock, replica_ipc.OpenModels)
         torch.set_num_threads(opened.threads)
         models = ReplicaModels(opened)
         executor = InProcessExecutor(torch.device(opened.device))
-        replica_ipc.send(sock, _loaded(models, opened.models))
+        replica_ipc.send(sock, _load_models(models, opened.models))
         for at in range(0, len(fds), 3):
             worker = WorkerLoop(models, executor, fds[at : at + 3])
             threading.Thread(target=worker.serve, name=f"cornplug-lane-{at // 3}", daemon=True).start()
         while True:
             message: replica_ipc.ToReplica = replica_ipc.receive(sock, replica_ipc.ToReplica)
             if isinstance(message, replica_ipc.DropModel):
-                models.drop(message.identities)
+                models.unload(message.identities)
                 replica_ipc.send(sock, replica_ipc.ReplicaReady(models.identities()))
             else:
-                replica_ipc.send(sock, _loaded(models, message.models))
+                replica_ipc.send(sock, _load_models(models, message.models))
     finally:
         # End the process after any error. The service then restarts it instead of waiting for a reply.
         os._exit(0)
 
 
-def _loaded(
-    models: ReplicaModels, wanted: Sequence[replica_ipc.ModelSpec]
+def _load_models(
+    models: ReplicaModels, specs: Sequence[replica_ipc.ModelSpec]
 ) -> replica_ipc.ReplicaReady | replica_ipc.ReplicaFailed:
     """Load as many of the models as possible, because a replica can run batches even if a model is missing.
 
@@ -160,17 +166,17 @@ def _loaded(
     """
     problems: list[str] = []
     with ThreadPoolExecutor(1) as threads:
-        for model in wanted:
+        for model in specs:
             error = threads.submit(models.load, [model]).exception()
             if error is not None:
                 log.error("cannot load %s", model.path, exc_info=error)
                 problems.append(str(error))
-    if wanted and not set(models.identities()) & {model.identity for model in wanted}:
+    if specs and not set(models.identities()) & {model.identity for model in specs}:
         return replica_ipc.ReplicaFailed("checkpoint", "; ".join(problems))
     return replica_ipc.ReplicaReady(models.identities(), "; ".join(problems))
 
 
-def _failed(error: BaseException) -> replica_ipc.ReplicaFailed:
+def _failure_reply(error: BaseException) -> replica_ipc.ReplicaFailed:
     return replica_ipc.ReplicaFailed(
         "absent" if isinstance(error, ReplicaLost) else "error", f"{type(error).__name__}: {error}"
     )

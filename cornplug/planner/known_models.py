@@ -19,7 +19,7 @@ from cornplug.planner.inputs.schema import Component, InputTable, LLMShape, Quan
 IMAGE_TOKENS: Final = 1024
 """Placeholder for the number of tokens of an image, for models in which this number depends on the image's
 size. An image of 1024 x 1024 pixels has this number of tokens with Qwen3-VL's 32 x 32 pixels per token."""
-_PACKED: Final = ("fp8", "awq", "gptq")
+_QUANTISATIONS: Final = ("fp8", "awq", "gptq")
 
 
 class KnownModelRow(InputTable):
@@ -75,7 +75,7 @@ def starting_model(name: str) -> StartingModel:
             raise ConfigError(
                 "MODEL",
                 f"{name!r} is not a known model, a folder, or a model in the local cache",
-                _known(name),
+                _suggest_models(name),
             ) from e
         raise ConfigError("MODEL", str(e).rstrip("."), "Pass a checkpoint's folder or a hub id.") from e
     try:
@@ -102,7 +102,7 @@ def _of_checkpoint(name: str, checkpoint: Checkpoint) -> StartingModel:
         assert isinstance(found, TowerShape)
         tower = found
     method = str((checkpoint.config.get("quantization_config") or {}).get("quant_method", ""))
-    quantisation: Any = method if method in _PACKED else "none"
+    quantisation: Any = method if method in _QUANTISATIONS else "none"
     tokens = _media_tokens(checkpoint.config, tower) if tower else None
     fixed = tokens is not None
     return StartingModel(name, llm, tower, quantisation, tokens or IMAGE_TOKENS, fixed, from_checkpoint=True)
@@ -120,7 +120,7 @@ def _media_tokens(config: Mapping[str, Any], tower: TowerShape) -> int | None:
     return None
 
 
-def _known(name: str) -> str:
+def _suggest_models(name: str) -> str:
     """Return a remedy for an unknown name, with the most similar hub ids."""
     ids = list(known_models())
     by_text = {one.lower(): one for one in ids} | {one.rpartition("/")[2].lower(): one for one in ids}

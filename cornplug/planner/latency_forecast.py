@@ -23,7 +23,7 @@ class RequestTimes(PlanRecord):
     p95: float | None = None
     p99: float | None = None
 
-    def at(self, percentile: str) -> float | None:
+    def value_at(self, percentile: str) -> float | None:
         """Return the value of a statistic, for example "mean" or "p50"."""
         value: float | None = getattr(self, percentile)
         return value
@@ -97,7 +97,7 @@ class LatencyTargets(PlanRecord):
     """Simulated E2E latency. Empty if the plan was not simulated."""
 
     @property
-    def slo(self) -> list[PercentileSlo]:
+    def percentile_slos(self) -> list[PercentileSlo]:
         """Bounds of the class, one item per percentile. The first item may have no bounds."""
         first = PercentileSlo(
             percentile=self.slo_percentile,
@@ -110,7 +110,7 @@ class LatencyTargets(PlanRecord):
     @property
     def ttft_bound_s(self) -> float | None:
         """Loosest TTFT bound in seconds, or None. A request with a larger TTFT misses all TTFT bounds."""
-        return max((table.ttft_s for table in self.slo if table.ttft_s is not None), default=None)
+        return max((table.ttft_s for table in self.percentile_slos if table.ttft_s is not None), default=None)
 
 
 class LatencyForecast(LatencyTargets):
@@ -130,11 +130,11 @@ class LatencyForecast(LatencyTargets):
 
     @property
     def bounds(self) -> list[ForecastBound]:
-        """Simulated value and bound (or None) of each latency, at each percentile in `slo`."""
+        """Simulated value and bound (or None) of each latency, at each percentile in `percentile_slos`."""
         slower = self.slowdown or SimulatedSlowdown(idle="")
         return [
-            ForecastBound(quantity, table.percentile, bound, times.at(table.percentile), slowdown)
-            for table in self.slo
+            ForecastBound(quantity, table.percentile, bound, times.value_at(table.percentile), slowdown)
+            for table in self.percentile_slos
             for quantity, bound, times, slowdown in (
                 ("ttft", table.ttft_s, self.ttft, False),
                 ("ttft", table.ttft_slowdown, slower.ttft, True),

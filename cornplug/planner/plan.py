@@ -96,7 +96,7 @@ class QueueForecast(PlanRecord):
 
 class PlannedNamespace(PlanRecord):
     """Share of the store for one application. The fields are the same as in the settings
-    `store.namespaces.APP`."""
+    `store.namespaces.HTTP_APP`."""
 
     share: float = 0.0
     ceiling: float = 1.0

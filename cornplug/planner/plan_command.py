@@ -41,15 +41,17 @@ def main(argv: list[str]) -> int:
         return _print_schema(argv[1:])
     args = _parser().parse_args(argv)
     plan_input, digest = read(args.input)
-    plan_input = overridden(plan_input, args)
+    plan_input = apply_overrides(plan_input, args)
     folder = args.output or Path(f"{args.input.stem}-plan")
     if args.check:
         return _check(plan_input, digest, folder, args.transfer)
     errors = Console(stderr=True)
     try:
-        plan = planned(plan_input, digest, errors, quiet=args.quiet or args.json, reasons=args.explain)
+        plan = compute_plan(
+            plan_input, digest, errors, quiet=args.quiet or args.json, explain_work=args.explain
+        )
     except (PlanInfeasible, PlanUnfinished) as e:
-        return refused("plan", e)
+        return report_no_plan("plan", e)
     paths, without = plan_folder.write(plan, folder, transfer=args.transfer)
     if args.json:
         print(plan.model_dump_json(indent=1))
@@ -93,30 +95,34 @@ def read(path: Path) -> tuple[PlanInput, str]:
     return toml_reader.read(path), hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def planned(plan_input: PlanInput, digest: str, console: Console, *, quiet: bool, reasons: float) -> Plan:
-    """Compute a plan and, unless `reasons` is 0, the plan's explanation.
+def compute_plan(
+    plan_input: PlanInput, digest: str, console: Console, *, quiet: bool, explain_work: float
+) -> Plan:
+    """Compute a plan and, unless `explain_work` is 0, the plan's explanation.
 
     Args:
         digest: SHA-256 of the input file.
         console: Console that shows progress, unless `quiet` is set.
-        reasons: Solver work for the explanation, as in `--explain`.
+        explain_work: Solver work for the explanation, as in `--explain`.
     """
-    with terminal.shown_progress(console, quiet=quiet) as line:
-        decision = decide(plan_input, digest=digest, progress=line.phase, watch=line.watch)
+    with terminal.show_progress(console, quiet=quiet) as line:
+        decision = decide(
+            plan_input, digest=digest, progress=line.set_phase, on_progress=line.set_solver_progress
+        )
         plan = with_hours(decision)
-        if not reasons:
+        if not explain_work:
             return plan
-        found = explanation.explain(plan_input, decision, work=reasons, progress=line.phase)
+        found = explanation.explain(plan_input, decision, work=explain_work, progress=line.set_phase)
         return plan.model_copy(update={"explanation": found})
 
 
-def refused(command: str, error: PlanInfeasible | PlanUnfinished) -> int:
+def report_no_plan(command: str, error: PlanInfeasible | PlanUnfinished) -> int:
     """Print the reason why there is no plan, and return the exit status."""
     print(f"cornplug {command}: {error}", file=sys.stderr)
     return INFEASIBLE
 
 
-def overridden(plan_input: PlanInput, args: argparse.Namespace) -> PlanInput:
+def apply_overrides(plan_input: PlanInput, args: argparse.Namespace) -> PlanInput:
     """Return the input with overrides from the command line."""
     rules: dict[str, object] = {} if args.objective is None else {"objective": args.objective}
     rules |= {"simulate": False} if args.no_simulate else {}
@@ -130,7 +136,7 @@ def overridden(plan_input: PlanInput, args: argparse.Namespace) -> PlanInput:
     )
 
 
-def positive(text: str) -> float:
+def parse_positive(text: str) -> float:
     """Parse a positive number, for argparse."""
     value = float(text)
     if not 0 < value < float("inf"):
@@ -139,7 +145,7 @@ def positive(text: str) -> float:
 
 
 def _work(text: str) -> float:
-    return 0.0 if text == "0" else positive(text)
+    return 0.0 if text == "0" else parse_positive(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -161,13 +167,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--time-limit",
-        type=positive,
+        type=parse_positive,
         metavar="S",
         help="seconds after which a solve stops, overrides solver.time_limit_s of the file",
     )
     parser.add_argument(
         "--gap",
-        type=positive,
+        type=parse_positive,
         metavar="SHARE",
         help="gap to the solver's bound at which a solve stops; 0.01 is 1 %%",
     )
@@ -179,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--explain",
         type=_work,
-        default=explanation.WORK,
+        default=explanation.DEFAULT_WORK,
         metavar="WORK",
         help="solver work for reasons, alternatives and the cost curve, in units of solver.work (a core does "
         "0.3 to 2.5 units per second); 0 turns them off (default: %(default)g)",

@@ -16,14 +16,14 @@ from cornplug.errors import ConfigError
 from cornplug.store.base import Store
 from cornplug.store.client import PoolStore
 
-GROUP: Final = "cornplug.stores"
-_POOL: Final = "pool"
-_UPDATE: Final = "Update the package that provides it."
+ENTRY_POINT_GROUP: Final = "cornplug.stores"
+_HOST_STORE: Final = "pool"
+_UPDATE_REMEDY: Final = "Update the package that provides it."
 
 
 def is_host_store(config: StoreConfig) -> bool:
     """Return whether the settings select the host's store, which has a socket, a daemon and a secret."""
-    return config.backend == _POOL
+    return config.backend == _HOST_STORE
 
 
 def open_store(
@@ -41,20 +41,20 @@ def open_store(
     if is_host_store(config):
         return PoolStore(config, autostart=autostart, connect_timeout_s=connect_timeout_s)
     name = config.backend.partition(":")[0]
-    offered = {point.name: point for point in entry_points(group=GROUP)}
+    offered = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
     if name not in offered:
         raise ConfigError(
             "store.backend",
             f"no installed package provides a store {name!r}",
-            f"Available stores: {', '.join(sorted({_POOL, *offered}))}.",
+            f"Available stores: {', '.join(sorted({_HOST_STORE, *offered}))}.",
         )
     create = offered[name].load()
     if inspect.isabstract(create):
         lacks = ", ".join(sorted(create.__abstractmethods__))
-        raise ConfigError("store.backend", f"store {name!r} lacks the methods {lacks}", _UPDATE)
+        raise ConfigError("store.backend", f"store {name!r} lacks the methods {lacks}", _UPDATE_REMEDY)
     store = create(config, autostart=autostart, connect_timeout_s=connect_timeout_s)
     if not isinstance(store, Store):
         raise ConfigError(
-            "store.backend", f"store {name!r} does not inherit from cornplug.store.base.Store", _UPDATE
+            "store.backend", f"store {name!r} does not inherit from cornplug.store.base.Store", _UPDATE_REMEDY
         )
     return store

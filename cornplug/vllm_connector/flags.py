@@ -10,9 +10,9 @@ With `--kv-connector cornplug`, `--kv-transfer-config` names a second KV connect
 LMCache) that runs alongside cornplug.
 
 If a user upgrades vLLM to a release that cornplug does not support, engines must not fail to start with
-"unrecognized arguments". With such a release, `stock_wraps` replaces `WRAPS`. cornplug's flags are then still
-parsed, its connectors are removed from the configuration, a log line gives the reason, and engines run as
-stock vLLM.
+"unrecognized arguments". With such a release, `stock_wrappers` replaces `WRAPS`. cornplug's flags are then
+still parsed, its connectors are removed from the configuration, a log line gives the reason, and engines run
+as stock vLLM.
 """
 
 from __future__ import annotations
@@ -24,10 +24,16 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cornplug.engine_common.shared_flags import SETTINGS, add_group, dest, extra_config, settings
+from cornplug.engine_common.shared_flags import (
+    SHARED_FLAGS,
+    add_flags,
+    flag_dest,
+    load_settings,
+    settings_from_flags,
+)
 from cornplug.vllm_connector import compat, several_connectors
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
-from cornplug.vllm_connector.several_connectors import connectors, has_ours, is_ours
+from cornplug.vllm_connector.several_connectors import child_connectors, has_ours, is_ours
 
 NAME = "cornplug"
 
@@ -36,7 +42,7 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     parser = original(parser)
-    add_group(
+    add_flags(
         parser,
         "--kv-connector",
         choices=[NAME, *sorted(KVConnectorFactory._registry)],
@@ -51,7 +57,7 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
 
 def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
     name = getattr(args, "kv_connector", None)
-    extra = extra_config(args)
+    extra = settings_from_flags(args)
     if name is None:
         if extra:
             raise ValueError("--cornplug-* options need --kv-connector cornplug")
@@ -62,7 +68,7 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
             "--kv-connector and --kv-transfer-config are mutually exclusive unless the connector is cornplug"
         )
     kv, ec = transfer_configs(name, extra)
-    args.kv_transfer_config = kv if other is None else several_connectors.beside(other, kv)
+    args.kv_transfer_config = kv if other is None else several_connectors.combine_connectors(other, kv)
     if ec is not None:
         if args.ec_transfer_config is not None:
             raise ValueError(
@@ -72,8 +78,8 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
         args.ec_transfer_config = ec
     # vLLM may parse the same namespace again in a child process.
     args.kv_connector = None
-    for flag in SETTINGS:
-        setattr(args, dest(flag), None)
+    for flag in SHARED_FLAGS:
+        setattr(args, flag_dest(flag), None)
     return original(cls, args)
 
 
@@ -86,7 +92,7 @@ def transfer_configs(name: str, extra: Mapping[str, Any]) -> tuple[Any, Any | No
 
     if name != NAME:
         return KVTransferConfig(kv_connector=name, kv_role="kv_both"), None
-    settings(extra)
+    load_settings(extra)
     kv = KVTransferConfig(
         kv_connector=KV_CONNECTOR,
         kv_role="kv_both",
@@ -103,7 +109,7 @@ WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
 )
 
 
-def stock_wraps(why: str) -> list[tuple[str, str, Callable[..., Any]]]:
+def stock_wrappers(why: str) -> list[tuple[str, str, Callable[..., Any]]]:
     """Return the wrappers to use while cornplug is disabled, as (module, function's qualified name, wrapper).
     `why` is the reason that the wrappers log."""
     arguments = "vllm.engine.arg_utils"
@@ -118,7 +124,7 @@ def _add_stock_args(original: Callable[..., Any], parser: Any) -> Any:
     parser = original(parser)
     # A later release of vLLM may have its own flag with this name.
     with contextlib.suppress(argparse.ArgumentError):
-        add_group(
+        add_flags(
             parser,
             "--kv-connector",
             metavar="NAME",
@@ -130,13 +136,13 @@ def _add_stock_args(original: Callable[..., Any], parser: Any) -> Any:
 
 def _from_stock_args(why: str, original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
     name = getattr(args, "kv_connector", None)
-    if name == NAME or extra_config(args):
-        _warn("--kv-connector cornplug", why)
+    if name == NAME or settings_from_flags(args):
+        _warn_no_effect("--kv-connector cornplug", why)
     elif name is not None and args.kv_transfer_config is None:
         args.kv_transfer_config, _ = transfer_configs(name, {})
     args.kv_connector = None
-    for flag in SETTINGS:
-        setattr(args, dest(flag), None)
+    for flag in SHARED_FLAGS:
+        setattr(args, flag_dest(flag), None)
     return original(cls, args)
 
 
@@ -149,7 +155,7 @@ def _create_as_stock(why: str, original: Callable[..., Any], args: Any, *rest: A
         args = copy.deepcopy(args)
         args.kv_transfer_config = _without_ours(args.kv_transfer_config)
         args.ec_transfer_config = None if ours[1] else ec
-        _warn("cornplug's connector", why)
+        _warn_no_effect("cornplug's connector", why)
     return original(args, *rest, **kwargs)
 
 
@@ -159,11 +165,11 @@ def _without_ours(kv: Any) -> Any | None:
     if kv is None or is_ours(kv):
         return None
     if has_ours(kv):
-        left = [child for child in connectors(kv) if child.get("kv_connector") != KV_CONNECTOR]
+        left = [child for child in child_connectors(kv) if child.get("kv_connector") != KV_CONNECTOR]
         kv.kv_connector_extra_config["connectors"] = left
         return kv if left else None
     return kv
 
 
-def _warn(asked: str, why: str) -> None:
-    compat.logger.warning("cornplug: %s has no effect, and this engine runs as stock vLLM: %s", asked, why)
+def _warn_no_effect(subject: str, why: str) -> None:
+    compat.logger.warning("cornplug: %s has no effect, and this engine runs as stock vLLM: %s", subject, why)

@@ -12,16 +12,16 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from cornplug.config import Config
-from cornplug.engine_common.shared_flags import settings
+from cornplug.engine_common.shared_flags import load_settings
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
 
 _MULTI: Final = "MultiConnector"
-_OF_THE_WHOLE: Final = ("engine_id", "kv_buffer_device", "kv_port")
+_OUTER_FIELDS: Final = ("engine_id", "kv_buffer_device", "kv_port")
 """Fields of KVTransferConfig that vLLM or a connector reads from the outer config. In addition,
 MultiConnector copies the engine's id to each child."""
 
 
-def connectors(kv: Any) -> list[dict[str, Any]]:
+def child_connectors(kv: Any) -> list[dict[str, Any]]:
     """Return the settings of each connector in a MultiConnector's configuration. Return an empty list if `kv`
     is None or configures a different connector."""
     if kv is None or kv.kv_connector != _MULTI:
@@ -39,7 +39,7 @@ def our_settings(kv: Any) -> dict[str, Any] | None:
     Changes to the returned dict change the configuration."""
     if is_ours(kv):
         return kv.kv_connector_extra_config
-    for child in connectors(kv):
+    for child in child_connectors(kv):
         if child.get("kv_connector") == KV_CONNECTOR:
             return child.setdefault("kv_connector_extra_config", {})
     return None
@@ -50,7 +50,7 @@ def has_ours(kv: Any) -> bool:
     return our_settings(kv) is not None
 
 
-def settings_in(config: Any) -> list[dict[str, Any]]:
+def all_our_settings(config: Any) -> list[dict[str, Any]]:
     """Return cornplug's settings from each of its connectors in engine arguments or a VllmConfig."""
     kv, ec = getattr(config, "kv_transfer_config", None), getattr(config, "ec_transfer_config", None)
     found = [our_settings(kv)]
@@ -59,19 +59,19 @@ def settings_in(config: Any) -> list[dict[str, Any]]:
     return [said for said in found if said is not None]
 
 
-def config_of(said: list[dict[str, Any]]) -> Config:
-    """Return the Config for a nonempty result of `settings_in`. The encoder-cache connector's settings have
-    precedence."""
-    return settings(dict(said[-1]))
+def config_from_settings(all_settings: list[dict[str, Any]]) -> Config:
+    """Return the Config for a nonempty result of `all_our_settings`. The encoder-cache connector's settings
+    have precedence."""
+    return load_settings(dict(all_settings[-1]))
 
 
-def beside(other: Any, ours: Any) -> Any:
+def combine_connectors(other: Any, ours: Any) -> Any:
     """Return a KVTransferConfig with the connectors of `other`, followed by `ours`."""
     from vllm.config import KVTransferConfig
 
     if other.kv_connector is None:
         return ours
-    children = connectors(other) if other.kv_connector == _MULTI else [_as_child(other)]
+    children = child_connectors(other) if other.kv_connector == _MULTI else [_as_child(other)]
     return KVTransferConfig(
         kv_connector=_MULTI,
         # The outer connector must save and load, even if the other connector's role is only producer or only
@@ -79,11 +79,11 @@ def beside(other: Any, ours: Any) -> Any:
         kv_role="kv_both",
         kv_load_failure_policy=ours.kv_load_failure_policy,
         kv_connector_extra_config={"connectors": [*children, _as_child(ours)]},
-        **{name: getattr(other, name) for name in _OF_THE_WHOLE},
+        **{name: getattr(other, name) for name in _OUTER_FIELDS},
     )
 
 
-def with_offloading(kv: Any, size_gib: float, backend: str) -> Any:
+def add_offloading(kv: Any, size_gib: float, backend: str) -> Any:
     """Return a KVTransferConfig with the connector for `--kv-offloading-size`, followed by the connectors of
     `kv`."""
     from vllm import envs
@@ -98,8 +98,8 @@ def with_offloading(kv: Any, size_gib: float, backend: str) -> Any:
         child = {"kv_connector": "LMCacheMPConnector"}
     first = KVTransferConfig(**child, kv_role="kv_both", engine_id=kv.engine_id)
     if is_ours(kv):
-        return beside(first, kv)
-    kv.kv_connector_extra_config["connectors"] = [_as_child(first), *connectors(kv)]
+        return combine_connectors(first, kv)
+    kv.kv_connector_extra_config["connectors"] = [_as_child(first), *child_connectors(kv)]
     return kv
 
 

@@ -22,7 +22,7 @@ class Service:
         self.encoder = encoder
         self.config = config
         self.gate = DrainState()
-        self.app = create_app(encoder, config.encoder, secret=SECRET, gate=self.gate)
+        self.app = create_app(encoder, config.encoder, secret=SECRET, drain_state=self.gate)
 
     def call(self, method: str, path: str, **options: Any) -> httpx.Response:
         async def send() -> httpx.Response:

@@ -150,7 +150,7 @@ def test_plan_command_second_plan_replaces_the_first_alone(tmp_path: Path) -> No
     (tmp_path / "notes.txt").write_text("mine")
     first, _ = plan_folder.write(plan(), tmp_path)
     (tmp_path / "gone.txt").write_text("of the first plan")
-    record = tmp_path / plan_folder.WRITTEN
+    record = tmp_path / plan_folder.MANIFEST_FILE
     record.write_text(json.dumps([*json.loads(record.read_text()), "gone.txt"]))
     second, _ = plan_folder.write(plan(name="again"), tmp_path)
     assert not (tmp_path / "gone.txt").exists()
@@ -158,7 +158,7 @@ def test_plan_command_second_plan_replaces_the_first_alone(tmp_path: Path) -> No
     assert Plan.load(tmp_path / "plan.json").name == "again"
     assert {p.name for p in tmp_path.iterdir()} == {p.name for p in second} | {
         "notes.txt",
-        plan_folder.WRITTEN,
+        plan_folder.MANIFEST_FILE,
     }
     assert len(first) >= 2
 

@@ -11,7 +11,7 @@ from cornplug.checkpoints.families.family import (
     Json,
     ModelFamily,
     Spec,
-    known_sides,
+    drop_null_sides,
     pixel_spec,
     without_inert,
 )
@@ -77,7 +77,7 @@ def _preprocess(preprocessor: Json) -> Spec:
     if not spec.get("crop_to_patches"):
         for name in ("min_patches", "max_patches"):
             spec.pop(name, None)
-    return known_sides(spec)
+    return drop_null_sides(spec)
 
 
 def _before_cut(config: Json, name: str) -> bool:

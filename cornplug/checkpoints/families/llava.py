@@ -14,7 +14,7 @@ from cornplug.checkpoints.families.family import (
     Json,
     ModelFamily,
     Spec,
-    known_sides,
+    drop_null_sides,
     pixel_spec,
     without_inert,
 )
@@ -39,7 +39,7 @@ _SIGLIP_DEFAULTS: Final[Json] = {
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,
 }
-_TOWERS: Final = {str(row["model_type"]): row for row in (_CLIP_DEFAULTS, _SIGLIP_DEFAULTS)}
+_TOWER_DEFAULTS: Final = {str(row["model_type"]): row for row in (_CLIP_DEFAULTS, _SIGLIP_DEFAULTS)}
 
 _CLIP_L_336: Final[Json] = {
     "model_type": "clip_vision_model",
@@ -53,7 +53,7 @@ _CLIP_L_336: Final[Json] = {
 """Default vision_config of LlavaConfig and LlavaNextConfig."""
 
 # Layers after the cut, CLIP's contrastive head and SigLIP's pooling head do not affect the features.
-_PAST_THE_CUT: Final = (
+_FIELDS_PAST_CUT: Final = (
     "num_hidden_layers", "projection_dim", "vocab_size", "logit_scale_init_value", "vision_use_head",
 )  # fmt: skip
 
@@ -74,20 +74,20 @@ class _LlavaCut:
 
         Raises CheckpointError("unknown_family") if the tower is neither CLIP nor SigLIP.
         """
-        kind, given = self._tower(config)
-        if kind not in _TOWERS:
+        kind, given = self._tower_config(config)
+        if kind not in _TOWER_DEFAULTS:
             raise CheckpointError(
                 f"{config.get('model_type')} with a {kind!r} tower is not supported. "
-                f"Supported towers: {', '.join(_TOWERS)}.",
+                f"Supported towers: {', '.join(_TOWER_DEFAULTS)}.",
                 reason="unknown_family",
             )
-        return {**_TOWERS[kind], **given, "model_type": kind}
+        return {**_TOWER_DEFAULTS[kind], **given, "model_type": kind}
 
-    def knows_tower(self, config: Json) -> bool:
+    def supports_tower(self, config: Json) -> bool:
         """Return whether the tower is CLIP or SigLIP, for `ModelFamily.fits`."""
-        return self._tower(config)[0] in _TOWERS
+        return self._tower_config(config)[0] in _TOWER_DEFAULTS
 
-    def _tower(self, config: Json) -> tuple[str, Json]:
+    def _tower_config(self, config: Json) -> tuple[str, Json]:
         given = config.get("vision_config")
         given = self.vision if given is None else given
         return str(given.get("model_type") or self.vision["model_type"]), given
@@ -110,7 +110,7 @@ class _LlavaCut:
 
     def tower_spec(self, config: Json) -> Spec:
         vision = without_inert(self.vision_config(config))
-        for name in _PAST_THE_CUT:
+        for name in _FIELDS_PAST_CUT:
             vision.pop(name, None)
         return vision | {
             "feature_layers": self.feature_layers(config),
@@ -145,7 +145,7 @@ def _tiled_projector(config: Json, pinpoints: list[list[int]]) -> Spec:
     }
 
 
-def _one_row_a_patch(cut: _LlavaCut, config: Json) -> Spec:
+def _row_per_patch_tower_spec(cut: _LlavaCut, config: Json) -> Spec:
     """Return `_LlavaCut.tower_spec` for a family that assembles tiles from one row per patch.
 
     Raises CheckpointError("bad_config") if the rows are not exactly the patches. This happens if CLIP's first
@@ -162,7 +162,7 @@ def _one_row_a_patch(cut: _LlavaCut, config: Json) -> Spec:
     return spec
 
 
-def _sized_pixels(preprocessor: Json, kind: str, defaults: Json) -> Spec:
+def _sized_pixel_spec(preprocessor: Json, kind: str, defaults: Json) -> Spec:
     """Return `pixel_spec` with named sides in `size` and `crop_size`, even if the JSON has single numbers."""
     spec = pixel_spec(preprocessor, kind, defaults)
     if isinstance(spec.get("size"), int):
@@ -171,7 +171,7 @@ def _sized_pixels(preprocessor: Json, kind: str, defaults: Json) -> Spec:
         spec["size"] = {"height": n, "width": n} if square else {"shortest_edge": n}
     if isinstance(spec.get("crop_size"), int):
         spec["crop_size"] = {"height": spec["crop_size"], "width": spec["crop_size"]}
-    return known_sides(spec)
+    return drop_null_sides(spec)
 
 
 # -- LLaVA 1.5: the tower, then a two-layer projector ---------------------------------------------
@@ -185,12 +185,12 @@ _LLAVA_PIXELS: Final[Json] = {
 
 
 def _llava_preprocess(preprocessor: Json) -> Spec:
-    return _sized_pixels(preprocessor, "CLIPImageProcessor", _LLAVA_PIXELS)
+    return _sized_pixel_spec(preprocessor, "CLIPImageProcessor", _LLAVA_PIXELS)
 
 
 def _llava_fits(config: Json) -> bool:
     # Other families that extend this description have other towers, which this check does not cover.
-    return config.get("model_type") != "llava" or _LLAVA_CUT.knows_tower(config)
+    return config.get("model_type") != "llava" or _LLAVA_CUT.supports_tower(config)
 
 
 LLAVA: Final = ModelFamily(
@@ -232,7 +232,7 @@ _LLAVA_NEXT_PIXELS: Final[Json] = {
 
 
 def _llava_next_tower(config: Json) -> Spec:
-    return _one_row_a_patch(_LLAVA_NEXT_CUT, config)
+    return _row_per_patch_tower_spec(_LLAVA_NEXT_CUT, config)
 
 
 def _llava_next_projector(config: Json) -> Spec:
@@ -240,7 +240,7 @@ def _llava_next_projector(config: Json) -> Spec:
 
 
 def _llava_next_preprocess(preprocessor: Json) -> Spec:
-    return _sized_pixels(preprocessor, "LlavaNextImageProcessor", _LLAVA_NEXT_PIXELS)
+    return _sized_pixel_spec(preprocessor, "LlavaNextImageProcessor", _LLAVA_NEXT_PIXELS)
 
 
 LLAVA_NEXT: Final[ModelFamily] = replace(
@@ -284,7 +284,7 @@ _ONEVISION_PIXELS: Final[Json] = {
 
 
 def _onevision_tower(config: Json) -> Spec:
-    return _one_row_a_patch(_ONEVISION_CUT, config)
+    return _row_per_patch_tower_spec(_ONEVISION_CUT, config)
 
 
 def _onevision_projector(config: Json) -> Spec:
@@ -298,7 +298,7 @@ def _onevision_projector(config: Json) -> Spec:
 
 
 def _onevision_preprocess(preprocessor: Json) -> Spec:
-    return _sized_pixels(preprocessor, "LlavaOnevisionImageProcessor", _ONEVISION_PIXELS)
+    return _sized_pixel_spec(preprocessor, "LlavaOnevisionImageProcessor", _ONEVISION_PIXELS)
 
 
 LLAVA_ONEVISION: Final[ModelFamily] = replace(
@@ -343,7 +343,7 @@ def _gemma3_preprocess(preprocessor: Json) -> Spec:
     if not spec.get("do_pan_and_scan"):
         for name in _GEMMA3_CROPS:
             spec.pop(name, None)
-    return known_sides(spec)
+    return drop_null_sides(spec)
 
 
 GEMMA3: Final[ModelFamily] = replace(

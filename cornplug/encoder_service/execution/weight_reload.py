@@ -33,12 +33,15 @@ class WeightReloader:
     """Reloads the models of a registry, one reload at a time. Thread-safe."""
 
     def __init__(
-        self, registry: ModelRegistry, executors: Sequence[BatchExecutor], in_use: Callable[[], Set[bytes]]
+        self,
+        registry: ModelRegistry,
+        executors: Sequence[BatchExecutor],
+        identities_in_use: Callable[[], Set[bytes]],
     ) -> None:
-        """Create a reloader. `in_use` returns the model identities of the requests in progress."""
+        """Create a reloader. `identities_in_use` returns the model identities of the requests in progress."""
         self._registry = registry
         self._executors = tuple(executors)
-        self._in_use = in_use
+        self._identities_in_use = identities_in_use
         self._reloading = threading.Lock()
 
     def reload(self, name: str | None) -> tuple[ServedModel, ...]:
@@ -48,18 +51,20 @@ class WeightReloader:
         EncoderRefused("overloaded") during another reload. Raises CheckpointError if a model cannot be
         loaded. In this case, all models are served as before.
         """
-        if name is not None and self._registry.by_name(name) is None:
+        if name is not None and self._registry.find_by_name(name) is None:
             raise EncoderRefused(f"model: {name!r} is not served", reason="unknown_model")
         if not self._reloading.acquire(blocking=False):
             raise EncoderRefused("another reload is in progress", reason="overloaded")
         try:
-            return self._reload([name] if name is not None else [m.name for m in self._registry.served()])
+            return self._reload(
+                [name] if name is not None else [m.name for m in self._registry.served_models()]
+            )
         finally:
             self._reloading.release()
 
     def _reload(self, names: Sequence[str]) -> tuple[ServedModel, ...]:
         changed = self._registry.load_changed(names)
-        served = {model.identity for model in self._registry.served()}
+        served = {model.identity for model in self._registry.served_models()}
         loaded_by: list[BatchExecutor] = []
         try:
             for executor in self._executors:
@@ -67,7 +72,7 @@ class WeightReloader:
                 loaded_by.append(executor)
         except CheckpointError:
             for executor in loaded_by:
-                executor.drop([loaded for loaded in changed if loaded.served.identity not in served])
+                executor.unload([loaded for loaded in changed if loaded.served.identity not in served])
             raise
         old = self._registry.replace(changed)
         for loaded in changed:
@@ -83,10 +88,10 @@ class WeightReloader:
         """Wait until no request uses the replaced models, then free them."""
         ids = {modality.identity for loaded in old for modality in loaded.served.modalities}
         end = time.monotonic() + MAX_RETIRED_S
-        while ids & self._in_use() and time.monotonic() < end:
+        while ids & self._identities_in_use() and time.monotonic() < end:
             time.sleep(_POLL_S)
         with self._reloading:
-            served = {model.identity for model in self._registry.served()}
+            served = {model.identity for model in self._registry.served_models()}
             gone = [loaded for loaded in old if loaded.served.identity not in served]
             for executor in self._executors:
-                executor.drop(gone)
+                executor.unload(gone)

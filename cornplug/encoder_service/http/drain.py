@@ -9,9 +9,9 @@ from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cornplug.encoder_service.http.responses import FailedMedium, refused
+from cornplug.encoder_service.http.responses import HttpRefusal, refusal_response
 
-CLOSED: Final = FailedMedium(
+DRAINING_REFUSAL: Final = HttpRefusal(
     reason="draining", message="the service is stopping; use another service", retry_after_s=1.0
 )
 
@@ -27,11 +27,11 @@ class DrainState:
         self._idle.set()
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         return self._closed
 
     @contextlib.contextmanager
-    def passing(self) -> Iterator[None]:
+    def track_request(self) -> Iterator[None]:
         """Count one request as in flight. The context must last until the last byte of the reply has been
         sent."""
         self._in_flight += 1
@@ -47,7 +47,7 @@ class DrainState:
         """Refuse new requests from now on."""
         self._closed = True
 
-    async def idle(self, deadline_s: float) -> bool:
+    async def wait_idle(self, deadline_s: float) -> bool:
         """Wait until no request is in flight. Returns False if the deadline passes first."""
         try:
             await asyncio.wait_for(self._idle.wait(), deadline_s)
@@ -70,16 +70,20 @@ class DrainMiddleware:
         count: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._app = app
-        self._count = count
-        self._gate = gate
-        self._still = still
+        self._count_refusal = count
+        self._state = gate
+        self._exempt_suffixes = still
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"].endswith(self._still):
+        if (
+            scope["type"] != "http"
+            or scope["method"] != "POST"
+            or scope["path"].endswith(self._exempt_suffixes)
+        ):
             await self._app(scope, receive, send)
-        elif self._gate.closed:
-            self._count(CLOSED.reason)
-            await refused(CLOSED)(scope, receive, send)
+        elif self._state.is_closed:
+            self._count_refusal(DRAINING_REFUSAL.reason)
+            await refusal_response(DRAINING_REFUSAL)(scope, receive, send)
         else:
-            with self._gate.passing():
+            with self._state.track_request():
                 await self._app(scope, receive, send)

@@ -22,7 +22,7 @@ import msgspec
 
 from cornplug.encoder_service.wire.messages import Decoding
 
-MAX_MESSAGE: Final = 64 << 10
+MAX_MESSAGE_BYTES: Final = 64 << 10
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
@@ -66,12 +66,12 @@ class DecodeStop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class DecoderReady(msgspec.Struct, frozen=True, tag="ready"):
-    """Report that the process has started. `bars` are the active restrictions (`jail.BARS`)."""
+    """Report that the process has started. `bars` are the active restrictions (`jail.RESTRICTIONS`)."""
 
     bars: tuple[str, ...]
 
 
-class MediumOpened(msgspec.Struct, frozen=True, tag="opened"):
+class DecodeHeader(msgspec.Struct, frozen=True, tag="opened"):
     """Report of the media item's header. Fields that do not apply to the modality are 0."""
 
     width: int = 0
@@ -83,7 +83,7 @@ class MediumOpened(msgspec.Struct, frozen=True, tag="opened"):
     rate: int = 0
 
 
-class MediumDecoded(msgspec.Struct, frozen=True, tag="decoded"):
+class DecodeDone(msgspec.Struct, frozen=True, tag="decoded"):
     """Report that the media item was decoded. The shape is (height, width, 3), (frames, height, width, 3) or
     (samples,)."""
 
@@ -99,7 +99,7 @@ class DecodeFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 Job = ImageJob | AudioJob | VideoJob | FramesJob
 ToDecoder = Job | DecodeGo | DecodeStop
-FromDecoder = DecoderReady | MediumOpened | MediumDecoded | DecodeFailed
+FromDecoder = DecoderReady | DecodeHeader | DecodeDone | DecodeFailed
 
 
 def send(sock: socket.socket, message: ToDecoder | FromDecoder, fd: int | None = None) -> None:
@@ -114,7 +114,7 @@ def receive(sock: socket.socket, kind: Any) -> tuple[Any, int | None]:
     Raises ConnectionResetError if the other side has disconnected, and TimeoutError after the socket's
     timeout.
     """
-    body, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE, 1)
+    body, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, 1)
     fd = fds[0] if fds else None
     if not body:
         raise ConnectionResetError("the other side has ended")
@@ -126,11 +126,11 @@ def receive(sock: socket.socket, kind: Any) -> tuple[Any, int | None]:
         raise
 
 
-def memory(parts: Iterable[bytes | memoryview]) -> int:
-    """Return the descriptor of a new memfd that contains `parts`. The caller must close it."""
+def create_memfd(contents: Iterable[bytes | memoryview]) -> int:
+    """Return the descriptor of a new memfd that contains `contents`. The caller must close it."""
     fd = os.memfd_create("cornplug-decode", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        for part in parts:
+        for part in contents:
             rest = memoryview(part).cast("B")
             while rest:
                 rest = rest[os.write(fd, rest) :]
@@ -140,7 +140,7 @@ def memory(parts: Iterable[bytes | memoryview]) -> int:
     return fd
 
 
-def sealed(fd: int, size: int) -> mmap.mmap:
+def seal_and_map(fd: int, size: int) -> mmap.mmap:
     """Seal a memfd, so that no process can change it, and return its bytes. Closes the descriptor.
 
     Raises ValueError if the memfd does not have `size` bytes, and OSError if it cannot be sealed.

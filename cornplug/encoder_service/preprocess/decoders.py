@@ -23,10 +23,10 @@ _SAMPLE_WORK: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MediumHeader:
+class MediaHeader:
     """Size of a decoded media item, computed from its header."""
 
-    held_bytes: int
+    decoded_bytes: int
     """Bytes of memory for the decoded pixels or samples that are used."""
     work: float
     """Number of pixels or samples that must be decoded. For a video, all frames up to the last sampled frame
@@ -36,32 +36,32 @@ class MediumHeader:
     seconds: float = 0.0
 
     @classmethod
-    def of_image(cls, width: int, height: int) -> MediumHeader:
+    def for_image(cls, width: int, height: int) -> MediaHeader:
         pixels = width * height
-        return cls(held_bytes=_RGB_BYTES * pixels, work=pixels, pixels=pixels)
+        return cls(decoded_bytes=_RGB_BYTES * pixels, work=pixels, pixels=pixels)
 
     @classmethod
-    def of_video(cls, source: VideoHeader, indices: Sequence[int]) -> MediumHeader:
+    def for_video(cls, source: VideoHeader, indices: Sequence[int]) -> MediaHeader:
         frame = source.width * source.height
         pixels = len(indices) * frame
         made = (max(indices, default=-1) + 1) * frame
-        return cls(held_bytes=_FRAME_BYTES * pixels, work=made, pixels=pixels, seconds=source.duration_s)
+        return cls(decoded_bytes=_FRAME_BYTES * pixels, work=made, pixels=pixels, seconds=source.duration_s)
 
     @classmethod
-    def of_audio(cls, seconds: float, rate: int) -> MediumHeader:
+    def for_audio(cls, seconds: float, rate: int) -> MediaHeader:
         samples = round(seconds * rate)
-        return cls(held_bytes=_SAMPLE_BYTES * samples, work=_SAMPLE_WORK * samples, seconds=seconds)
+        return cls(decoded_bytes=_SAMPLE_BYTES * samples, work=_SAMPLE_WORK * samples, seconds=seconds)
 
 
-OnHeader = Callable[[MediumHeader], None]
+OnHeader = Callable[[MediaHeader], None]
 """Function that is called with the header before decoding. An exception stops the decoding."""
 
 
-class MediumDecoder(Protocol):
+class MediaDecoder(Protocol):
     """Decoder of media. Methods raise the same MediaErrors as `media.image`, `media.audio` and `media.video`,
     and the errors of `on_header`."""
 
-    def image(
+    def decode_image(
         self,
         data: bytes,
         max_pixels: int,
@@ -71,9 +71,9 @@ class MediumDecoder(Protocol):
     ) -> RgbPixels:
         """Return the pixels of an image, decoded by one of `media.image`'s rules."""
 
-    def audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples: ...
+    def decode_audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples: ...
 
-    def video(
+    def decode_video(
         self,
         data: bytes,
         choose: Callable[[VideoHeader], Sequence[int]],
@@ -81,7 +81,7 @@ class MediumDecoder(Protocol):
         on_header: OnHeader,
     ) -> VideoFrames: ...
 
-    def frames(
+    def decode_frames(
         self,
         images: Sequence[bytes],
         fps: float,
@@ -96,7 +96,7 @@ class MediumDecoder(Protocol):
 class InProcessDecoder:
     """Decoder in this process, for trusted media."""
 
-    def image(
+    def decode_image(
         self,
         data: bytes,
         max_pixels: int,
@@ -104,16 +104,16 @@ class InProcessDecoder:
         *,
         decoding: Decoding = DEFAULT_DECODING,
     ) -> RgbPixels:
-        before = _image_header(on_header)
+        before = _image_callback(on_header)
         decoded = image.decode(data, max_pixels, before=before)
-        return RgbPixels.of(image.as_received(decoded, decoding))
+        return RgbPixels.from_image(image.to_engine_rgb(decoded, decoding))
 
-    def audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples:
+    def decode_audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples:
         return audio.decode(
-            data, max_s=max_s, before=lambda s, rate: on_header(MediumHeader.of_audio(s, rate))
+            data, max_s=max_s, before=lambda s, rate: on_header(MediaHeader.for_audio(s, rate))
         )
 
-    def video(
+    def decode_video(
         self,
         data: bytes,
         choose: Callable[[VideoHeader], Sequence[int]],
@@ -122,7 +122,7 @@ class InProcessDecoder:
     ) -> VideoFrames:
         return video.decode(data, lambda source: choose_frames(source, choose, limits, on_header), limits)
 
-    def frames(
+    def decode_frames(
         self,
         images: Sequence[bytes],
         fps: float,
@@ -132,13 +132,13 @@ class InProcessDecoder:
         decoding: Decoding = DEFAULT_DECODING,
     ) -> VideoFrames:
         def before(source: VideoHeader) -> None:
-            on_header(MediumHeader.of_video(source, range(source.total)))
+            on_header(MediaHeader.for_video(source, range(source.total)))
 
         return video.decode_frames(images, fps, limits, decoding=decoding, before=before)
 
 
 def choose_frames(
-    source: VideoHeader,
+    header: VideoHeader,
     choose: Callable[[VideoHeader], Sequence[int]],
     limits: VideoLimits,
     on_header: OnHeader,
@@ -148,14 +148,14 @@ def choose_frames(
     Raises MediaError("unprocessable"), ("too_many_frames") or ("too_many_pixels"), and the errors of both
     functions.
     """
-    indices = video.sampled(source, choose(source), limits)
-    on_header(MediumHeader.of_video(source, indices))
+    indices = video.check_chosen_frames(header, choose(header), limits)
+    on_header(MediaHeader.for_video(header, indices))
     return indices
 
 
-def _image_header(on_header: OnHeader) -> image.Before:
-    return lambda width, height: on_header(MediumHeader.of_image(width, height))
+def _image_callback(on_header: OnHeader) -> image.BeforeDecode:
+    return lambda width, height: on_header(MediaHeader.for_image(width, height))
 
 
-def accept_any(header: MediumHeader) -> None:
+def accept_any_header(header: MediaHeader) -> None:
     """Accept every header."""

@@ -30,7 +30,7 @@ from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from cornplug.errors import CheckpointError, ConfigError, EncoderRefused
 from cornplug.identity import array_digest
 
-_NAMED = 5
+_MAX_NAMES_SHOWN = 5
 TowerInput: TypeAlias = WireTensor | torch.Tensor
 """Input of a tower: a tensor as bytes from another process, or a tensor from this process."""
 
@@ -56,11 +56,11 @@ def fill_weights(
     wanted = module.state_dict()
     missing = sorted(wanted.keys() - located.keys())
     if missing:
-        raise CheckpointError(f"the checkpoint lacks {_some(missing)}", reason="bad_tensors")
+        raise CheckpointError(f"the checkpoint lacks {_format_names(missing)}", reason="bad_tensors")
     unexpected = sorted(name for name in located.keys() - wanted.keys() if not unused(name))
     if unexpected:
         raise CheckpointError(
-            f"the checkpoint has unknown tensors: {_some(unexpected)}", reason="bad_tensors"
+            f"the checkpoint has unknown tensors: {_format_names(unexpected)}", reason="bad_tensors"
         )
     by_file: dict[Path, list[tuple[str, str]]] = defaultdict(list)
     for name in wanted:
@@ -68,19 +68,21 @@ def fill_weights(
         by_file[file].append((name, stored))
     loaded: dict[str, torch.Tensor] = {}
     for file, names in by_file.items():
-        loaded.update(_read(file, names, dtype, device))
+        loaded.update(_read_tensors(file, names, dtype, device))
     wrong = [
         f"{name} {tuple(loaded[name].shape)} instead of {tuple(wanted[name].shape)}"
         for name in wanted
         if loaded[name].shape != wanted[name].shape
     ]
     if wrong:
-        raise CheckpointError(f"shapes do not match config.json: {_some(wrong)}", reason="bad_tensors")
+        raise CheckpointError(
+            f"shapes do not match config.json: {_format_names(wrong)}", reason="bad_tensors"
+        )
     module.load_state_dict(loaded, assign=True)
     module.eval().requires_grad_(False)
 
 
-def _read(
+def _read_tensors(
     file: Path, names: list[tuple[str, str]], dtype: torch.dtype, device: torch.device
 ) -> dict[str, torch.Tensor]:
     out: dict[str, torch.Tensor] = {}
@@ -99,9 +101,9 @@ def _read(
     return out
 
 
-def _some(names: list[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+def _format_names(names: list[str]) -> str:
+    more = len(names) - _MAX_NAMES_SHOWN
+    return ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,15 +185,15 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
     "int32": torch.int32,
     "bool": torch.bool,
 }
-FLOATS: Final = ("float32", "float16", "bfloat16")
-INTEGERS: Final = ("int64", "int32")
-BOOLEAN: Final = "bool"
+FLOAT_DTYPES: Final = ("float32", "float16", "bfloat16")
+INTEGER_DTYPES: Final = ("int64", "int32")
+BOOL_DTYPE: Final = "bool"
 
 
 def float_dtype(name: str) -> torch.dtype:
     """Return torch's dtype for a floating-point dtype name. Raises ConfigError for any other name."""
-    if name not in FLOATS:
-        raise ConfigError("--dtype", f"unknown dtype {name!r}", f"Set one of {', '.join(FLOATS)}.")
+    if name not in FLOAT_DTYPES:
+        raise ConfigError("--dtype", f"unknown dtype {name!r}", f"Set one of {', '.join(FLOAT_DTYPES)}.")
     return DTYPES[name]
 
 
@@ -200,23 +202,23 @@ def bad_input(field: str, problem: str) -> EncoderRefused:
     return EncoderRefused(f"{field}: {problem}", reason="bad_input")
 
 
-def check_names(
-    inputs: Mapping[str, TowerInput], wanted: Iterable[str], optional: Container[str] = ()
+def check_input_names(
+    inputs: Mapping[str, TowerInput], required: Iterable[str], optional: Container[str] = ()
 ) -> None:
     """Check that exactly the wanted fields are present. Fields in `optional` may be absent.
 
     Raises EncoderRefused("bad_input").
     """
-    wanted = tuple(wanted)
-    for name in wanted:
+    required = tuple(required)
+    for name in required:
         if name not in inputs and name not in optional:
-            raise bad_input(name, f"missing; this tower needs {', '.join(wanted)}")
+            raise bad_input(name, f"missing; this tower needs {', '.join(required)}")
     for name in inputs:
-        if name not in wanted:
-            raise bad_input(name, f"unknown; this tower accepts {', '.join(wanted)}")
+        if name not in required:
+            raise bad_input(name, f"unknown; this tower accepts {', '.join(required)}")
 
 
-def checked(field: str, value: TowerInput, accepted: tuple[str, ...]) -> torch.Tensor:
+def validate_input(field: str, value: TowerInput, accepted: tuple[str, ...]) -> torch.Tensor:
     """Validate an input and return it as a tensor. The bytes of a `WireTensor` are copied.
 
     Raises the same errors as `from_wire`.
@@ -271,15 +273,15 @@ def _check_finite(field: str, tensor: torch.Tensor) -> None:
         raise bad_input(field, "has NaN or infinite values")
 
 
-def concat_on_device(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def concat_on_device(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return all parts concatenated on the device.
 
     For CUDA, `InProcessExecutor` has already copied the parts through pinned memory, so `to` does not copy.
     """
-    return torch.cat([part.to(device) for part in parts])
+    return torch.cat([part.to(device) for part in tensors])
 
 
-def from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def tensor_from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a tensor that uses these bytes without a copy. Raises ValueError if the bytes do not fill the
     shape."""
     if len(data) != math.prod(shape) * dtype.itemsize:

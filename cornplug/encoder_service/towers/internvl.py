@@ -35,7 +35,7 @@ class InternVl:
         config = InternVLConfig.from_dict(checkpoint.config)
         with torch.device("meta"):
             linears = _NormAndLinears(
-                config.vision_config.hidden_size * _fold(config) ** 2, config.text_config.hidden_size
+                config.vision_config.hidden_size * _fold_factor(config) ** 2, config.text_config.hidden_size
             )
         fill_weights(linears, checkpoint.locate("projector"), dtype=dtype, device=device)
         return InternVlProjector(linears, activation=ACT2FN[config.projector_hidden_act])
@@ -73,7 +73,7 @@ class _Layers(nn.Module):
         self.encoder = nn.ModuleDict({"layer": layers})
         norm = nn.LayerNorm(vision.hidden_size, eps=vision.layer_norm_eps)
         self.layernorm = None if vision.use_mean_pooling else norm
-        self._fold = _fold(config)
+        self._fold = _fold_factor(config)
 
     @property
     def tile_shape(self) -> tuple[int, int, int]:
@@ -82,7 +82,7 @@ class _Layers(nn.Module):
         return (patches.num_channels, height, width)
 
     @property
-    def positions(self) -> int:
+    def num_positions(self) -> int:
         return int(self.embeddings.patch_embeddings.num_patches) + 1
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -91,9 +91,9 @@ class _Layers(nn.Module):
             hidden = layer(hidden)
         if self.layernorm is not None:
             hidden = self.layernorm(hidden)
-        return self._folded(hidden[:, 1:])
+        return self._fold_rows(hidden[:, 1:])
 
-    def _folded(self, rows: torch.Tensor) -> torch.Tensor:
+    def _fold_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows with neighbours concatenated along the width, in the same order as transformers'
         `pixel_shuffle`."""
         fold = self._fold
@@ -111,5 +111,5 @@ class _NormAndLinears(nn.Module):
         self.linear_2 = nn.Linear(hidden, hidden)
 
 
-def _fold(config: InternVLConfig) -> int:
+def _fold_factor(config: InternVLConfig) -> int:
     return int(1 / config.downsample_ratio)

@@ -33,7 +33,7 @@ from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.towers.base import TowerItem, fill_weights
 from cornplug.encoder_service.towers.tiles import AnyTiles, PinpointTiling, TileTower, TilingRule
 
-L = TypeVar("L", bound="_Linears")
+LinearsT = TypeVar("LinearsT", bound="_Linears")
 Activation = Callable[[torch.Tensor], torch.Tensor]
 _CONFIGS: Final[dict[str, Any]] = {
     "llava": LlavaConfig,
@@ -47,11 +47,11 @@ class Llava:
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TileTower:
-        return _tower(checkpoint, AnyTiles(most=1), dtype, device)
+        return _load_tile_tower(checkpoint, AnyTiles(max_tiles=1), dtype, device)
 
     @staticmethod
     def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LlavaProjector:
-        linears, activation = _linears(checkpoint, _Linears, dtype, device)
+        linears, activation = _load_linears(checkpoint, _Linears, dtype, device)
         return LlavaProjector(linears, activation=activation)
 
 
@@ -63,14 +63,14 @@ class LlavaTiles:
         config = _config(checkpoint)
         resolutions = tuple((int(height), int(width)) for height, width in config.image_grid_pinpoints)
         tiling = PinpointTiling(resolutions, config.vision_config.image_size)
-        return _tower(checkpoint, tiling, dtype, device)
+        return _load_tile_tower(checkpoint, tiling, dtype, device)
 
     @staticmethod
     def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TileProjector:
         vision = _config(checkpoint).vision_config
         most = checkpoint.family.projector_spec(checkpoint.config).get("most_tiles")
-        linears, activation = _linears(checkpoint, _LinearsAndNewline, dtype, device)
-        packing = RowPacking(patches_a_side=vision.image_size // vision.patch_size, most_tiles=most)
+        linears, activation = _load_linears(checkpoint, _LinearsAndNewline, dtype, device)
+        packing = RowPacking(patches_per_side=vision.image_size // vision.patch_size, max_tiles=most)
         return TileProjector(linears, packing, activation=activation)
 
 
@@ -97,8 +97,8 @@ class RowPacking:
     """Converts an image's projected tiles to rows for the LLM: first the rows of the downscaled whole image,
     then the tiles line by line."""
 
-    patches_a_side: int
-    most_tiles: int | None
+    patches_per_side: int
+    max_tiles: int | None
     """Maximum number of tiles, or None for no limit. An image with more patches than these tiles contain is
     downscaled."""
 
@@ -111,21 +111,21 @@ class RowPacking:
             newline: Row that ends each line, of shape (hidden,).
         """
         tiles, down, across, height, width = geometry
-        side = self.patches_a_side
+        side = self.patches_per_side
         whole, parts = rows.split([side * side, (tiles - 1) * side * side])
         # (hidden, down * side, across * side): the tiles as one plane
         plane = parts.view(down, across, side, side, -1).permute(4, 0, 2, 1, 3)
         plane = unpad_image(plane.reshape(-1, down * side, across * side), (height, width))
-        plane = self._shrunk(plane)
+        plane = self._downscale(plane)
         ends = newline[:, None, None].expand(len(newline), plane.shape[1], 1)
         lines = torch.cat((plane, ends), dim=-1).flatten(1).T
         return torch.cat((whole, lines))
 
-    def _shrunk(self, plane: torch.Tensor) -> torch.Tensor:
-        if self.most_tiles is None:
+    def _downscale(self, plane: torch.Tensor) -> torch.Tensor:
+        if self.max_tiles is None:
             return plane
         height, width = plane.shape[1:]
-        ratio = math.sqrt(height * width / (self.most_tiles * self.patches_a_side**2))
+        ratio = math.sqrt(height * width / (self.max_tiles * self.patches_per_side**2))
         if ratio <= 1.1:  # transformers' and vLLM's threshold
             return plane
         size = [int(height // ratio), int(width // ratio)]
@@ -136,17 +136,17 @@ class TileProjector:
     """Projector for images of several tiles: (tiles * side², width) -> (rows of the image, hidden_size)."""
 
     def __init__(self, linears: _LinearsAndNewline, packing: RowPacking, *, activation: Activation) -> None:
-        self._rows = LlavaProjector(linears, activation=activation)
+        self._row_projector = LlavaProjector(linears, activation=activation)
         self._newline = linears.newline
         self._packing = packing
 
     @property
     def hidden_size(self) -> int:
-        return self._rows.hidden_size
+        return self._row_projector.hidden_size
 
     @torch.inference_mode()
     def project(self, features: Sequence[torch.Tensor], items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        made = self._rows.project(features, items)
+        made = self._row_projector.project(features, items)
         return [
             self._packing(rows, item.geometry, self._newline) for rows, item in zip(made, items, strict=True)
         ]
@@ -169,20 +169,22 @@ def _config(checkpoint: Checkpoint) -> Any:
     return _CONFIGS[checkpoint.family.name].from_dict(checkpoint.config)
 
 
-def _tower(checkpoint: Checkpoint, tiling: TilingRule, dtype: torch.dtype, device: torch.device) -> TileTower:
+def _load_tile_tower(
+    checkpoint: Checkpoint, tiling: TilingRule, dtype: torch.dtype, device: torch.device
+) -> TileTower:
     cut = checkpoint.family.tower_spec(checkpoint.config)
     vision = _config(checkpoint).vision_config
     vision._attn_implementation = "sdpa"
     first_row = 0 if cut["feature_select"] == "full" else 1
     with torch.device("meta"):
         layers = VitLayers(vision, taps=cut["feature_layers"], first_row=first_row)
-    fill(layers, checkpoint, dtype, device)
+    fill_vit_weights(layers, checkpoint, dtype, device)
     return TileTower(layers, tiling, dtype=dtype, device=device)
 
 
-def _linears(
-    checkpoint: Checkpoint, kind: type[L], dtype: torch.dtype, device: torch.device
-) -> tuple[L, Activation]:
+def _load_linears(
+    checkpoint: Checkpoint, kind: type[LinearsT], dtype: torch.dtype, device: torch.device
+) -> tuple[LinearsT, Activation]:
     config = _config(checkpoint)
     taps = checkpoint.family.tower_spec(checkpoint.config)["feature_layers"]
     with torch.device("meta"):
@@ -226,7 +228,7 @@ class VitLayers(nn.Module):
         return (self.embeddings.patch_embedding.in_channels, side, side)
 
     @property
-    def positions(self) -> int:
+    def num_positions(self) -> int:
         return int(self.embeddings.num_positions)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -242,13 +244,15 @@ class VitLayers(nn.Module):
         return out if self.post_layernorm is None else self.post_layernorm(out)
 
 
-def fill(layers: VitLayers, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+def fill_vit_weights(
+    layers: VitLayers, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> None:
     """Load the tower's weights into layers that were created on the meta device. Raises the same errors as
     `fill_weights`.
     """
     fill_weights(layers, checkpoint.locate("tower"), dtype=dtype, device=device)
     # `position_ids` is not a weight, so it is still on the meta device.
-    layers.embeddings.position_ids = torch.arange(layers.positions, device=device)[None]
+    layers.embeddings.position_ids = torch.arange(layers.num_positions, device=device)[None]
 
 
 def _norm(config: VitConfig) -> nn.LayerNorm:
@@ -264,7 +268,7 @@ class Gemma3:
         config.vision_config._attn_implementation = "sdpa"
         with torch.device("meta"):
             layers = _PooledLayers(config)
-        fill(layers, checkpoint, dtype, device)
+        fill_vit_weights(layers, checkpoint, dtype, device)
         return TileTower(layers, AnyTiles(), dtype=dtype, device=device)
 
     @staticmethod

@@ -37,11 +37,13 @@ def between_layers(*_: Any) -> None:
 class TowerPass:
     """Running or paused pass of a tower."""
 
-    def __init__(self, turn: TowerTurn, *, urgent: bool, share: float, abandoned: Callable[[], bool]) -> None:
-        self._turn = turn
+    def __init__(
+        self, scheduler: PassScheduler, *, urgent: bool, share: float, is_abandoned: Callable[[], bool]
+    ) -> None:
+        self._scheduler = scheduler
         self._share = share
-        self._abandoned = abandoned
-        self._began_s = turn.clock()
+        self._is_abandoned = is_abandoned
+        self._began_s = scheduler.clock()
         self.urgent: Final = urgent
         self.waited_s = 0.0
         """Seconds for which the pass waited for the device before it began."""
@@ -50,19 +52,19 @@ class TowerPass:
 
     def between_layers(self) -> None:
         """Pause while urgent passes run. Raises PassAbandoned if no caller waits for this pass any more."""
-        if self._abandoned():
+        if self._is_abandoned():
             raise PassAbandoned("no request waits for this pass")
         if not self.urgent:
-            self._turn.give_way(self)
+            self._scheduler.yield_to_urgent(self)
 
     @property
-    def is_owed(self) -> bool:
+    def is_below_share(self) -> bool:
         """Whether the pass has run for less than its share of the time since it began."""
-        whole_s = self._turn.clock() - self._began_s
+        whole_s = self._scheduler.clock() - self._began_s
         return whole_s - self.paused_s < self._share * whole_s
 
 
-class TowerTurn:
+class PassScheduler:
     """Schedules the passes on one device. Thread-safe. At most one urgent pass at a time may wait or run."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -76,23 +78,23 @@ class TowerTurn:
         """Number of urgent passes that wait for the device."""
 
     @contextmanager
-    def taken(self, *, urgent: bool, share: float, abandoned: Callable[[], bool]) -> Iterator[TowerPass]:
+    def acquire(self, *, urgent: bool, share: float, is_abandoned: Callable[[], bool]) -> Iterator[TowerPass]:
         """Wait for the device, and occupy the device for this thread's pass for the duration of the context.
 
         Args:
             urgent: Whether this pass overtakes waiting passes, and pauses the running pass between two
                 layers.
             share: Fraction of the time that this pass gets while urgent passes run.
-            abandoned: Function that returns whether no caller waits for this pass any more.
+            is_abandoned: Function that returns whether no caller waits for this pass any more.
         """
         asked_s = self.clock()
         with self._changed:
             self._urgent += urgent
-            self._changed.wait_for(self._free_for_urgent if urgent else self._free)
+            self._changed.wait_for(self._can_start_urgent if urgent else self._can_start)
             self._urgent -= urgent
             self._granted = False
             self._busy = True
-        _thread.current = current = TowerPass(self, urgent=urgent, share=share, abandoned=abandoned)
+        _thread.current = current = TowerPass(self, urgent=urgent, share=share, is_abandoned=is_abandoned)
         current.waited_s = self.clock() - asked_s
         try:
             yield current
@@ -102,10 +104,10 @@ class TowerTurn:
                 self._busy = False
                 self._changed.notify_all()
 
-    def give_way(self, current: TowerPass) -> None:
+    def yield_to_urgent(self, current: TowerPass) -> None:
         """Let waiting urgent passes run on their threads, and return when this pass may continue."""
         with self._changed:
-            while self._urgent and not current.is_owed:
+            while self._urgent and not current.is_below_share:
                 began_s = self.clock()
                 self._busy, self._paused, self._granted = False, True, True
                 self._changed.notify_all()
@@ -113,8 +115,8 @@ class TowerTurn:
                 self._busy, self._paused = True, False
                 current.paused_s += self.clock() - began_s
 
-    def _free(self) -> bool:
+    def _can_start(self) -> bool:
         return not (self._busy or self._paused or self._urgent)
 
-    def _free_for_urgent(self) -> bool:
+    def _can_start_urgent(self) -> bool:
         return not self._busy and (self._granted or not self._paused)

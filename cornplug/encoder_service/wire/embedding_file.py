@@ -63,8 +63,8 @@ def unpack(file: bytes) -> tuple[dict[str, Any], bytes]:
     return fields, file[8 + size + start : 8 + size + end]
 
 
-PREFIX: Final = "cornplug1."
-LIFETIME_S: Final = 24 * 3600.0
+HANDLE_PREFIX: Final = "cornplug1."
+HANDLE_LIFETIME_S: Final = 24 * 3600.0
 _DOMAIN: Final = "cornplug-embedding-handle-v1"
 _MAX_CHARS: Final = 4096
 
@@ -88,19 +88,19 @@ class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time in seconds at which the handle expires."""
 
     @classmethod
-    def read(cls, text: str) -> Self:
+    def parse(cls, text: str) -> Self:
         """Return the claims in a handle's text without verifying the signature. Raises
         CodecError("handle_malformed")."""
-        return cls._parsed(text)[0]
+        return cls._parse_text(text)[0]
 
     @classmethod
-    def checked(cls, text: str, secret: bytes, *, now: float) -> Self:
+    def verify(cls, text: str, secret: bytes, *, now: float) -> Self:
         """Verify a handle's text with the secret, and return the claims. `now` is Unix time in seconds.
 
         Raises CodecError: "handle_malformed", "handle_signature" (signed with another secret) or
         "handle_expired".
         """
-        handle, claims, proof = cls._parsed(text)
+        handle, claims, proof = cls._parse_text(text)
         if not is_signed(proof, secret, _DOMAIN, claims):
             raise CodecError(
                 "the embedding handle is not signed with this store's secret; encode with a service that "
@@ -111,18 +111,18 @@ class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
             raise CodecError("the embedding handle has expired; encode again", reason="handle_expired")
         return handle
 
-    def signed(self, secret: bytes) -> str:
+    def to_signed_text(self, secret: bytes) -> str:
         """Return the handle's text, about 600 URL-safe characters."""
         claims = msgspec.json.encode(self)
-        return f"{PREFIX}{_text(claims)}.{_text(sign(secret, _DOMAIN, claims))}"
+        return f"{HANDLE_PREFIX}{_encode_base64(claims)}.{_encode_base64(sign(secret, _DOMAIN, claims))}"
 
     @classmethod
-    def _parsed(cls, text: str) -> tuple[Self, bytes, bytes]:
+    def _parse_text(cls, text: str) -> tuple[Self, bytes, bytes]:
         wrong = CodecError("not an embedding handle of an encoder service", reason="handle_malformed")
-        if not text.startswith(PREFIX) or len(text) > _MAX_CHARS or text.count(".") != 2:
+        if not text.startswith(HANDLE_PREFIX) or len(text) > _MAX_CHARS or text.count(".") != 2:
             raise wrong
         try:
-            claims, proof = (_bytes(part) for part in text.removeprefix(PREFIX).split("."))
+            claims, proof = (_decode_base64(part) for part in text.removeprefix(HANDLE_PREFIX).split("."))
             handle = msgspec.json.decode(claims, type=cls)
         except (binascii.Error, ValueError) as e:
             raise wrong from e
@@ -131,9 +131,9 @@ class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
         return handle, claims, proof
 
 
-def _text(data: bytes) -> str:
+def _encode_base64(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
-def _bytes(text: str) -> bytes:
+def _decode_base64(text: str) -> bytes:
     return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)

@@ -36,27 +36,27 @@ from typing import Final, Self
 
 from cornplug.encoder_service.wire.messages import PROTOCOL_VERSION
 from cornplug.errors import CodecError, EncoderRefused, EncoderUnavailable
-from cornplug.identity import DIGEST_BYTES, digest, keyed
+from cornplug.identity import DIGEST_BYTES, digest, keyed_digest
 from cornplug.store.disk.record_format import derive_key
 
-PATH: Final = "/v1/engine"
+ENGINE_PATH: Final = "/v1/engine"
 MEDIA_TYPE: Final = "application/octet-stream"
 SCHEME: Final = "Cornplug-Engine "
 MAX_AGE_S: Final = 60.0
 """Maximum difference in seconds between the time in a proof and the service's clock, in either direction."""
-MAX_SEEN: Final = 1 << 16
+MAX_SEEN_SALTS: Final = 1 << 16
 """Maximum number of remembered salts. If a request whose salt was forgotten is replayed, this costs a tower
 pass."""
 _PROOF_DOMAIN: Final = "cornplug-engine-proof-v1"
-_ASK: Final = b"cornplug engine request 1"
-_ANSWER: Final = b"cornplug engine answer 1"
+_REQUEST_DIRECTION: Final = b"cornplug engine request 1"
+_REPLY_DIRECTION: Final = b"cornplug engine answer 1"
 _SALT_BYTES: Final = 32
 _HEAD: Final = struct.Struct("<d32s")
 _VERSION: Final = struct.Struct("<I")
 _NONCE: Final = bytes(12)
 
 
-class SealBroken(Exception):
+class InvalidSeal(Exception):
     """Raised if bytes are not sealed with this secret, or are sealed for another request."""
 
 
@@ -82,28 +82,28 @@ class EngineSeal:
 
     def seal_request(self, message: bytes) -> bytes:
         """Return the request's body, which contains the sealed message."""
-        return self._seal(_ASK, self._head, message)
+        return self._seal(_REQUEST_DIRECTION, self._head, message)
 
     def open_request(self, body: bytes) -> bytes | None:
         """Return the message in a request's body, or None if the engine uses another protocol version. Raises
         SealBroken."""
-        version, message = self._open(_ASK, self._head, body)
+        version, message = self._open(_REQUEST_DIRECTION, self._head, body)
         return message if version == PROTOCOL_VERSION else None
 
-    def seal_answer(self, message: bytes) -> bytes:
+    def seal_reply(self, message: bytes) -> bytes:
         """Return the body of a reply, which contains the sealed message. Each call uses a new salt, because a
         replayed request gets several replies."""
         salt = secrets.token_bytes(_SALT_BYTES)
-        return salt + self._seal(_ANSWER, self._head + salt, message)
+        return salt + self._seal(_REPLY_DIRECTION, self._head + salt, message)
 
-    def open_answer(self, body: bytes) -> bytes:
+    def open_reply(self, body: bytes) -> bytes:
         """Return the message in a reply's body.
 
         Raises SealBroken, or EncoderUnavailable("encoder_version") if the service uses another protocol
         version.
         """
         salt = body[:_SALT_BYTES]
-        version, message = self._open(_ANSWER, self._head + salt, memoryview(body)[_SALT_BYTES:])
+        version, message = self._open(_REPLY_DIRECTION, self._head + salt, memoryview(body)[_SALT_BYTES:])
         if version != PROTOCOL_VERSION:
             raise EncoderUnavailable(
                 f"the service uses protocol version {version}, this client {PROTOCOL_VERSION}",
@@ -125,9 +125,9 @@ class EngineSeal:
         try:
             plain = AESGCM(key).decrypt(_NONCE, body, None)
         except (InvalidTag, ValueError) as e:
-            raise SealBroken("not sealed with this store.secret_file for this request") from e
+            raise InvalidSeal("not sealed with this store.secret_file for this request") from e
         if len(plain) < _VERSION.size:
-            raise SealBroken("the body has no version")
+            raise InvalidSeal("the body has no version")
         return _VERSION.unpack_from(plain)[0], plain[_VERSION.size :]
 
 
@@ -164,7 +164,7 @@ class SealChecker:
             if salt in self._seen:
                 raise _unauthorized("this request was already received")
             self._seen[salt] = None
-            if len(self._seen) > MAX_SEEN:
+            if len(self._seen) > MAX_SEEN_SALTS:
                 self._seen.popitem(last=False)
         return EngineSeal(self._secret, head)
 
@@ -185,7 +185,7 @@ Grid = Sequence[Sequence[int]]
 def sign(secret: bytes, domain: str, *parts: bytes) -> bytes:
     """Return a signature over these parts (32 bytes). It cannot be computed without the secret. `domain`
     identifies the format."""
-    return keyed(secret, domain, *parts)
+    return keyed_digest(secret, domain, *parts)
 
 
 def is_signed(proof: bytes, secret: bytes, domain: str, *parts: bytes) -> bool:
@@ -216,17 +216,17 @@ class SignedClaim:
         payload: bytes | memoryview,
     ) -> Self:
         """Create a signed statement about `payload`, which has the bytes of a (rows, hidden_size) tensor."""
-        proof = sign(secret, _DOMAIN, *_parts(identity, media, dtype, shape, grid, payload))
+        proof = sign(secret, _DOMAIN, *_signed_parts(identity, media, dtype, shape, grid, payload))
         return cls(identity=identity, media=tuple(media), proof=proof)
 
-    def holds(
+    def is_valid(
         self, secret: bytes, *, dtype: str, shape: tuple[int, int], grid: Grid, payload: bytes | memoryview
     ) -> bool:
         """Return whether this statement was signed with the secret for this tensor and these grids."""
-        parts = _parts(self.identity, self.media, dtype, shape, grid, payload)
+        parts = _signed_parts(self.identity, self.media, dtype, shape, grid, payload)
         return is_signed(self.proof, secret, _DOMAIN, *parts)
 
-    def fields(self) -> Mapping[str, str]:
+    def to_fields(self) -> Mapping[str, str]:
         """Return the statement as named text fields, to add to a message."""
         return {
             _IDENTITY: self.identity.hex(),
@@ -235,7 +235,7 @@ class SignedClaim:
         }
 
     @classmethod
-    def read(cls, fields: Mapping[str, object]) -> Self | None:
+    def from_fields(cls, fields: Mapping[str, object]) -> Self | None:
         """Return the statement in a message's fields, or None if the message has no statement. The signature
         is not verified.
 
@@ -254,20 +254,20 @@ class SignedClaim:
         return cls(identity=digests[0], media=digests[1:-1], proof=digests[-1])
 
 
-def salt_proof(secret: bytes, salt: str) -> str:
+def prove_salt(secret: bytes, salt: str) -> str:
     """Return a proof, in hex, that an engine has the secret and sent this salt."""
     return sign(secret, _SALT_DOMAIN, salt.encode()).hex()
 
 
-def salt_is_proved(proof: str | None, secret: bytes, salt: str) -> bool:
-    """Return whether `proof` is the `salt_proof` of this salt."""
+def is_salt_proved(proof: str | None, secret: bytes, salt: str) -> bool:
+    """Return whether `proof` is the `prove_salt` of this salt."""
     try:
         return is_signed(bytes.fromhex(proof or ""), secret, _SALT_DOMAIN, salt.encode())
     except ValueError:
         return False
 
 
-def _parts(
+def _signed_parts(
     identity: bytes,
     media: Sequence[bytes],
     dtype: str,

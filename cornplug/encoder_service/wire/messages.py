@@ -132,7 +132,7 @@ class EncodeRefusal(msgspec.Struct, frozen=True, tag="refused"):
     retry_after_s: float | None = None
 
 
-class MediumRequest(msgspec.Struct, frozen=True, tag="medium", forbid_unknown_fields=True):
+class MediaRequest(msgspec.Struct, frozen=True, tag="medium", forbid_unknown_fields=True):
     """Request from an engine without a tower to encode one media item. It is sent only over HTTP. The service
     fetches and decodes the item."""
 
@@ -154,8 +154,8 @@ class MediumRequest(msgspec.Struct, frozen=True, tag="medium", forbid_unknown_fi
     """
 
 
-class MediumReply(msgspec.Struct, frozen=True, tag="medium_encoded"):
-    """Reply to a `MediumRequest`: an embedding of shape (rows, hidden_size), and signed claims about it."""
+class MediaReply(msgspec.Struct, frozen=True, tag="medium_encoded"):
+    """Reply to a `MediaRequest`: an embedding of shape (rows, hidden_size), and signed claims about it."""
 
     handle: str
     """Text of an `embedding_file.EmbeddingHandle` with identity, media digest, key and patch grid."""
@@ -165,8 +165,8 @@ class MediumReply(msgspec.Struct, frozen=True, tag="medium_encoded"):
     field."""
 
 
-class MediumRefusal(msgspec.Struct, frozen=True, tag="medium_refused"):
-    """Reply that refuses a `MediumRequest`. `reason` is either a key of `_STATUS` or the reason of a
+class MediaRefusal(msgspec.Struct, frozen=True, tag="medium_refused"):
+    """Reply that refuses a `MediaRequest`. `reason` is either a key of `_STATUS` or the reason of a
     MediaError."""
 
     reason: str
@@ -177,8 +177,8 @@ class MediumRefusal(msgspec.Struct, frozen=True, tag="medium_refused"):
 Request = DescribeRequest | EncodeRequest
 Reply = DescribeReply | EncodeReply | EncodeRefusal
 
-HttpRequest = Request | MediumRequest
-HttpReply = Reply | MediumReply | MediumRefusal
+HttpRequest = Request | MediaRequest
+HttpReply = Reply | MediaReply | MediaRefusal
 """Reply to an `HttpRequest`, which `POST /v1/engine` returns."""
 
 
@@ -213,7 +213,7 @@ def decoding_of(engine: str, version: str) -> Decoding | None:
     return next((d for e, start, d in _RELEASES if e == engine and version.startswith(start)), None)
 
 
-def known_decoding(name: str) -> Decoding | None:
+def parse_decoding(name: str) -> Decoding | None:
     """Return the rule with this name, or None."""
     return next((d for d in DECODINGS if d == name), None)
 
@@ -251,11 +251,11 @@ _STATUS: Final[Mapping[str, int]] = {
     "transfer": 501,
 }
 
-_OF_THE_MEDIUM: Final = frozenset({413, 415, 422, 424})
-OF_THE_FETCH: Final = frozenset({"remote_failed", "remote_timeout", "fetches_full"})
+_MEDIA_STATUSES: Final = frozenset({413, 415, 422, 424})
+FETCH_REASONS: Final = frozenset({"remote_failed", "remote_timeout", "fetches_full"})
 """Reasons after which another service may succeed, because it has another network route to the URL's host."""
 
-A_FAULT: Final = "internal error of the service; see its log"
+INTERNAL_ERROR_MESSAGE: Final = "internal error of the service; see its log"
 """Message for an internal error. It does not contain the exception's text, which may include paths, addresses
 and data of other clients."""
 
@@ -266,6 +266,6 @@ def status_of(reason: str) -> int:
     return _STATUS.get(reason, 422)
 
 
-def is_of_medium(reason: str) -> bool:
+def is_media_refusal(reason: str) -> bool:
     """Return whether the media item causes a refusal, so that neither another service nor a retry helps."""
-    return status_of(reason) in _OF_THE_MEDIUM
+    return status_of(reason) in _MEDIA_STATUSES

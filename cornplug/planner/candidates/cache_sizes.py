@@ -23,14 +23,14 @@ from numpy.typing import NDArray
 
 from cornplug.planner.inputs import component_shapes, request_sampling
 from cornplug.planner.inputs.request_classes import RequestClass
-from cornplug.planner.inputs.request_sampling import HitShares
+from cornplug.planner.inputs.request_sampling import HitRates
 from cornplug.planner.inputs.schema import CacheOptions, Component, LLMShape, RequestMedia
 from cornplug.planner.optimizer.optimization_problem import CacheLevel
 
 GIB: Final = 1 << 30
 ELEMENT_BYTES: Final = 2
 Floats = NDArray[np.float64]
-_EACH: Final = 10_000
+_ITEMS_WITH_OWN_BIN: Final = 10_000
 """Number of most popular items that have their own bins. All other items share 200 bins per decade of ranks,
 with similar probabilities."""
 
@@ -52,7 +52,7 @@ class CacheSizeOption:
         return f"{self.cache}={self.gib:g}GiB"
 
     @property
-    def in_pool(self) -> CacheLevel:
+    def cache_level(self) -> CacheLevel:
         return CacheLevel(self.name, self.cache, self.gib * GIB)
 
 
@@ -61,10 +61,10 @@ class CacheScenario:
     """Cache levels that a variant requires, and the resulting hit rates of one request class."""
 
     levels: tuple[CacheSizeOption, ...] = ()
-    hits: HitShares = field(default_factory=lambda: HitShares({}, 0.0))
+    hits: HitRates = field(default_factory=lambda: HitRates({}, 0.0))
 
     @property
-    def names(self) -> frozenset[str]:
+    def level_names(self) -> frozenset[str]:
         return frozenset(level.name for level in self.levels)
 
 
@@ -101,32 +101,37 @@ def cache_levels(
     return tuple(found)
 
 
-def scenarios(
-    of: RequestClass, known: tuple[CacheSizeOption, ...], encoders: Mapping[str, Component]
+def cache_scenarios(
+    request_class: RequestClass, options: tuple[CacheSizeOption, ...], encoders: Mapping[str, Component]
 ) -> list[CacheScenario]:
     """Return all combinations of the cache levels that affect a class, with the smallest caches first."""
-    mine = [level for level in known if of.name in level.hit_rate]
+    mine = [level for level in options if request_class.name in level.hit_rate]
     by_cache: dict[str, list[CacheSizeOption]] = {}
     for level in sorted(mine, key=lambda level: level.gib):
         by_cache.setdefault(level.cache, []).append(level)
-    return [CacheScenario(levels, _hits(of, levels, encoders)) for levels in product(*by_cache.values())]
+    return [
+        CacheScenario(levels, _hits(request_class, levels, encoders))
+        for levels in product(*by_cache.values())
+    ]
 
 
 def _hits(
-    of: RequestClass, levels: tuple[CacheSizeOption, ...], encoders: Mapping[str, Component]
-) -> HitShares:
-    by_cache = {level.cache: level.hit_rate[of.name] for level in levels}
+    request_class: RequestClass, levels: tuple[CacheSizeOption, ...], encoders: Mapping[str, Component]
+) -> HitRates:
+    by_cache = {level.cache: level.hit_rate[request_class.name] for level in levels}
     embedding = {
         m.encoder: by_cache.get(f"embedding:{encoders[m.encoder].name}", 0.0)
         if m.hit_rate is None
         else m.hit_rate
-        for m in of.request.media
+        for m in request_class.request.media
     }
-    prefix = of.request.prefix
+    prefix = request_class.request.prefix
     if prefix is None:
-        return HitShares(embedding, 0.0)
+        return HitRates(embedding, 0.0)
     known = prefix.hit_rate
-    return HitShares(embedding, by_cache.get(f"prefix:{of.app.llm}", 0.0) if known is None else known)
+    return HitRates(
+        embedding, by_cache.get(f"prefix:{request_class.app.llm}", 0.0) if known is None else known
+    )
 
 
 def embedding_bytes(media: RequestMedia, llm: Component) -> float:
@@ -144,37 +149,39 @@ def kv_bytes_per_token(llm: Component) -> int:
 
 
 def _embedding_hits(
-    of: RequestClass,
+    request_class: RequestClass,
     encoder: str,
     gib: float,
     users: Mapping[str, RequestClass],
     llm: Component,
     encoders: Mapping[str, Component],
 ) -> float:
-    media = next(m for m in of.request.media if encoders[m.encoder].name == encoder)
+    media = next(m for m in request_class.request.media if encoders[m.encoder].name == encoder)
     if media.hit_rate is not None or not media.catalogue:
         return media.hit_rate or 0.0
     one = embedding_bytes(media, llm)
     if not one or not gib:
         return 0.0
-    cached = _part(of, users) * gib * GIB / one
+    cached = _cache_share(request_class, users) * gib * GIB / one
     return lru_hit_rate(media.catalogue, media.zipf, min(cached, media.catalogue))
 
 
-def _prefix_hits(of: RequestClass, gib: float, users: Mapping[str, RequestClass], llm: Component) -> float:
-    prefix = of.request.prefix
+def _prefix_hits(
+    request_class: RequestClass, gib: float, users: Mapping[str, RequestClass], llm: Component
+) -> float:
+    prefix = request_class.request.prefix
     assert prefix is not None
     if prefix.hit_rate is not None:
         return prefix.hit_rate
     one = prefix.tokens * kv_bytes_per_token(llm)
     # An engine's own prefix cache keeps at least the most recently used prefix.
-    cached = 1 + (_part(of, users) * gib * GIB / one if one else 0.0)
+    cached = 1 + (_cache_share(request_class, users) * gib * GIB / one if one else 0.0)
     return lru_hit_rate(prefix.distinct, prefix.zipf, min(cached, prefix.distinct))
 
 
-def _part(of: RequestClass, users: Mapping[str, RequestClass]) -> float:
+def _cache_share(request_class: RequestClass, users: Mapping[str, RequestClass]) -> float:
     """Return the class's share of a cache's bytes, in proportion to its rate."""
-    return of.rate / sum(c.rate for c in users.values())
+    return request_class.rate / sum(c.rate for c in users.values())
 
 
 @lru_cache(maxsize=4096)
@@ -197,10 +204,12 @@ def lru_hit_rate(catalogue: int, zipf: float, cached: float) -> float:
 
 def _popularity(catalogue: int, zipf: float) -> tuple[Floats, Floats]:
     """Return (probability of each item in a bin, number of items in the bin) for all bins, as two arrays."""
-    edges = np.arange(1.0, min(catalogue, _EACH) + 2)
-    if catalogue > _EACH:
-        bins = max(int(200 * math.log10(catalogue / _EACH)), 1)
-        edges = np.unique(np.concatenate([edges, np.rint(np.geomspace(_EACH + 1, catalogue + 1, bins + 1))]))
+    edges = np.arange(1.0, min(catalogue, _ITEMS_WITH_OWN_BIN) + 2)
+    if catalogue > _ITEMS_WITH_OWN_BIN:
+        bins = max(int(200 * math.log10(catalogue / _ITEMS_WITH_OWN_BIN)), 1)
+        edges = np.unique(
+            np.concatenate([edges, np.rint(np.geomspace(_ITEMS_WITH_OWN_BIN + 1, catalogue + 1, bins + 1))])
+        )
     count = np.diff(edges)
     weight = ((edges[:-1] + edges[1:] - 1) / 2) ** -zipf
     return weight / np.dot(weight, count), count

@@ -27,14 +27,14 @@ from cornplug.planner.plan import EngineSettings
 from cornplug.planner.simulator.simulator import Station
 from cornplug.planner.simulator.step_times import CellHardware
 
-MOST_RATE: Final = 1e9
+MAX_RATE: Final = 1e9
 """Capacity for a class whose requests cause no work at a service."""
-TIGHTNESS: Final = 0.005
+PREFERENCE_TOLERANCE: Final = 0.005
 """Difference of preferences up to which a cell can dominate another cell. The preference for a tier is only a
 tie-break, so it must not protect a dominated cell from removal."""
-MOST: Final = 4
+MAX_TIERS: Final = 4
 """Maximum number of tiers per service. More tiers would save little, but multiply the number of cells."""
-UNBOUNDED: Final = 1e6
+UNBOUNDED_TIER_S: Final = 1e6
 TIER_SPACING: Final = 1e-5
 """Relative difference between tiers with equal seconds. It is large enough for different names with six
 digits."""
@@ -62,7 +62,7 @@ class CellSpec:
     (`pipeline/decide.py`)."""
 
     @property
-    def timed(self) -> bool:
+    def has_times(self) -> bool:
         return self.hardware is not None
 
     def station(self, replicas: int) -> Station:
@@ -80,7 +80,9 @@ class CellSpec:
         """
         found = {u: rate * self.derating for u, rate in capacity.items()}
         return replace(
-            self, cell=replace(self.cell, capacity=_positive(found)), simulated_replicas=simulated_replicas
+            self,
+            cell=replace(self.cell, capacity=_usable_capacity(found)),
+            simulated_replicas=simulated_replicas,
         )
 
     def derate(self, factor: float) -> CellSpec:
@@ -96,27 +98,27 @@ def make_cell(
     capacity: Mapping[str, float],
     preference: float,
     *,
-    timed: bool,
+    has_times: bool,
     start_s: float,
 ) -> Cell:
     """Create a cell. Its name contains the tier's rank in the service's chain (0 is the tightest tier)."""
-    suffix = f":t{tier.rank}" if timed else ""
+    suffix = f":t{tier.rank}" if has_times else ""
     return Cell(
         name=f"{service.name}@{footprint.name}{suffix}",
         service=service.name,
         nodes=footprint.nodes.name,
         gpus=footprint.gpus,
         # A throughput is measured under its own latency conditions, so the cell can serve every tier.
-        tier=tier.value if timed else 0.0,
-        capacity=_positive(capacity),
+        tier=tier.value if has_times else 0.0,
+        capacity=_usable_capacity(capacity),
         role=service.tasks,
         preference=preference,
         start_s=start_s,
     )
 
 
-def _positive(capacity: Mapping[str, float]) -> dict[str, float]:
-    return {u: min(rate, MOST_RATE) for u, rate in capacity.items() if rate > 0}
+def _usable_capacity(capacity: Mapping[str, float]) -> dict[str, float]:
+    return {u: min(rate, MAX_RATE) for u, rate in capacity.items() if rate > 0}
 
 
 def undominated_cells(specs: Iterable[CellSpec]) -> list[CellSpec]:
@@ -135,14 +137,16 @@ def undominated_cells(specs: Iterable[CellSpec]) -> list[CellSpec]:
     return kept
 
 
-def _dominates(one: CellSpec, other: CellSpec) -> bool:
-    copies = other.cell.gpus / one.cell.gpus
+def _dominates(candidate: CellSpec, other: CellSpec) -> bool:
+    copies = other.cell.gpus / candidate.cell.gpus
     return (
         copies >= 1
-        and one.cell.tier <= other.cell.tier
-        and one.cell.start_s <= other.cell.start_s
-        and one.cell.preference <= other.cell.preference + TIGHTNESS
-        and all(copies * one.cell.capacity.get(u, 0.0) >= rate for u, rate in other.cell.capacity.items())
+        and candidate.cell.tier <= other.cell.tier
+        and candidate.cell.start_s <= other.cell.start_s
+        and candidate.cell.preference <= other.cell.preference + PREFERENCE_TOLERANCE
+        and all(
+            copies * candidate.cell.capacity.get(u, 0.0) >= rate for u, rate in other.cell.capacity.items()
+        )
     )
 
 
@@ -152,18 +156,18 @@ def loosest_variants(variants: Iterable[PathVariant]) -> tuple[PathVariant, ...]
     for v in variants:
         services = tuple((n.service, n.work) for n in v.needs)
         groups[v.demand, v.structure, services, v.levels].append(v)
-    return tuple(v for same in groups.values() for i, v in enumerate(same) if not _tighter(v, i, same))
+    return tuple(v for same in groups.values() for i, v in enumerate(same) if not _is_redundant(v, i, same))
 
 
-def _tighter(variant: PathVariant, place: int, same: list[PathVariant]) -> bool:
+def _is_redundant(variant: PathVariant, index: int, group: list[PathVariant]) -> bool:
     """Return whether a variant is tighter than another, or equal to an earlier variant."""
     tiers = [n.tier for n in variant.needs]
-    for i, other in enumerate(same):
+    for i, other in enumerate(group):
         others = [n.tier for n in other.needs]
         if (
-            i != place
+            i != index
             and all(a <= b for a, b in zip(tiers, others, strict=True))
-            and (tiers != others or i < place)
+            and (tiers != others or i < index)
         ):
             return True
     return False
@@ -181,10 +185,10 @@ class LatencyTier:
 
 
 @dataclass(frozen=True)
-class Chain:
+class TierChain:
     tiers: tuple[LatencyTier, ...]
 
-    def at_most(self, seconds: float, tpot_s: float) -> LatencyTier:
+    def loosest_within(self, seconds: float, tpot_s: float) -> LatencyTier:
         """Return the loosest tier within both bounds. Such a tier exists if this pair of bounds was passed to
         `tier_chain`."""
         return max(t for t in self.tiers if t.seconds <= seconds and t.tpot_s <= tpot_s)
@@ -198,34 +202,34 @@ def tiers_per_service(services: int, node_classes: int) -> int:
     four.
     """
     size = services * node_classes
-    return MOST if size <= 12 else 3 if size <= 40 else 2
+    return MAX_TIERS if size <= 12 else 3 if size <= 40 else 2
 
 
-def tier_chain(wanted: Iterable[tuple[float, float]], most: int = MOST) -> Chain:
-    """Return at most `most` tiers for these (seconds, seconds per token) pairs.
+def tier_chain(bounds: Iterable[tuple[float, float]], max_tiers: int = MAX_TIERS) -> TierChain:
+    """Return at most `max_tiers` tiers for these (seconds, seconds per token) pairs.
 
     The time per token of a tier is at most the time per token of each looser tier, because cells of the tier
     may also do the work of looser tiers.
     """
-    groups = [[pair] for pair in sorted(set(wanted))]
-    while len(groups) > most:
+    groups = [[pair] for pair in sorted(set(bounds))]
+    while len(groups) > max_tiers:
         i = min(range(len(groups) - 1), key=lambda i: _distance(groups[i][0], groups[i + 1][0]))
         groups[i : i + 2] = [groups[i] + groups[i + 1]]
     by_token = all(isinf(group[0][0]) for group in groups)
     tiers = []
     for rank, group in enumerate(groups):
         seconds, tpot_s = group[0][0], min(tpot for g in groups[rank:] for _, tpot in g)
-        ordered_by = tpot_s if by_token else min(seconds, UNBOUNDED)
+        ordered_by = tpot_s if by_token else min(seconds, UNBOUNDED_TIER_S)
         tiers.append(LatencyTier(seconds, tpot_s, rank, ordered_by * (1 + TIER_SPACING * rank)))
-    return Chain(tuple(tiers))
+    return TierChain(tuple(tiers))
 
 
 def _distance(tighter: tuple[float, float], looser: tuple[float, float]) -> float:
     """Return the disadvantage of merging two pairs: the factor by which the looser pair becomes tighter."""
-    return _times(tighter[0], looser[0]) * _times(tighter[1], looser[1])
+    return _tightening_factor(tighter[0], looser[0]) * _tightening_factor(tighter[1], looser[1])
 
 
-def _times(tighter: float, looser: float) -> float:
+def _tightening_factor(tighter: float, looser: float) -> float:
     if isinf(looser):
         return 1.0 if isinf(tighter) else inf
     return max(looser / tighter, 1.0) if tighter > 0 else inf

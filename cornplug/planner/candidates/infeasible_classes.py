@@ -19,7 +19,7 @@ from cornplug.planner.simulator.replicas import isolated_decode_s, isolated_pref
 from cornplug.planner.simulator.simulator import Station
 
 
-def unserved(pool: OptimizationProblem) -> list[str]:
+def find_unserved_demands(pool: OptimizationProblem) -> list[str]:
     """Return the demands for which no variant has a cell at each of its services."""
     capacities: dict[str, list[tuple[float, Mapping[str, float]]]] = {}
     for c in pool.cells:
@@ -38,8 +38,8 @@ def unserved(pool: OptimizationProblem) -> list[str]:
     return [u.name for u in pool.demands if not served(u.name)]
 
 
-def note(
-    of: RequestClass,
+def describe_infeasibility(
+    request_class: RequestClass,
     request_paths: Iterable[RequestPath],
     timed_configs: Mapping[str, list[TimedConfig]],
     dropped: Mapping[str, int],
@@ -51,25 +51,25 @@ def note(
     at each service.
     """
     nearest = min(
-        (_worst_stage(of, request_path, timed_configs, samples) for request_path in request_paths),
+        (_worst_stage(request_class, request_path, timed_configs, samples) for request_path in request_paths),
         key=lambda fit: fit.excess,
         default=None,
     )
     if nearest is None:
         return "no structure fits its requests. Allow another structure"
-    if nearest.best is None:
-        return _without_room(nearest.stage_budget.service.name, dropped)
+    if nearest.best_config is None:
+        return _no_replica_message(nearest.stage_budget.service.name, dropped)
     if nearest.excess <= 1:
-        return _without_kv(nearest.stage_budget.service.name, nearest.best, samples)
+        return _small_kv_message(nearest.stage_budget.service.name, nearest.best_config, samples)
     return nearest.text
 
 
 @dataclass(frozen=True)
-class Fit:
+class StageFit:
     """Comparison of a stage's bound with the latency of isolated requests on the best replica."""
 
     stage_budget: StageBudget
-    best: TimedConfig | None
+    best_config: TimedConfig | None
     bound: LatencyBound
     """Bound at the percentile that is missed most."""
     first_s: float
@@ -82,12 +82,14 @@ class Fit:
 
         The factor is infinite if no replica can run the service.
         """
-        return max(_times(self.first_s, self.bound.seconds), _times(self.tpot_s, self.bound.tpot_s))
+        return max(
+            _bound_ratio(self.first_s, self.bound.seconds), _bound_ratio(self.tpot_s, self.bound.tpot_s)
+        )
 
     @property
     def text(self) -> str:
-        assert self.best is not None
-        late = _times(self.first_s, self.bound.seconds) >= _times(self.tpot_s, self.bound.tpot_s)
+        assert self.best_config is not None
+        late = _bound_ratio(self.first_s, self.bound.seconds) >= _bound_ratio(self.tpot_s, self.bound.tpot_s)
         allowed, takes = (self.bound.seconds, self.first_s) if late else (self.bound.tpot_s, self.tpot_s)
         what = (
             "a token"
@@ -99,20 +101,20 @@ class Fit:
         unit = "times the idle replica's latency" if self.bound.relative else "s"
         name, percentile = self.stage_budget.service.name, self.bound.percentile
         return (
-            f"{name} may take at most {allowed:.3g} {unit} for {what} ({percentile}), "
-            f"but the fastest, {self.best.footprint.name}, takes {takes:.3g} {unit} for an isolated request. "
+            f"{name} may take at most {allowed:.3g} {unit} for {what} ({percentile}), but the fastest, "
+            f"{self.best_config.footprint.name}, takes {takes:.3g} {unit} for an isolated request. "
             "Loosen the SLO, or add a faster GPU, a higher tp or a quantisation"
         )
 
 
 def _worst_stage(
-    of: RequestClass,
+    request_class: RequestClass,
     request_path: RequestPath,
     timed_configs: Mapping[str, list[TimedConfig]],
     samples: Mapping[str, Sequence[SampledRequest]],
-) -> Fit:
+) -> StageFit:
     fits = [
-        _best_fit(p, timed_configs.get(p.service.name, []), samples[p.service.name], of.slo)
+        _best_fit(p, timed_configs.get(p.service.name, []), samples[p.service.name], request_class.slo)
         for p in request_path.stage_budgets
     ]
     return max(fits, key=lambda fit: fit.excess)
@@ -123,29 +125,31 @@ def _best_fit(
     timed_configs: list[TimedConfig],
     samples: Sequence[SampledRequest],
     slo: Slo,
-) -> Fit:
+) -> StageFit:
     bounds = stage_bound(slo, stage_budget.seconds, stage_budget.tpot_s, mean_idle_times(samples))
     fits = [
         max(
             (
-                Fit(stage_budget, e, one, *_isolated_latency(e.station("power_of_two", 1), samples, one))
-                for one in bounds.each
+                StageFit(stage_budget, e, one, *_isolated_latency(e.station("power_of_two", 1), samples, one))
+                for one in bounds.all_bounds
             ),
             key=lambda fit: fit.excess,
         )
         for e in timed_configs
     ]
-    return min(fits, key=lambda fit: fit.excess, default=Fit(stage_budget, None, bounds, inf, inf))
+    return min(fits, key=lambda fit: fit.excess, default=StageFit(stage_budget, None, bounds, inf, inf))
 
 
-def _without_room(service: str, dropped: Mapping[str, int]) -> str:
+def _no_replica_message(service: str, dropped: Mapping[str, int]) -> str:
     reasons = [text.partition(": ")[2] for text in dropped if text.startswith(f"{service}: ")]
     return (
         f"no replica can run {service} ({'; '.join(reasons) or 'none fits'}). Add a larger GPU or a profile"
     )
 
 
-def _without_kv(service: str, best: TimedConfig, samples: Mapping[str, Sequence[SampledRequest]]) -> str:
+def _small_kv_message(
+    service: str, best: TimedConfig, samples: Mapping[str, Sequence[SampledRequest]]
+) -> str:
     """Return the reason for a service whose latency is feasible, but whose KV cache is too small for a
     request."""
     longest = max(d.prompt_tokens + d.output_tokens for d in samples[service])
@@ -156,7 +160,7 @@ def _without_kv(service: str, best: TimedConfig, samples: Mapping[str, Sequence[
     )
 
 
-def _times(value: float, allowed: float | None) -> float:
+def _bound_ratio(value: float, allowed: float | None) -> float:
     return inf if value == inf else 0.0 if allowed is None else value / allowed
 
 
@@ -175,4 +179,4 @@ def _isolated_latency(
         first = [f / d.idle.ttft_s for f, d in zip(first, samples, strict=True) if d.idle]
         idle = [d.idle.tpot_s for d in samples if d.idle and d.output_tokens > 1]
         per_token = [t / i for t, i in zip(per_token, idle, strict=True)]
-    return bound.of(np.array(first)), bound.of(np.array(per_token))
+    return bound.statistic_of(np.array(first)), bound.statistic_of(np.array(per_token))

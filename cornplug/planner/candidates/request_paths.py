@@ -16,18 +16,23 @@ from typing import Final
 
 from cornplug.planner.candidates import cache_sizes
 from cornplug.planner.candidates.cache_sizes import CacheScenario
-from cornplug.planner.candidates.samples import Samples, mean_idle_times, output_tokens, prompt_tokens
+from cornplug.planner.candidates.samples import (
+    Samples,
+    mean_idle_times,
+    output_token_percentile,
+    prompt_token_percentile,
+)
 from cornplug.planner.candidates.services import PathTemplate, Service
 from cornplug.planner.inputs import request_sampling
 from cornplug.planner.inputs.request_classes import RequestClass, SampledRequest
 from cornplug.planner.inputs.schema import Component
 from cornplug.planner.inputs.slo import IdleTimes
 
-ENCODER_PARTS: Final = (0.3, 0.5, 0.7)
+ENCODER_SHARES: Final = (0.3, 0.5, 0.7)
 """Shares of the time to first token that encoders may use."""
-FIRST_PARTS: Final = (0.15, 0.4)
+TTFT_SHARES: Final = (0.15, 0.4)
 """Shares of a bounded end-to-end latency that the time to first token may use."""
-GENERATOR_PARTS: Final = (0.25, 0.5, 0.75)
+GENERATOR_SHARES: Final = (0.25, 0.5, 0.75)
 EMBEDDING_EDGE_S: Final = 0.010
 """Time in seconds to fetch an embedding from another process: lookup, notification and copy."""
 
@@ -43,11 +48,11 @@ class StageBudget:
 
 @dataclass(frozen=True)
 class RequestPath:
-    of: RequestClass
-    path: PathTemplate
+    request_class: RequestClass
+    template: PathTemplate
     stage_budgets: tuple[StageBudget, ...]
     scenario: CacheScenario
-    network: float
+    network_bytes: float
     """Mean number of bytes per request that are transferred between nodes."""
     name: str
 
@@ -60,7 +65,7 @@ class SloDivision:
 
 
 def request_paths(
-    of: RequestClass,
+    request_class: RequestClass,
     llm: Component,
     path: PathTemplate,
     scenario: CacheScenario,
@@ -68,50 +73,52 @@ def request_paths(
     nic_bytes_s: float,
 ) -> Iterator[RequestPath]:
     """Yield all divisions of the class's SLO on one path with these cache sizes."""
-    embeddings, kv = _moved_bytes(of, llm, path, samples, scenario)
+    embeddings, kv = _moved_bytes(request_class, llm, path, samples, scenario)
     edge_s = EMBEDDING_EDGE_S + embeddings / nic_bytes_s if path.stages[0].tasks == "E" else 0.0
     seen = set()
-    for division in _divisions(of, path, samples.of(of, scenario), kv / nic_bytes_s):
-        for part in _encoder_parts(path, division):
+    for division in _divisions(
+        request_class, path, samples.for_class(request_class, scenario), kv / nic_bytes_s
+    ):
+        for part in _encoder_shares(path, division):
             stage_budgets = tuple(_stage_budget(s, path, division, part, edge_s) for s in path.stages)
             if stage_budgets in seen or any(p.seconds <= 0 or p.tpot_s <= 0 for p in stage_budgets):
                 continue
             seen.add(stage_budgets)
-            name = f"{of.name}:{'>'.join(s.name for s in path.stages)}"
-            name += "".join(f"+{n}" for n in sorted(scenario.names)) + f"#{len(seen)}"
-            yield RequestPath(of, path, stage_budgets, scenario, embeddings + kv, name)
+            name = f"{request_class.name}:{'>'.join(s.name for s in path.stages)}"
+            name += "".join(f"+{n}" for n in sorted(scenario.level_names)) + f"#{len(seen)}"
+            yield RequestPath(request_class, path, stage_budgets, scenario, embeddings + kv, name)
 
 
 def _stage_budget(
-    service: Service, path: PathTemplate, division: SloDivision, part: float, edge_s: float
+    service: Service, path: PathTemplate, division: SloDivision, encoder_share: float, edge_s: float
 ) -> StageBudget:
     encoders = sum(s.tasks == "E" for s in path.stages)
     if service.tasks == "E":
-        return StageBudget(service, part * division.first_s / encoders, inf)
+        return StageBudget(service, encoder_share * division.first_s / encoders, inf)
     if service.tasks == "G":
         return StageBudget(service, division.generate_s, inf)
     if service.tasks == "D":
         return StageBudget(service, inf, division.tpot_s)
-    first_s = division.first_s * (1 - part) - edge_s if encoders else division.first_s
+    first_s = division.first_s * (1 - encoder_share) - edge_s if encoders else division.first_s
     if "G" in service.tasks:  # The response arrives after generation, so its end is bounded.
         first_s = min(first_s, division.generate_s)
     return StageBudget(service, first_s, division.tpot_s if "D" in service.tasks else inf)
 
 
-def _encoder_parts(path: PathTemplate, division: SloDivision) -> tuple[float, ...]:
+def _encoder_shares(path: PathTemplate, division: SloDivision) -> tuple[float, ...]:
     if path.stages[0].tasks != "E":
         return (0.0,)
-    return ENCODER_PARTS if division.first_s < inf else ENCODER_PARTS[:1]
+    return ENCODER_SHARES if division.first_s < inf else ENCODER_SHARES[:1]
 
 
 def _divisions(
-    of: RequestClass, path: PathTemplate, sampled: Sequence[SampledRequest], kv_edge_s: float
+    request_class: RequestClass, path: PathTemplate, sampled: Sequence[SampledRequest], kv_edge_s: float
 ) -> Iterator[SloDivision]:
-    slo = of.slo
+    slo = request_class.slo
     idle = mean_idle_times(sampled)
-    first = slo.first_s("ttft", idle) or inf
-    tpot = slo.first_s("tpot", idle) or inf
-    whole = next(iter(slo.every("e2e")), None)
+    first = slo.first_bound_s("ttft", idle) or inf
+    tpot = slo.first_bound_s("tpot", idle) or inf
+    whole = next(iter(slo.all_bounds("e2e")), None)
     if whole is None:
         yield SloDivision(first, tpot, inf)
         return
@@ -121,9 +128,9 @@ def _divisions(
             yield SloDivision(first, tpot, inf)
         yield from _slack_divisions(whole.value, idle, first, tpot)
         return
-    gaps = max(output_tokens(sampled, whole.percentile) - 1, 1.0)
-    generates = of.request.generates is not None
-    for generator_part, first_part in product(GENERATOR_PARTS if generates else (0.0,), FIRST_PARTS):
+    gaps = max(output_token_percentile(sampled, whole.percentile) - 1, 1.0)
+    generates = request_class.request.generates is not None
+    for generator_part, first_part in product(GENERATOR_SHARES if generates else (0.0,), TTFT_SHARES):
         left = whole.value * (1 - generator_part) - (
             kv_edge_s if "D" in {s.tasks for s in path.stages} else 0.0
         )
@@ -139,13 +146,13 @@ def _slack_divisions(slowdown: float, idle: IdleTimes, first: float, tpot: float
     Each stage gets its latency on the idle replica, plus a share of the remaining time.
     """
     slack, decode_s = (slowdown - 1) * idle.e2e_s, idle.e2e_s - idle.ttft_s
-    for part in FIRST_PARTS:
+    for part in TTFT_SHARES:
         token_s = idle.tpot_s * (1 + (1 - part) * slack / decode_s) if decode_s > 0 else inf
         yield SloDivision(min(first, idle.ttft_s + part * slack), min(tpot, token_s), inf)
 
 
 def _moved_bytes(
-    of: RequestClass, llm: Component, path: PathTemplate, samples: Samples, scenario: CacheScenario
+    request_class: RequestClass, llm: Component, path: PathTemplate, samples: Samples, scenario: CacheScenario
 ) -> tuple[float, float]:
     """Return (bytes of embeddings, bytes of KV) that are transferred between stages for one request.
 
@@ -156,9 +163,11 @@ def _moved_bytes(
     if "E" in tasks:
         embeddings = sum(
             request_sampling.mean_length(m.items) * cache_sizes.embedding_bytes(m, llm)
-            for m in of.request.media
+            for m in request_class.request.media
         )
     if "D" in tasks:
         per_token = cache_sizes.kv_bytes_per_token(llm)
-        kv = per_token * prompt_tokens(samples.of(of, scenario), of.slo.percentile)
+        kv = per_token * prompt_token_percentile(
+            samples.for_class(request_class, scenario), request_class.slo.percentile
+        )
     return embeddings, kv

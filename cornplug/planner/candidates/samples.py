@@ -23,7 +23,7 @@ from cornplug.planner.plan import Parallelism
 from cornplug.planner.simulator.replicas import isolated_decode_s, isolated_prefill_s, off_device_s
 from cornplug.planner.simulator.simulator import Station
 
-SIZE: Final = 512
+SAMPLE_SIZE: Final = 512
 QUANTILE: Final[Mapping[Percentile, float | None]] = {
     "mean": None,
     "p50": 0.5,
@@ -44,51 +44,58 @@ class Samples:
     encoders: Mapping[str, Component]
     """Result of `services.canonical_encoders`."""
     seed: int
-    idle: IdleReplicas | None = None
+    idle_replicas: IdleReplicas | None = None
     """Idle replicas, required if an SLO bounds a slowdown."""
     _cached: dict[tuple[str, tuple[str, ...], frozenset[str]], RequestSamples] = field(default_factory=dict)
 
-    def of(
+    def for_class(
         self, request_class: RequestClass, scenario: CacheScenario, encoders: tuple[str, ...] | None = None
     ) -> RequestSamples:
         """Return a class's samples. With `encoders`, only media items of these encoders have patches."""
-        key = (request_class.name, encoders or ("*",), scenario.names)
+        key = (request_class.name, encoders or ("*",), scenario.level_names)
         if key not in self._cached:
             self._cached[key] = RequestSamples(self._sample(request_class, scenario, encoders))
         return self._cached[key]
 
-    def at(self, service: Service, request_class: RequestClass, scenario: CacheScenario) -> RequestSamples:
+    def for_service(
+        self, service: Service, request_class: RequestClass, scenario: CacheScenario
+    ) -> RequestSamples:
         """Return a class's samples in which only media items for the service's own towers have patches."""
-        return self.of(request_class, scenario, tuple(t.name for t in service.towers) or ("",))
+        return self.for_class(request_class, scenario, tuple(t.name for t in service.towers) or ("",))
 
     def _sample(
-        self, of: RequestClass, scenario: CacheScenario, encoders: tuple[str, ...] | None
+        self, request_class: RequestClass, scenario: CacheScenario, encoders: tuple[str, ...] | None
     ) -> list[SampledRequest]:
         rng = np.random.default_rng([self.seed, 0])
         sampled = request_sampling.sample_requests(
-            of.request, rng, SIZE, patches_per_token=self._patches_per_token(), hits=scenario.hits
+            request_class.request,
+            rng,
+            SAMPLE_SIZE,
+            patches_per_token=self._patches_per_token(),
+            hits=scenario.hits,
         )
-        if self.idle is not None:
-            sampled = self.idle.with_times(of, sampled)
+        if self.idle_replicas is not None:
+            sampled = self.idle_replicas.with_times(request_class, sampled)
         if encoders is None:
             return sampled
-        if {self.encoders[m.encoder].name for m in of.request.media} <= set(encoders):
+        if {self.encoders[m.encoder].name for m in request_class.request.media} <= set(encoders):
             return sampled
-        others = [m for m in of.request.media if self.encoders[m.encoder].name not in encoders]
-        if len(others) == len(of.request.media):
+        others = [m for m in request_class.request.media if self.encoders[m.encoder].name not in encoders]
+        if len(others) == len(request_class.request.media):
             return [replace(d, patches=()) for d in sampled]
         return [
-            replace(d, patches=p) for d, p in zip(sampled, self._patches(of, scenario, encoders), strict=True)
+            replace(d, patches=p)
+            for d, p in zip(sampled, self._patches(request_class, scenario, encoders), strict=True)
         ]
 
     def _patches(
-        self, of: RequestClass, scenario: CacheScenario, encoders: tuple[str, ...]
+        self, request_class: RequestClass, scenario: CacheScenario, encoders: tuple[str, ...]
     ) -> list[tuple[int, ...]]:
-        mine = [m for m in of.request.media if self.encoders[m.encoder].name in encoders]
+        mine = [m for m in request_class.request.media if self.encoders[m.encoder].name in encoders]
         rng = np.random.default_rng([self.seed, 1])
-        request = of.request.model_copy(update={"media": mine, "trace": None})
+        request = request_class.request.model_copy(update={"media": mine, "trace": None})
         sampled = request_sampling.sample_requests(
-            request, rng, SIZE, patches_per_token=self._patches_per_token(), hits=scenario.hits
+            request, rng, SAMPLE_SIZE, patches_per_token=self._patches_per_token(), hits=scenario.hits
         )
         return [d.patches for d in sampled]
 
@@ -100,11 +107,11 @@ class Samples:
         }
 
 
-def output_tokens(sampled: Sequence[SampledRequest], percentile: Percentile) -> float:
+def output_token_percentile(sampled: Sequence[SampledRequest], percentile: Percentile) -> float:
     return _percentile([d.output_tokens for d in sampled], percentile)
 
 
-def prompt_tokens(sampled: Sequence[SampledRequest], percentile: Percentile) -> float:
+def prompt_token_percentile(sampled: Sequence[SampledRequest], percentile: Percentile) -> float:
     return _percentile([d.prompt_tokens for d in sampled], percentile)
 
 
@@ -124,30 +131,32 @@ class IdleReplicas:
     gpus: Mapping[str, GpuSpec]
     rules: PlanRules
 
-    def with_times(self, of: RequestClass, sampled: list[SampledRequest]) -> list[SampledRequest]:
+    def with_times(self, request_class: RequestClass, sampled: list[SampledRequest]) -> list[SampledRequest]:
         """Return the requests. If the class's SLO bounds a slowdown, add the latencies on the idle replica.
 
         Raises ConfigError if no profile has the replica's times, or if the model does not fit on the replica.
         """
-        idle = of.slo.idle
-        if idle is None or not of.slo.relative:
+        idle = request_class.slo.idle
+        if idle is None or not request_class.slo.has_slowdowns:
             return sampled
-        station = self._station(of, idle, sampled)
+        station = self._station(request_class, idle, sampled)
         return [replace(d, idle=idle_times(station, d)) for d in sampled]
 
-    def _station(self, of: RequestClass, idle: IdleReplica, sampled: Sequence[SampledRequest]) -> Station:
-        llm = self.components[of.app.llm]
-        towers = tuple(dict.fromkeys(self.encoders[m.encoder] for m in of.request.media))
+    def _station(
+        self, request_class: RequestClass, idle: IdleReplica, sampled: Sequence[SampledRequest]
+    ) -> Station:
+        llm = self.components[request_class.app.llm]
+        towers = tuple(dict.fromkeys(self.encoders[m.encoder] for m in request_class.request.media))
         service = Service("EPD" if towers else "PD", llm, towers)
         gpu = self.gpus[idle.gpu]
         nodes = NodeClass(name="idle", gpu=gpu.name, gpus=8, price_per_hour=0.0)
-        engine, workload = idle.engine or llm.engines[0], of.app.workload
+        engine, workload = idle.engine or llm.engines[0], request_class.app.workload
         config = ReplicaConfig(engine, nodes, gpu, Parallelism(idle.tp), 1.0, idle.quantisation, workload)
         context_tokens = max(round(fmean(d.prompt_tokens for d in sampled)), 1)
         hardware = service_times(service, config, self.rules, context_tokens)
         if hardware is None or hardware.steps is None:
             raise ConfigError(
-                f"slo.idle of {of.name}",
+                f"slo.idle of {request_class.name}",
                 f"{service.name} has no times on {idle.gpu} with tp = {idle.tp}, or does not fit",
                 f"Add a profile (table or roofline) to {llm.name}, or use another replica.",
             )

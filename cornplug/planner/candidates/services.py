@@ -14,7 +14,7 @@ from typing import Final
 from cornplug.planner.inputs.request_classes import RequestClass
 from cornplug.planner.inputs.schema import Component, Structure
 
-EVERY: Final[tuple[Structure, ...]] = ("monolith", "E+PD", "P+D", "E+P+D", "+G")
+ALL_STRUCTURES: Final[tuple[Structure, ...]] = ("monolith", "E+PD", "P+D", "E+P+D", "+G")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def paths(
     known = tuple(
         dict.fromkeys(s for paths_of in own.values() for path in paths_of for s in path.stages if s.llm)
     )
-    known = tuple(dict.fromkeys([*known, *_unions(known)]))
+    known = tuple(dict.fromkeys([*known, *_services_with_all_towers(known)]))
     return {
         name: tuple(dict.fromkeys(w for path in paths_of for w in _with_replacements(path, known)))
         for name, paths_of in own.items()
@@ -88,23 +88,29 @@ def services(paths_of: Iterable[PathTemplate]) -> tuple[Service, ...]:
 
 
 def _own_paths(
-    of: RequestClass, components: Mapping[str, Component], encoders: Mapping[str, Component]
+    request_class: RequestClass, components: Mapping[str, Component], encoders: Mapping[str, Component]
 ) -> list[PathTemplate]:
-    listed = of.app.structures or EVERY
+    listed = request_class.app.structures or ALL_STRUCTURES
     bases = [s for s in listed if s != "+G"] or ["monolith"]
-    llm = components[of.app.llm]
-    media = tuple({encoders[m.encoder].name: encoders[m.encoder] for m in of.request.media}.values())
-    generator = components[of.request.generates.generator] if of.request.generates else None
+    llm = components[request_class.app.llm]
+    media = tuple(
+        {encoders[m.encoder].name: encoders[m.encoder] for m in request_class.request.media}.values()
+    )
+    generator = (
+        components[request_class.request.generates.generator] if request_class.request.generates else None
+    )
     found: dict[tuple[Service, ...], PathTemplate] = {}
     for base in bases:
-        for separate in _generator_separate(base, generator, listed):
+        for separate in _separate_generator_options(base, generator, listed):
             stages = _stages(base, llm, media, generator, separate=separate)
             name = _structure(base, media=bool(media), separate=separate)
             found.setdefault(stages, PathTemplate(name, stages))
     return list(found.values())
 
 
-def _generator_separate(base: str, generator: Component | None, listed: Iterable[str]) -> tuple[bool, ...]:
+def _separate_generator_options(
+    base: str, generator: Component | None, listed: Iterable[str]
+) -> tuple[bool, ...]:
     """Return the allowed values of whether the generator is a separate service.
 
     The generator is always separate if prefill and decode are separate.
@@ -146,7 +152,7 @@ def _stages(
     return encoders + engines + last
 
 
-def _unions(known: Sequence[Service]) -> list[Service]:
+def _services_with_all_towers(known: Sequence[Service]) -> list[Service]:
     """Return additional services whose engines load all towers: one service for each combination of language
     model and tasks, with the towers of all services in `known` with this combination."""
     towers: dict[tuple[str, str], dict[str, Component]] = {}

@@ -18,9 +18,9 @@ from cornplug.planner.plan import ReplicaGroup, TimesCorrection
 from cornplug.planner.simulator.simulator import Station
 from cornplug.planner.simulator.step_times import CellHardware, PiecewiseCurve
 
-FAVOURED: Final = {"online": "sglang", "semi-online": "sglang", "offline": "vllm"}
+PREFERRED_ENGINE: Final = {"online": "sglang", "semi-online": "sglang", "offline": "vllm"}
 """Preferred engine by workload if there are no measurements."""
-Place = tuple[str, str, str, int, int, int, int, int, float, str]
+ProfileKey = tuple[str, str, str, int, int, int, int, int, float, str]
 """(service, engine, GPU, TP, PP, DP, DCP, PCP, share, quantisation) of a replica. Replicas with equal values
 use the same profile."""
 
@@ -32,8 +32,8 @@ class TimedConfig:
     hardware: CellHardware
 
     @property
-    def favoured(self) -> bool:
-        return FAVOURED[self.footprint.workload] == self.footprint.engine
+    def has_preferred_engine(self) -> bool:
+        return PREFERRED_ENGINE[self.footprint.workload] == self.footprint.engine
 
     def station(self, router: RouterPolicy, replicas: int, *, name: str = "") -> Station:
         hardware = self.hardware
@@ -53,71 +53,75 @@ class TimedConfig:
         )
 
 
-def without_needless_estimates(found: Iterable[TimedConfig]) -> list[TimedConfig]:
+def drop_redundant_estimates(configs: Iterable[TimedConfig]) -> list[TimedConfig]:
     """Return the configurations without unnecessary estimates.
 
     An estimate is unnecessary if the same GPUs and settings have a measurement, or an estimate with the
     favoured engine. An estimate does not depend on the engine, so it must not decide between engines.
     """
     places: defaultdict[tuple[object, ...], list[TimedConfig]] = defaultdict(list)
-    for one in found:
+    for one in configs:
         f = one.footprint
         places[f.nodes.name, f.parallelism, f.share, f.quantisation, f.workload].append(one)
     kept: list[TimedConfig] = []
     for same in places.values():
-        better = any(one.hardware.measured or one.favoured for one in same)
-        kept += [one for one in same if one.hardware.measured or one.favoured or not better]
+        better = any(one.hardware.measured or one.has_preferred_engine for one in same)
+        kept += [one for one in same if one.hardware.measured or one.has_preferred_engine or not better]
     return kept
 
 
-def undominated(found: Iterable[TimedConfig], enough_kv_tokens: int) -> list[TimedConfig]:
+def drop_dominated_configs(configs: Iterable[TimedConfig], enough_kv_tokens: int) -> list[TimedConfig]:
     """Remove each configuration for which another configuration is never slower and has at least as much KV.
 
     Only configurations with the same number of GPUs, DP and workload are compared. More KV than
     `enough_kv_tokens` is not an advantage.
     """
     rivals: defaultdict[tuple[object, ...], list[TimedConfig]] = defaultdict(list)
-    for one in found:
+    for one in configs:
         f = one.footprint
         rivals[f.nodes.name, f.gpus, f.parallelism.dp, f.workload].append(one)
     kept: list[TimedConfig] = []
     for same in rivals.values():
         for i, one in enumerate(same):
             others = ((k, other) for k, other in enumerate(same) if k != i)
-            if not any(_outdoes(other, one, enough_kv_tokens, first=k < i) for k, other in others):
+            if not any(_dominates(other, one, enough_kv_tokens, comes_first=k < i) for k, other in others):
                 kept.append(one)
     return kept
 
 
-def _outdoes(one: TimedConfig, other: TimedConfig, enough: int, *, first: bool) -> bool:
-    """Return whether `one` is never slower and has no less KV than `other`.
+def _dominates(
+    candidate: TimedConfig, other: TimedConfig, enough_kv_tokens: int, *, comes_first: bool
+) -> bool:
+    """Return whether `candidate` is never slower and has no less KV than `other`.
 
-    If both are equal, returns `first`, which is whether `one` comes first.
+    If both are equal, returns `comes_first`, which is whether `candidate` comes first.
     """
-    a, b = one.hardware, other.hardware
-    if one.favoured < other.favoured or a.measured != b.measured:
+    a, b = candidate.hardware, other.hardware
+    if candidate.has_preferred_engine < other.has_preferred_engine or a.measured != b.measured:
         return False
-    if min(a.kv_tokens, enough) < min(b.kv_tokens, enough):
+    if min(a.kv_tokens, enough_kv_tokens) < min(b.kv_tokens, enough_kv_tokens):
         return False
-    if not (_quicker(a.encode, b.encode) and _quicker(a.generate, b.generate)):
+    if not (_is_never_slower(a.encode, b.encode) and _is_never_slower(a.generate, b.generate)):
         return False
     if a.steps is None or b.steps is None:
-        return a.steps is b.steps and (first or a != b)
-    steps = _quicker(a.steps.prefill, b.steps.prefill) and _quicker(a.steps.decode, b.steps.decode)
+        return a.steps is b.steps and (comes_first or a != b)
+    steps = _is_never_slower(a.steps.prefill, b.steps.prefill) and _is_never_slower(
+        a.steps.decode, b.steps.decode
+    )
     rest = (
         a.steps.kv_token_s <= b.steps.kv_token_s
         and a.steps.mixed_factor <= b.steps.mixed_factor
         and a.steps.request_overhead_s <= b.steps.request_overhead_s
         and a.steps.pipeline <= b.steps.pipeline
     )
-    return steps and rest and (first or a != b)
+    return steps and rest and (comes_first or a != b)
 
 
-def _quicker(one: PiecewiseCurve | None, other: PiecewiseCurve | None) -> bool:
+def _is_never_slower(candidate: PiecewiseCurve | None, other: PiecewiseCurve | None) -> bool:
     """Return whether the first curve is nowhere above the second curve, or whether both are None."""
-    if one is None or other is None:
-        return one is other
-    return all(one(x) <= other(x) * (1 + 1e-12) for x in {*one.x, *other.x})
+    if candidate is None or other is None:
+        return candidate is other
+    return all(candidate(x) <= other(x) * (1 + 1e-12) for x in {*candidate.x, *other.x})
 
 
 def service_times(
@@ -137,8 +141,8 @@ def service_times(
         main.shape,
         footprint.engine_spec(context_tokens),
         role=service.tasks,
-        tower=_with_tower(service),
-        generator=_with_generator(service),
+        tower=_largest_tower(service),
+        generator=_engine_generator(service),
     )
     if found is None or (found.steps is not None and not found.kv_tokens):
         return None
@@ -159,32 +163,39 @@ def _parameters(component: Component) -> float:
     return component.shape.parameters if component.shape else 0.0
 
 
-def _with_tower(service: Service) -> tuple[Component, TowerShape | None] | None:
+def _largest_tower(service: Service) -> tuple[Component, TowerShape | None] | None:
     tower = max(service.towers, key=_parameters, default=None)
     if tower is None or service.llm is None:
         return None
     return tower, tower.shape if isinstance(tower.shape, TowerShape) else None
 
 
-def _with_generator(service: Service) -> tuple[Component, GeneratorShape | None] | None:
+def _engine_generator(service: Service) -> tuple[Component, GeneratorShape | None] | None:
     generator = service.generator
     if generator is None or service.llm is None:
         return None
     return generator, generator.shape if isinstance(generator.shape, GeneratorShape) else None
 
 
-def place_of(of: TimesCorrection | ReplicaGroup) -> Place:
-    return of.service, of.engine, of.gpu, *astuple(of.parallelism), of.share, of.quantisation
+def profile_key_of(source: TimesCorrection | ReplicaGroup) -> ProfileKey:
+    return (
+        source.service,
+        source.engine,
+        source.gpu,
+        *astuple(source.parallelism),
+        source.share,
+        source.quantisation,
+    )
 
 
-def place(service: Service, config: ReplicaConfig) -> Place:
+def profile_key(service: Service, config: ReplicaConfig) -> ProfileKey:
     f = config
     return service.name, f.engine, f.gpu.name, *astuple(f.parallelism), f.share, f.quantisation
 
 
-def no_correction(at: Place) -> TimesCorrection:
+def neutral_correction(key: ProfileKey) -> TimesCorrection:
     """Return a correction that does not change the profile's times."""
-    service, engine, gpu, tp, pp, dp, dcp, pcp, share, quantisation = at
+    service, engine, gpu, tp, pp, dp, dcp, pcp, share, quantisation = key
     return TimesCorrection(
         service=service,
         engine=engine,
@@ -199,18 +210,18 @@ def no_correction(at: Place) -> TimesCorrection:
     )
 
 
-def corrections_by_place(corrections: Iterable[TimesCorrection]) -> dict[Place, TimesCorrection]:
-    return {place_of(one): one for one in corrections}
+def corrections_by_key(corrections: Iterable[TimesCorrection]) -> dict[ProfileKey, TimesCorrection]:
+    return {profile_key_of(one): one for one in corrections}
 
 
 def merged_corrections(
     earlier: Iterable[TimesCorrection], later: Iterable[TimesCorrection]
 ) -> list[TimesCorrection]:
-    """Return one correction per `Place`.
+    """Return one correction per `ProfileKey`.
 
     Later corrections replace earlier corrections, because both are relative to the profile.
     """
-    return list({**corrections_by_place(earlier), **corrections_by_place(later)}.values())
+    return list({**corrections_by_key(earlier), **corrections_by_key(later)}.values())
 
 
 def corrected_times(hardware: CellHardware, correction: TimesCorrection | None) -> CellHardware:

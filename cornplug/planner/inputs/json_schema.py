@@ -20,28 +20,28 @@ DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 _BOUND_KEYS: Final = ("ttft_s", "tpot_s", "e2e_s", "ttft_slowdown", "tpot_slowdown", "e2e_slowdown")
 _BOUNDS: Final = [{"required": [key]} for key in _BOUND_KEYS]
 _SLOWDOWNS: Final = [{"required": [key]} for key in _BOUND_KEYS if key.endswith("slowdown")]
-_BOUND: Final = {"anyOf": [*_BOUNDS, {"properties": {"also": {"minItems": 1}}, "required": ["also"]}]}
-_ITS_OWN_BOUND: Final = {"properties": {"slo": _BOUND}, "required": ["slo"]}
+_HAS_BOUND: Final = {"anyOf": [*_BOUNDS, {"properties": {"also": {"minItems": 1}}, "required": ["also"]}]}
+_HAS_SLO_BOUND: Final = {"properties": {"slo": _HAS_BOUND}, "required": ["slo"]}
 
 
 def _if(condition: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]:
     return {"if": condition, "then": then}
 
 
-def _is(key: str, value: str, *, default: bool = False) -> dict[str, Any]:
+def _key_equals(key: str, value: str, *, default: bool = False) -> dict[str, Any]:
     """Return a schema that matches a table whose key has this value. With `default`, a table without the key
     also matches."""
     return {"properties": {key: {"const": value}}} | ({} if default else {"required": [key]})
 
 
-_RULES: Final[Mapping[str, list[dict[str, Any]]]] = {
+_TABLE_RULES: Final[Mapping[str, list[dict[str, Any]]]] = {
     "Component": [
         *(
-            _if(_is("kind", kind), {"properties": {"shape": {"$ref": f"#/$defs/{shape.__name__}"}}})
+            _if(_key_equals("kind", kind), {"properties": {"shape": {"$ref": f"#/$defs/{shape.__name__}"}}})
             for kind, shape in SHAPES.items()
         ),
-        {"if": _is("kind", "encoder"), "else": {"properties": {"tower_of": False}}},
-        _if(_is("speculative", "eagle3"), {"required": ["speculative_model"]}),
+        {"if": _key_equals("kind", "encoder"), "else": {"properties": {"tower_of": False}}},
+        _if(_key_equals("speculative", "eagle3"), {"required": ["speculative_model"]}),
     ],
     "RequestSpec": [
         {"oneOf": [{"required": [key]} for key in ("rate", "rate_by_hour", "job")]},
@@ -62,10 +62,10 @@ _RULES: Final[Mapping[str, list[dict[str, Any]]]] = {
     ],
     "Application": [
         _if(
-            _is("workload", "online", default=True),
+            _key_equals("workload", "online", default=True),
             {
-                "properties": {"requests": {"items": {"properties": {"slo": _BOUND}}}},
-                "anyOf": [_ITS_OWN_BOUND, {"properties": {"requests": {"items": _ITS_OWN_BOUND}}}],
+                "properties": {"requests": {"items": {"properties": {"slo": _HAS_BOUND}}}},
+                "anyOf": [_HAS_SLO_BOUND, {"properties": {"requests": {"items": _HAS_SLO_BOUND}}}],
             },
         ),
         _if(
@@ -104,7 +104,7 @@ def plan_schema(file: type[PlanInput] = PlanInput) -> dict[str, Any]:
     """Return the JSON schema of an input file, as data for `json.dumps`."""
     schema = file.model_json_schema(schema_generator=_TomlSchema)
     tables = cast(dict[str, dict[str, Any]], schema["$defs"])
-    for name, rules in _RULES.items():
+    for name, rules in _TABLE_RULES.items():
         tables[name]["allOf"] = rules
     tables["RequestSpec"]["required"].remove("rate")  # may follow from `job` or `rate_by_hour`
     for table in tables.values():

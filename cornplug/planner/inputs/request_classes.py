@@ -26,9 +26,9 @@ class RequestClass:
         """Latency targets of the class. For a job without a bound on the E2E time, the targets include a
         bound for the last responses."""
         slo, job = self.request.slo or self.app.slo, self.request.job
-        if job is None or slo.every("e2e"):
+        if job is None or slo.all_bounds("e2e"):
             return slo
-        last = PercentileBounds(percentile="p99", e2e_s=job.last_answer_s)
+        last = PercentileBounds(percentile="p99", e2e_s=job.last_response_s)
         return slo.model_copy(update={"also": [*slo.also, last]})
 
     @property
@@ -37,7 +37,7 @@ class RequestClass:
         return self.request.rate * self.request.peak
 
     @property
-    def by_hour(self) -> bool:
+    def has_hourly_rates(self) -> bool:
         """Whether the input has a rate for each hour of the day."""
         return self.request.rate_by_hour is not None
 

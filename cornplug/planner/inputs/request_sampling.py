@@ -29,11 +29,11 @@ from cornplug.planner.inputs.schema import Histogram, Length, LogNormal, Request
 _NORMAL: Final = NormalDist()
 TraceFormat = Literal["azure", "mooncake", "csv"]
 T = TypeVar("T")
-_OBJECTS: Final = "Mooncake traces contain one JSON object per line."
+_JSON_LINES_REMEDY: Final = "Mooncake traces contain one JSON object per line."
 
 
 @dataclass(frozen=True)
-class HitShares:
+class HitRates:
     """Hit rates of the caches that the samples assume."""
 
     embedding: Mapping[str, float]
@@ -48,7 +48,7 @@ def sample_requests(
     n: int,
     *,
     patches_per_token: Mapping[str, int],
-    hits: HitShares,
+    hits: HitRates,
 ) -> list[SampledRequest]:
     """Draw `n` requests. The tokens of media items are part of the prompt, whether or not the items'
     embeddings are cached.
@@ -67,7 +67,7 @@ def sample_requests(
         missed = rng.random(len(owner)) >= hit_rate
         for i, size in zip(owner[missed].tolist(), (item_tokens[missed] * per_token).tolist(), strict=True):
             patches[i].append(size)
-    cached = _cached(request, rng, text, hits.prefix)
+    cached = _sample_cached_tokens(request, rng, text, hits.prefix)
     units = sample_lengths(request.generates.units, rng, n) if request.generates else np.zeros(n)
     return [
         SampledRequest(prompt_tokens, cached_tokens, tuple(items), output_tokens, float(work))
@@ -100,7 +100,7 @@ def _items(
     return owner, sample_lengths(media.tokens, rng, len(owner))
 
 
-def _cached(
+def _sample_cached_tokens(
     request: RequestSpec, rng: np.random.Generator, text: NDArray[np.int64], hit_rate: float
 ) -> NDArray[np.int64]:
     if request.prefix is None:
@@ -118,7 +118,7 @@ def mean_length(length: Length) -> float:
         return float(length)
     if isinstance(length, Histogram):
         return float(np.average(length.values, weights=length.weights))
-    mu, sigma = _underlying(length)
+    mu, sigma = _log_parameters(length)
     if sigma == 0:
         return length.mean
     z = (math.log(length.max) - mu) / sigma
@@ -133,13 +133,13 @@ def length_quantile(length: Length, q: float) -> int:
         return length
     if isinstance(length, Histogram):
         return _quantile_of(length, q)
-    mu, sigma = _underlying(length)
+    mu, sigma = _log_parameters(length)
     if sigma == 0:
-        return _whole(length.mean)
+        return _round_length(length.mean)
     below = q * _NORMAL.cdf((math.log(length.max) - mu) / sigma)
     if below <= 0:
         return 1
-    return min(_whole(math.exp(mu + sigma * _NORMAL.inv_cdf(min(below, 1 - 1e-16)))), length.max)
+    return min(_round_length(math.exp(mu + sigma * _NORMAL.inv_cdf(min(below, 1 - 1e-16)))), length.max)
 
 
 def sample_lengths(length: Length, rng: np.random.Generator, n: int) -> NDArray[np.int64]:
@@ -150,7 +150,7 @@ def sample_lengths(length: Length, rng: np.random.Generator, n: int) -> NDArray[
         weights = np.asarray(length.weights)
         chosen: NDArray[np.int64] = rng.choice(np.asarray(length.values), n, p=weights / weights.sum())
         return chosen
-    mu, sigma = _underlying(length)
+    mu, sigma = _log_parameters(length)
     lengths = rng.lognormal(mu, sigma, n)
     # The model checks that `max` is at least `mean`, so each round keeps more than half of the samples.
     while (beyond := lengths > length.max).any():
@@ -159,13 +159,13 @@ def sample_lengths(length: Length, rng: np.random.Generator, n: int) -> NDArray[
     return tokens
 
 
-def _underlying(length: LogNormal) -> tuple[float, float]:
+def _log_parameters(length: LogNormal) -> tuple[float, float]:
     """Return the mean and the standard deviation of the logarithm of a length."""
     variance = math.log1p(length.cv**2)
     return math.log(length.mean) - variance / 2, math.sqrt(variance)
 
 
-def _whole(length: float) -> int:
+def _round_length(length: float) -> int:
     return max(round(length), 1)
 
 
@@ -188,10 +188,10 @@ class RequestTrace:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _TraceLayout:
     columns: tuple[str, str, str]
     """Names of the columns with the arrival time, the prompt tokens and the output tokens."""
-    seconds: Callable[[Any], float]
+    parse_time: Callable[[Any], float]
     """Converts an arrival time in the file to seconds."""
 
 
@@ -199,10 +199,10 @@ def _azure_seconds(text: str) -> float:
     return datetime.fromisoformat(text.strip()).timestamp()
 
 
-_LAYOUTS: Final[Mapping[TraceFormat, _Layout]] = {
-    "azure": _Layout(("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure_seconds),
-    "mooncake": _Layout(("timestamp", "input_length", "output_length"), lambda ms: float(ms) / 1000),
-    "csv": _Layout(("at_s", "prompt_tokens", "output_tokens"), float),
+_LAYOUTS: Final[Mapping[TraceFormat, _TraceLayout]] = {
+    "azure": _TraceLayout(("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure_seconds),
+    "mooncake": _TraceLayout(("timestamp", "input_length", "output_length"), lambda ms: float(ms) / 1000),
+    "csv": _TraceLayout(("at_s", "prompt_tokens", "output_tokens"), float),
 }
 
 
@@ -230,7 +230,7 @@ def _read(path: Path, format: TraceFormat, _changed_ns: int, _size: int) -> Requ
         ) from e
     if not rows:
         raise ConfigError(str(path), "the trace has no requests", "Use a file with at least one request.")
-    at, prompt, output = zip(*(_numbers(path, line, row, layout) for line, row in rows), strict=True)
+    at, prompt, output = zip(*(_parse_request(path, line, row, layout) for line, row in rows), strict=True)
     at_s = np.asarray(at)
     order = np.argsort(at_s, kind="stable")
     return RequestTrace(
@@ -238,7 +238,9 @@ def _read(path: Path, format: TraceFormat, _changed_ns: int, _size: int) -> Requ
     )
 
 
-def _csv_rows(file: Iterator[str], path: Path, layout: _Layout) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _csv_rows(
+    file: Iterator[str], path: Path, layout: _TraceLayout
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
     reader = csv.DictReader(file)
     lacking = [name for name in layout.columns if name not in (reader.fieldnames or ())]
     if lacking:
@@ -258,16 +260,18 @@ def _json_rows(file: Iterator[str], path: Path) -> Iterator[tuple[int, Mapping[s
         try:
             row = json.loads(text)
         except json.JSONDecodeError as e:
-            raise ConfigError(f"{path}:{line}", f"invalid JSON: {e.msg}", _OBJECTS) from e
+            raise ConfigError(f"{path}:{line}", f"invalid JSON: {e.msg}", _JSON_LINES_REMEDY) from e
         if not isinstance(row, dict):
-            raise ConfigError(f"{path}:{line}", "not a JSON object", _OBJECTS)
+            raise ConfigError(f"{path}:{line}", "not a JSON object", _JSON_LINES_REMEDY)
         yield line, row
 
 
-def _numbers(path: Path, line: int, row: Mapping[str, Any], layout: _Layout) -> tuple[float, int, int]:
+def _parse_request(
+    path: Path, line: int, row: Mapping[str, Any], layout: _TraceLayout
+) -> tuple[float, int, int]:
     at, prompt, output = layout.columns
     return (
-        _cell(path, line, row, at, layout.seconds, "a time"),
+        _cell(path, line, row, at, layout.parse_time, "a time"),
         _cell(path, line, row, prompt, _tokens, "a number of tokens"),
         # A request without output tokens counts as one token, because engines generate at least one.
         max(_cell(path, line, row, output, _tokens, "a number of tokens"), 1),

@@ -15,11 +15,11 @@ from cornplug.planner.inputs.field_types import (
     NonNegative,
     Positive,
     Share,
-    wrong,
+    field_error,
 )
 from cornplug.planner.inputs.slo import Job, Slo
 
-_HOURS: Final[dict[str, JsonValue]] = {"minItems": 24, "maxItems": 24}
+_HOURLY_SCHEMA: Final[dict[str, JsonValue]] = {"minItems": 24, "maxItems": 24}
 
 
 class RequestMedia(InputTable):
@@ -68,7 +68,7 @@ class RequestSpec(InputTable):
     """Name of the class, unique in its application."""
     rate: Positive
     """Mean requests per second. A class has either `rate`, `rate_by_hour` or `job`."""
-    rate_by_hour: list[NonNegative] | None = Field(default=None, json_schema_extra=_HOURS)
+    rate_by_hour: list[NonNegative] | None = Field(default=None, json_schema_extra=_HOURLY_SCHEMA)
     """Mean requests per second in each hour of the day. The plan carries the highest rate."""
     job: Job | None = None
     """Requests with a deadline: `job = { requests = 500000, deadline_hours = 8 }`."""
@@ -106,15 +106,17 @@ class RequestSpec(InputTable):
             return table
         hours = table["rate_by_hour"]
         known = isinstance(hours, list) and all(type(rate) in (int, float) for rate in hours)
-        if known and len(hours) != _HOURS["minItems"]:
+        if known and len(hours) != _HOURLY_SCHEMA["minItems"]:
             problem = f"{len(hours)} rates for the 24 hours of a day"
-            raise wrong("rate_by_hour", problem, "Write 24 rates, starting at midnight.")
+            raise field_error("rate_by_hour", problem, "Write 24 rates, starting at midnight.")
         highest = max(hours) if known else 1.0
         if highest == 0:
-            raise wrong("rate_by_hour", "the rate of every hour is 0", "Set at least one rate above 0.")
+            raise field_error("rate_by_hour", "the rate of every hour is 0", "Set at least one rate above 0.")
         for other in ("job", "rate"):
             if table.get(other) not in (None, highest):
-                raise wrong(other, "rate_by_hour already sets the rate", f"Remove {other} or rate_by_hour.")
+                raise field_error(
+                    other, "rate_by_hour already sets the rate", f"Remove {other} or rate_by_hour."
+                )
         return {**table, "rate": highest}
 
     @model_validator(mode="before")
@@ -129,14 +131,14 @@ class RequestSpec(InputTable):
         except ValidationError:
             rate = 1.0
         if table.get("rate", rate) != rate:
-            raise wrong("rate", "the job already sets the rate", "Remove rate.")
+            raise field_error("rate", "the job already sets the rate", "Remove rate.")
         return {**table, "rate": rate}
 
     @model_validator(mode="after")
-    def _lengths_from_one_place(self) -> Self:
+    def _check_length_sources(self) -> Self:
         duplicates = sorted({"prompt", "output"} & self.model_fields_set)
         if self.trace is not None and duplicates:
-            raise wrong(
+            raise field_error(
                 duplicates[0],
                 "the trace already sets the lengths",
                 f"Remove {' and '.join(duplicates)}, or trace.",

@@ -39,11 +39,11 @@ from cornplug.planner.inputs.field_types import (
     LogNormal,
     Name,
     NonNegative,
+    NonNegativeInt,
     Positive,
     Quantisation,
     RouterPolicy,
     Share,
-    Whole,
     Workload,
 )
 from cornplug.planner.inputs.gpu_catalog import GpuSpec, NodeClass
@@ -209,7 +209,7 @@ class PlanRules(InputTable):
     """Fraction by which other replicas on the same GPU slow down a replica."""
     simulate: Flag = True
     """Whether to simulate the plan. Otherwise, it is checked only with closed-form estimates."""
-    seed: Whole = 0
+    seed: NonNegativeInt = 0
     """Seed of the samples and of the simulation."""
 
 
@@ -234,7 +234,7 @@ class ChangeRules(InputTable):
     """plan.json of the running deployment."""
     horizon_hours: Positive = 24.0
     """Hours over which the cost of a change is spread."""
-    max_changes: Whole | None = None
+    max_changes: NonNegativeInt | None = None
     """Maximum number of starts and role switches, by default unlimited."""
     min_dwell_s: NonNegative = 900.0
     """Minimum seconds that a replica runs before it is stopped."""
@@ -309,5 +309,5 @@ class PlanInput(InputTable):
     """Host and store settings for `cornplug launch`."""
 
     @property
-    def component(self) -> dict[str, Component]:
+    def components_by_name(self) -> dict[str, Component]:
         return {c.name: c for c in self.components}

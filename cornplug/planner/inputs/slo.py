@@ -13,13 +13,13 @@ from cornplug.planner.inputs.field_types import (
     InputTable,
     Positive,
     Quantisation,
-    wrong,
+    field_error,
 )
 
 Percentile = Literal["mean", "p50", "p90", "p95", "p99"]
 Quantity = Literal["ttft", "tpot", "e2e"]
 QUANTITIES: Final[tuple[Quantity, ...]] = ("ttft", "tpot", "e2e")
-SENT: Final = 0.98
+SEND_SHARE: Final = 0.98
 """Fraction of the time until a job's deadline in which all of its requests are sent."""
 Slowdown = Annotated[float, Field(gt=1, strict=True, allow_inf_nan=False)]
 
@@ -33,7 +33,7 @@ class IdleTimes:
     tpot_s: float
     e2e_s: float
 
-    def at(self, quantity: Quantity) -> float:
+    def time_of(self, quantity: Quantity) -> float:
         """Return the seconds of one of the three times."""
         value: float = getattr(self, f"{quantity}_s")
         return value
@@ -48,7 +48,7 @@ class SloBound:
 
     def seconds(self, idle: IdleTimes | None, quantity: Quantity) -> float:
         """Return the bound in seconds. A relative bound is multiplied by the time in `idle`."""
-        return self.value * idle.at(quantity) if self.relative and idle is not None else self.value
+        return self.value * idle.time_of(quantity) if self.relative and idle is not None else self.value
 
 
 class PercentileBounds(InputTable):
@@ -77,11 +77,11 @@ class PercentileBounds(InputTable):
         return found if slowdown is None else [*found, SloBound(self.percentile, slowdown, relative=True)]
 
     @property
-    def bounded(self) -> bool:
+    def has_bounds(self) -> bool:
         return any(self.bounds(quantity) for quantity in QUANTITIES)
 
     @property
-    def relative(self) -> bool:
+    def has_slowdowns(self) -> bool:
         """Whether the table has a bound that is a slowdown."""
         return any(bound.relative for quantity in QUANTITIES for bound in self.bounds(quantity))
 
@@ -102,14 +102,14 @@ class Job(InputTable):
 
     @property
     def rate(self) -> float:
-        """Requests per second at which all requests are sent within the fraction `SENT` of the time until the
-        deadline."""
-        return self.requests / (SENT * 3600 * self.deadline_hours)
+        """Requests per second at which all requests are sent within the fraction `SEND_SHARE` of the time
+        until the deadline."""
+        return self.requests / (SEND_SHARE * 3600 * self.deadline_hours)
 
     @property
-    def last_answer_s(self) -> float:
+    def last_response_s(self) -> float:
         """Seconds from the time when all requests have been sent until the deadline."""
-        return (1 - SENT) * 3600 * self.deadline_hours
+        return (1 - SEND_SHARE) * 3600 * self.deadline_hours
 
 
 class IdleReplica(InputTable):
@@ -140,26 +140,26 @@ class Slo(PercentileBounds):
         different times."""
         return (self, *self.also)
 
-    def every(self, quantity: Quantity) -> list[SloBound]:
+    def all_bounds(self, quantity: Quantity) -> list[SloBound]:
         """Return the bounds on a time in all tables. The plan divides the first bound among a request's
         stages, and the other bounds in the same proportions."""
         return [bound for table in self.tables for bound in table.bounds(quantity)]
 
     @property
-    def bounded(self) -> bool:
-        return any(self.every(quantity) for quantity in QUANTITIES)
+    def has_bounds(self) -> bool:
+        return any(self.all_bounds(quantity) for quantity in QUANTITIES)
 
     @property
-    def relative(self) -> bool:
-        return any(bound.relative for quantity in QUANTITIES for bound in self.every(quantity))
+    def has_slowdowns(self) -> bool:
+        return any(bound.relative for quantity in QUANTITIES for bound in self.all_bounds(quantity))
 
-    def first_s(self, quantity: Quantity, idle: IdleTimes | None = None) -> float | None:
+    def first_bound_s(self, quantity: Quantity, idle: IdleTimes | None = None) -> float | None:
         """Return the first bound on a time in seconds, or None if there is no bound.
 
         `idle` are the class's mean times on the reference replica, with which slowdowns are converted to
         seconds.
         """
-        bounds = [b for b in self.every(quantity) if idle is not None or not b.relative]
+        bounds = [b for b in self.all_bounds(quantity) if idle is not None or not b.relative]
         return bounds[0].seconds(idle, quantity) if bounds else None
 
     def scaled(self, factor: float) -> Self:
@@ -170,20 +170,20 @@ class Slo(PercentileBounds):
     @model_validator(mode="after")
     def _each_bound_once(self) -> Self:
         for i, table in enumerate(self.also):
-            if not table.bounded:
+            if not table.has_bounds:
                 remedy = "Add ttft_s, tpot_s or e2e_s to the table, or remove it."
-                raise wrong("also", f"table {i + 1} has no bound", remedy)
+                raise field_error("also", f"table {i + 1} has no bound", remedy)
         for quantity in QUANTITIES:
-            seen = [(bound.percentile, bound.relative) for bound in self.every(quantity)]
+            seen = [(bound.percentile, bound.relative) for bound in self.all_bounds(quantity)]
             for one in seen:
                 if seen.count(one) > 1:
                     problem = f"a second {quantity}_{'slowdown' if one[1] else 's'} for {one[0]}"
-                    raise wrong("also", problem, "Remove one of them, or change its percentile.")
+                    raise field_error("also", problem, "Remove one of them, or change its percentile.")
         return self
 
     @model_validator(mode="after")
-    def _slowdown_of_something(self) -> Self:
-        if self.relative and self.idle is None:
+    def _check_idle_replica(self) -> Self:
+        if self.has_slowdowns and self.idle is None:
             remedy = 'Add the reference replica, such as idle = { gpu = "A100-80", tp = 1 }.'
-            raise wrong("idle", "missing, but the slowdowns need it", remedy)
+            raise field_error("idle", "missing, but the slowdowns need it", remedy)
         return self

@@ -12,7 +12,7 @@ from typing import Final
 
 from cornplug.encoder_service.client.endpoints import is_loopback
 from cornplug.errors import ConfigError
-from cornplug.planner.inputs.field_types import names_one_host
+from cornplug.planner.inputs.field_types import is_single_host
 from cornplug.planner.plan import Deployment, ReplicaGroup
 
 ENGINE_PORT: Final = 8000
@@ -23,7 +23,7 @@ SIDE_PORT: Final = 5600
 MASTER_PORT: Final = 29500
 ROUTER_PORT: Final = 30000
 ROUTER_METRICS_PORT: Final = 29000
-MOST_SERVERS: Final = 750
+MAX_SERVERS: Final = 750
 """Maximum number of servers per kind and host."""
 
 
@@ -66,7 +66,7 @@ def hosts(deployment: Deployment) -> dict[tuple[str, int], str]:
 
 def check_address(field: str, host: str) -> None:
     """Raise ConfigError for `field` if `host` is not the address of one host."""
-    if not names_one_host(host):
+    if not is_single_host(host):
         raise ConfigError(
             field,
             f"{host!r} is not the address of one host",
@@ -74,12 +74,12 @@ def check_address(field: str, host: str) -> None:
         )
 
 
-def serves_others(bound: str) -> bool:
+def accepts_remote_hosts(bind_address: str) -> bool:
     """Return whether other hosts may reach a server that listens on this address."""
-    return not is_loopback(bound)
+    return not is_loopback(bind_address)
 
 
-def sites(deployment: Deployment) -> list[ReplicaAddress]:
+def replica_addresses(deployment: Deployment) -> list[ReplicaAddress]:
     """Return the addresses of all processes of all groups, in the deployment's order.
 
     Raises ConfigError if replicas are not placed, or are placed on a node that does not exist.
@@ -92,11 +92,11 @@ def sites(deployment: Deployment) -> list[ReplicaAddress]:
         _check_placed(group, sizes)
         base = ENCODER_PORT if group.engine == "cornplug" else ENGINE_PORT
         for replica, (node, first) in enumerate(group.placement):
-            spans = list(_spans(group, node, first, sizes[group.nodes]))
+            spans = list(_process_gpus(group, node, first, sizes[group.nodes]))
             names = [_host(where, group, number) for number, _ in spans]
             port = group.ports[replica] if group.ports else base + taken[names[0], base]
             # The other ports are derived from this port, so that all ports are the same in each run.
-            number = port - base if 0 <= port - base < MOST_SERVERS else taken[names[0], base]
+            number = port - base if 0 <= port - base < MAX_SERVERS else taken[names[0], base]
             for rank, (_, devices) in enumerate(spans):
                 taken[names[rank], base] += 1
                 found.append(
@@ -137,7 +137,9 @@ def _check_placed(group: ReplicaGroup, sizes: dict[str, int]) -> None:
         )
 
 
-def _spans(group: ReplicaGroup, node: int, first: int, gpus: int) -> Iterator[tuple[int, Sequence[int]]]:
+def _process_gpus(
+    group: ReplicaGroup, node: int, first: int, gpus: int
+) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield (node number, GPUs) for each process of a replica.
 
     A replica that needs more than one node uses all GPUs of its nodes.
@@ -150,11 +152,11 @@ def _spans(group: ReplicaGroup, node: int, first: int, gpus: int) -> Iterator[tu
         yield node + number, range(gpus)
 
 
-def _host(where: dict[tuple[str, int], str], group: ReplicaGroup, number: int) -> str:
-    if (group.nodes, number) not in where:
+def _host(names: dict[tuple[str, int], str], group: ReplicaGroup, number: int) -> str:
+    if (group.nodes, number) not in names:
         raise ConfigError(
             f"groups[{group.name!r}].placement",
             f"node {number} of {group.nodes!r} is not in the plan",
             "Run `cornplug plan` again.",
         )
-    return where[group.nodes, number]
+    return names[group.nodes, number]

@@ -13,20 +13,20 @@ from cornplug.planner.launch.command_lines import LaunchCommand, commands, files
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import Deployment
 
-FILE: Final = "commands.txt"
+FILE_NAME: Final = "commands.txt"
 _VARIABLE: Final = re.compile(r"\$\{[A-Z0-9_]+\}")
 
 
 def write(deployment: Deployment, folder: Path, *, transfer: Transfer = "nixl") -> list[Path]:
     """Write commands.txt and the files to which its commands refer, and return the paths of all files."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = {FILE: text(deployment, transfer=transfer), **files(deployment, transfer=transfer)}
+    found = {FILE_NAME: render(deployment, transfer=transfer), **files(deployment, transfer=transfer)}
     for name, content in found.items():
         (folder / name).write_text(content)
     return [folder / name for name in found]
 
 
-def text(deployment: Deployment, *, transfer: Transfer = "nixl") -> str:
+def render(deployment: Deployment, *, transfer: Transfer = "nixl") -> str:
     """Return the text of commands.txt: the commands of each host in start order, and then the routers."""
     every = commands(deployment, transfer=transfer)
     lines = [
@@ -42,16 +42,16 @@ def text(deployment: Deployment, *, transfer: Transfer = "nixl") -> str:
     return "\n".join(lines) + "\n"
 
 
-def line(command: LaunchCommand) -> str:
+def shell_line(command: LaunchCommand) -> str:
     """Return a command as a line for a shell, with its environment, cores and arguments."""
-    words = ["env", *(f"{name}={quoted(value)}" for name, value in sorted(command.env.items()))]
+    words = ["env", *(f"{name}={quote(value)}" for name, value in sorted(command.env.items()))]
     words = words if command.env else []
     if command.cores:
         words += ["taskset", "--cpu-list", ",".join(map(str, command.cores))]
-    return " ".join([*words, *map(quoted, command.argv)])
+    return " ".join([*words, *map(quote, command.argv)])
 
 
-def quoted(word: str) -> str:
+def quote(word: str) -> str:
     """Quote a word for a shell, so that the shell expands only the variables of commands in the word."""
     if not _VARIABLE.search(word):
         return shlex.quote(word)
@@ -61,20 +61,20 @@ def quoted(word: str) -> str:
     return f'"{filled}"'
 
 
-def hosts_in(command: LaunchCommand) -> list[str]:
+def unresolved_hosts(command: LaunchCommand) -> list[str]:
     """Return the names of hosts ("HOST_1") for which the command still contains variables."""
     texts = (*command.argv, *command.env.values(), command.health or "")
     found = {name.strip("${}") for text in texts for name in _VARIABLE.findall(text)}
     return sorted(name for name in found if name.startswith("HOST_"))
 
 
-def _variables(every: Sequence[LaunchCommand]) -> Iterator[str]:
-    texts = [text for c in every for text in (*c.argv, *c.env.values())]
+def _variables(all_commands: Sequence[LaunchCommand]) -> Iterator[str]:
+    texts = [text for c in all_commands for text in (*c.argv, *c.env.values())]
     known = {
         "RUN_DIR": "a folder for sockets, the same for all processes of a host",
         "PLAN_DIR": "the folder of this file",
         "SECRET_FILE": "a file of 32 bytes, the same on all hosts",
-        **dict.fromkeys(sorted({n for c in every for n in hosts_in(c)}), "a host's address"),
+        **dict.fromkeys(sorted({n for c in all_commands for n in unresolved_hosts(c)}), "a host's address"),
     }
     used = [name for name in known if any(f"${{{name}}}" in text for text in texts)]
     if used:
@@ -91,7 +91,7 @@ def _lines(some: Sequence[LaunchCommand]) -> Iterator[str]:
     for command in some:
         yield "\n".join(["", f"# {name_of(command)}", *(f"# {_one_line(r)}" for r in command.remarks)])
         if command.argv:
-            yield line(command)
+            yield shell_line(command)
 
 
 def _one_line(text: str) -> str:

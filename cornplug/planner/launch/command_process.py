@@ -21,13 +21,13 @@ from typing import Final
 
 from cornplug.errors import ConfigError, ProcessFailed
 from cornplug.planner.launch.command_lines import LaunchCommand, name_of
-from cornplug.processes import ManagedProcess, answers
+from cornplug.processes import ManagedProcess, responds_ok
 
 _HOST_OF_URL: Final = re.compile(r"https?://([\w.-]+)")
 READY_S: Final = 1800.0
 """Maximum time in seconds until a server is ready. A server may load hundreds of gigabytes from a slow
 disk."""
-_LOOK_S: Final = 60.0
+_PROBE_TIMEOUT_S: Final = 60.0
 
 
 class CommandProcess(ManagedProcess):
@@ -35,17 +35,22 @@ class CommandProcess(ManagedProcess):
 
     def __init__(self, command: LaunchCommand, log: Path, *, ready_s: float = READY_S) -> None:
         self.command = command
-        words = [*program(command.argv), *command.argv[1:]]
+        words = [*resolve_program(command.argv), *command.argv[1:]]
         environment = _environment(words, command.env)
         super().__init__(
-            words, log=log, env=environment, name=name_of(command), ready_s=ready_s, ends_with_parent=True
+            words,
+            log=log,
+            env=environment,
+            name=name_of(command),
+            ready_timeout_s=ready_s,
+            ends_with_parent=True,
         )
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Return whether the process is ready. A process without a URL and a socket is always ready."""
-        self.check("before it was ready")
+        self.check_alive("before it was ready")
         if self.command.health is not None:
-            return answers(self.command.health)
+            return responds_ok(self.command.health)
         return self.command.socket is None or Path(self.command.socket).is_socket()
 
     def spawn(self) -> None:
@@ -76,10 +81,10 @@ def check_programs(commands: Iterable[LaunchCommand]) -> None:
     """
     for command in commands:
         if command.argv:
-            program(command.argv)
+            resolve_program(command.argv)
 
 
-def program(argv: Sequence[str]) -> list[str]:
+def resolve_program(argv: Sequence[str]) -> list[str]:
     """Return the program and arguments that replace a command's first word.
 
     Raises ConfigError if the program is not installed.
@@ -89,7 +94,7 @@ def program(argv: Sequence[str]) -> list[str]:
         return [sys.executable, "-P", "-m", "cornplug.cli"]
     if word == "python" and "-m" in argv[1:2]:
         # With -P, Python does not import modules from the current folder.
-        return [_python_with(argv[2].partition(".")[0]), "-P"]
+        return [_find_python(argv[2].partition(".")[0]), "-P"]
     variable = f"CORNPLUG_{word.upper().replace('-', '_')}"
     beside = Path(sys.executable).with_name(word)
     named = os.environ.get(variable)
@@ -105,7 +110,7 @@ def program(argv: Sequence[str]) -> list[str]:
     return [found]
 
 
-def _python_with(module: str) -> str:
+def _find_python(module: str) -> str:
     """Return the Python interpreter that runs a module of SGLang or its router.
 
     This is CORNPLUG_SGLANG_PYTHON, or this process's interpreter. Raises ConfigError if the interpreter does
@@ -128,13 +133,13 @@ def _has_module(interpreter: str, module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     try:
-        done = subprocess.run([interpreter, "-P", "-c", look], timeout=_LOOK_S, check=False)
+        done = subprocess.run([interpreter, "-P", "-c", look], timeout=_PROBE_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0
 
 
-def _environment(words: Sequence[str], added: Mapping[str, str]) -> dict[str, str]:
+def _environment(words: Sequence[str], extra: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a command's process.
 
     PATH begins with the program's folder, which contains build tools. A proxy is used for downloads and
@@ -145,10 +150,10 @@ def _environment(words: Sequence[str], added: Mapping[str, str]) -> dict[str, st
     given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     no_proxy = ",".join([*([given] if given else []), *sorted(direct)])
     proxies = {"no_proxy": no_proxy, "NO_PROXY": no_proxy}
-    return {**os.environ, **proxies, "PATH": path, "PYTHONUNBUFFERED": "1", **added}
+    return {**os.environ, **proxies, "PATH": path, "PYTHONUNBUFFERED": "1", **extra}
 
 
-Event = Callable[[CommandProcess, str], None]
+EventHandler = Callable[[CommandProcess, str], None]
 """Function that is called with a process and "starting", "ready", or a description of the process's end."""
 
 
@@ -156,24 +161,24 @@ Event = Callable[[CommandProcess, str], None]
 class RestartPolicy:
     """Waiting times and limit for restarts of processes that ended."""
 
-    limit: int = 5
+    max_restarts: int = 5
     """Maximum number of consecutive restarts. 0 means that processes are not restarted."""
-    first_s: float = 1.0
+    first_wait_s: float = 1.0
     """Wait in seconds before the first restart. The wait doubles with each further restart."""
-    longest_s: float = 60.0
+    max_wait_s: float = 60.0
     """Maximum wait in seconds before a restart."""
     stable_s: float = 600.0
     """Time in seconds after which the restart count of a running process is reset."""
 
 
 @dataclass
-class _Watched:
+class _SupervisedProcess:
     process: CommandProcess
     restarts: int = 0
-    due_s: float | None = None
+    restart_at_s: float | None = None
     """Time of the next start, or None while the process runs."""
     starting: bool = False
-    given_up: bool = False
+    has_failed: bool = False
 
 
 class Supervisor:
@@ -183,83 +188,85 @@ class Supervisor:
     """
 
     def __init__(
-        self, event: Event, policy: RestartPolicy, *, clock: Callable[[], float] = time.monotonic
+        self, on_event: EventHandler, policy: RestartPolicy, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._event = event
+        self._on_event = on_event
         self._policy = policy
         self._clock = clock
-        self._watched: list[_Watched] = []
+        self._supervised: list[_SupervisedProcess] = []
 
     @property
     def processes(self) -> list[CommandProcess]:
         """All processes, in the order in which they were added."""
-        return [one.process for one in self._watched]
+        return [one.process for one in self._supervised]
 
     @property
-    def given_up(self) -> list[CommandProcess]:
+    def failed_processes(self) -> list[CommandProcess]:
         """Processes that exceeded the restart limit and will not be restarted."""
-        return [one.process for one in self._watched if one.given_up]
+        return [one.process for one in self._supervised if one.has_failed]
 
-    def starting(self, process: CommandProcess) -> bool:
+    def is_starting(self, process: CommandProcess) -> bool:
         """Return whether a process is still starting or will be restarted."""
         return any(
-            (one.starting or one.due_s is not None) and not one.given_up
-            for one in self._watched
+            (one.starting or one.restart_at_s is not None) and not one.has_failed
+            for one in self._supervised
             if one.process is process
         )
 
     def add(self, process: CommandProcess, *, starting: bool = False) -> None:
         """Supervise a process that was spawned. `starting` is True if it is not ready yet."""
-        self._watched.append(_Watched(process, starting=starting))
+        self._supervised.append(_SupervisedProcess(process, starting=starting))
 
     def remove(self, process: CommandProcess) -> None:
         """Stop supervising a process that the caller is about to stop."""
-        self._watched = [one for one in self._watched if one.process is not process]
+        self._supervised = [one for one in self._supervised if one.process is not process]
 
     def tick(self) -> None:
         """Detect processes that ended, and restart processes whose wait is over."""
-        for one in list(self._watched):
-            if one.given_up:
+        for one in list(self._supervised):
+            if one.has_failed:
                 continue
-            if one.due_s is not None:
+            if one.restart_at_s is not None:
                 self._restart(one)
             else:
-                self._look_at(one)
+                self._check_process(one)
 
-    def _look_at(self, one: _Watched) -> None:
+    def _check_process(self, supervised: _SupervisedProcess) -> None:
         try:
-            one.process.check()
-            if one.starting and one.process.serves():
-                one.starting = False
-                self._event(one.process, "ready")
+            supervised.process.check_alive()
+            if supervised.starting and supervised.process.check_ready():
+                supervised.starting = False
+                self._on_event(supervised.process, "ready")
         except ProcessFailed as e:
-            self._ended(one, e)
+            self._on_process_ended(supervised, e)
             return
-        if one.restarts and self._clock() - one.process.began_s > self._policy.stable_s:
-            one.restarts = 0
+        if supervised.restarts and self._clock() - supervised.process.started_s > self._policy.stable_s:
+            supervised.restarts = 0
 
-    def _ended(self, one: _Watched, error: ProcessFailed) -> None:
+    def _on_process_ended(self, supervised: _SupervisedProcess, error: ProcessFailed) -> None:
         """Schedule the restart of a process that ended, or give up.
 
         The process's descendants are killed, because they may still use its port and its GPUs.
         """
-        one.process.kill()
-        one.starting = False
-        what = str(error).removeprefix(f"{one.process.name} ").partition(";")[0]
-        if one.restarts >= self._policy.limit:
-            one.given_up = True
-            self._event(one.process, f"{what}, and will not be restarted; {one.process.log_end()}")
+        supervised.process.kill()
+        supervised.starting = False
+        what = str(error).removeprefix(f"{supervised.process.name} ").partition(";")[0]
+        if supervised.restarts >= self._policy.max_restarts:
+            supervised.has_failed = True
+            self._on_event(
+                supervised.process, f"{what}, and will not be restarted; {supervised.process.log_excerpt()}"
+            )
             return
-        wait_s = min(self._policy.first_s * 2**one.restarts, self._policy.longest_s)
-        one.due_s = self._clock() + wait_s
-        self._event(one.process, f"{what}; restarting in {wait_s:g} s")
+        wait_s = min(self._policy.first_wait_s * 2**supervised.restarts, self._policy.max_wait_s)
+        supervised.restart_at_s = self._clock() + wait_s
+        self._on_event(supervised.process, f"{what}; restarting in {wait_s:g} s")
 
-    def _restart(self, one: _Watched) -> None:
-        assert one.due_s is not None
-        if self._clock() < one.due_s:
+    def _restart(self, supervised: _SupervisedProcess) -> None:
+        assert supervised.restart_at_s is not None
+        if self._clock() < supervised.restart_at_s:
             return
-        one.due_s = None
-        one.restarts += 1
-        one.starting = True
-        one.process.spawn()
-        self._event(one.process, "starting")
+        supervised.restart_at_s = None
+        supervised.restarts += 1
+        supervised.starting = True
+        supervised.process.spawn()
+        self._on_event(supervised.process, "starting")

@@ -21,10 +21,10 @@ from cornplug.encoder_service.client.endpoints import url_name
 from cornplug.errors import ConfigError
 from cornplug.planner.launch.addresses import ReplicaAddress
 from cornplug.planner.plan import Deployment, ReplicaGroup
-from cornplug.private_paths import is_own_secret, read_secret
+from cornplug.private_paths import is_default_secret, read_secret
 
-_PULLING: Final = ("vllm", "sglang")
-_TOLERANCE: Final = 1.1
+_LLM_ENGINES: Final = ("vllm", "sglang")
+_OVERLOAD_TOLERANCE: Final = 1.1
 """Factor by which the largest overload of a service may exceed the smallest possible overload if sockets are
 used."""
 
@@ -32,9 +32,9 @@ ReplicaHost = tuple[str, str]
 """(name of a group, host of the rank that serves requests)."""
 Flow = Sequence[tuple[ReplicaAddress, float]]
 """(service, planned rate of requests to it) for several services."""
-_VARIABLE: Final = "CORNPLUG_STORE_SECRET_FILE"
-_OPEN: Final = "${SECRET_FILE}"
-SECRET_ENV: Final[Mapping[str, str]] = {_VARIABLE: _OPEN}
+_SECRET_VARIABLE: Final = "CORNPLUG_STORE_SECRET_FILE"  # noqa: S105
+_SECRET_PLACEHOLDER: Final = "${SECRET_FILE}"  # noqa: S105
+SECRET_ENV: Final[Mapping[str, str]] = {_SECRET_VARIABLE: _SECRET_PLACEHOLDER}
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def replica_host(site: ReplicaAddress) -> ReplicaHost:
 
 def encoders_of(deployment: Deployment, group: ReplicaGroup) -> list[str]:
     """Return the names of the encoder groups that encode media for an engine's group on any route."""
-    if group.engine not in _PULLING:
+    if group.engine not in _LLM_ENGINES:
         return []
     found: dict[str, None] = {}
     for route in deployment.routes:
@@ -111,7 +111,7 @@ def services_of(
     return [site for site in found if group.model in site.group.encoder_models] or found
 
 
-def without_tower(deployment: Deployment, group: ReplicaGroup) -> bool:
+def is_towerless(deployment: Deployment, group: ReplicaGroup) -> bool:
     """Return whether a group's engines do not load a tower.
 
     This is the case if the input requires it and encoder services encode all media of the group.
@@ -122,8 +122,11 @@ def without_tower(deployment: Deployment, group: ReplicaGroup) -> bool:
 def encoder_links(deployment: Deployment, placed: Sequence[ReplicaAddress]) -> dict[ReplicaHost, EncoderLink]:
     """Return the encoder link of each engine, by group and host. Engines without an encoder service are
     omitted."""
-    flows = _Flows(deployment, placed)
-    to = {group.name: flows.to(group, services_of(deployment, group, placed)) for group in deployment.groups}
+    flows = _PlannedFlows(deployment, placed)
+    to = {
+        group.name: flows.flows_to(group, services_of(deployment, group, placed))
+        for group in deployment.groups
+    }
     asked = {replica_host(s): to[s.group.name] for s in placed if s.rank == 0 and to[s.group.name]}
     beside = {
         engine: next(s for s, _ in flow if s.host == engine[1])
@@ -131,37 +134,39 @@ def encoder_links(deployment: Deployment, placed: Sequence[ReplicaAddress]) -> d
         if any(s.host == engine[1] for s, _ in flow)
     }
     # vLLM without a tower needs a URL, because the service fetches and decodes its images.
-    by_url = {g.name for g in deployment.groups if g.engine == "vllm" and without_tower(deployment, g)}
+    by_url = {g.name for g in deployment.groups if g.engine == "vllm" and is_towerless(deployment, g)}
     beside = {engine: site for engine, site in beside.items() if engine[0] not in by_url}
-    local = _local(flows, asked, beside)
+    local = _engines_using_socket(flows, asked, beside)
     return {
         engine: EncoderLink(socket=encoder_socket(beside[engine]))
         if engine in local
-        else EncoderLink(urls=_weighted(flow))
+        else EncoderLink(urls=_weighted_urls(flow))
         for engine, flow in asked.items()
     }
 
 
-def _weighted(flow: Flow) -> tuple[str, ...]:
+def _weighted_urls(flow: Flow) -> tuple[str, ...]:
     rates = [rate for _, rate in flow]
     if max(rates) <= min(rates) * 1.001:
         return tuple(site.url for site, _ in flow)
     return tuple(f"{site.url}#{rate / min(rates):.3g}" for site, rate in flow)
 
 
-def _local(
-    flows: _Flows, asked: Mapping[ReplicaHost, Flow], beside: Mapping[ReplicaHost, ReplicaAddress]
+def _engines_using_socket(
+    flows: _PlannedFlows,
+    engine_flows: Mapping[ReplicaHost, Flow],
+    local_services: Mapping[ReplicaHost, ReplicaAddress],
 ) -> set[ReplicaHost]:
     """Return the engines that use the socket on their host. The choice depends on the services' planned
     loads."""
-    if all(len({site.host for site, _ in flow}) == 1 for flow in asked.values()):
-        return set(beside)
+    if all(len({site.host for site, _ in flow}) == 1 for flow in engine_flows.values()):
+        return set(local_services)
 
     def overload(local: Collection[ReplicaHost]) -> float:
         """Return the largest ratio of a service's load to its planned load."""
         loads: dict[ReplicaHost, float] = defaultdict(float)
-        for engine, flow in asked.items():
-            parts = [(beside[engine], 1.0)] if engine in local else flow
+        for engine, flow in engine_flows.items():
+            parts = [(local_services[engine], 1.0)] if engine in local else flow
             whole = sum(part for _, part in parts)
             for service, part in parts:
                 loads[replica_host(service)] += flows.rate(engine) * part / whole
@@ -169,21 +174,23 @@ def _local(
         return max((load / planned[s] for s, load in loads.items() if planned[s]), default=1.0)
 
     needs: dict[ReplicaHost, float] = defaultdict(float)
-    for engine, service in beside.items():
+    for engine, service in local_services.items():
         needs[replica_host(service)] += flows.rate(engine)
-    covered = {e for e, s in beside.items() if needs[replica_host(s)] <= flows.rate(replica_host(s)) * 1.001}
-    choices: tuple[set[ReplicaHost], ...] = (set(beside), covered, set())
+    covered = {
+        e for e, s in local_services.items() if needs[replica_host(s)] <= flows.rate(replica_host(s)) * 1.001
+    }
+    choices: tuple[set[ReplicaHost], ...] = (set(local_services), covered, set())
     least = min(map(overload, choices))
-    return next(choice for choice in choices if overload(choice) <= least * _TOLERANCE)
+    return next(choice for choice in choices if overload(choice) <= least * _OVERLOAD_TOLERANCE)
 
 
-class _Flows:
+class _PlannedFlows:
     """Planned rates of requests with media, for encoder services and engines."""
 
     def __init__(self, deployment: Deployment, placed: Sequence[ReplicaAddress]) -> None:
-        self._replicas = Counter(replica_host(site) for site in placed if site.rank == 0)
-        self._all = {group.name: group.replicas for group in deployment.groups}
-        self._between: dict[tuple[str, str], float] = defaultdict(float)
+        self._host_replicas = Counter(replica_host(site) for site in placed if site.rank == 0)
+        self._group_replicas = {group.name: group.replicas for group in deployment.groups}
+        self._flow_rates: dict[tuple[str, str], float] = defaultdict(float)
         self._rates: dict[str, float] = defaultdict(float)
         for route in deployment.routes:
             encoding = [s for s in route.stages if s.tasks == "E"]
@@ -193,43 +200,45 @@ class _Flows:
                     self._rates[name] += route.rate * weight
             for encoder, part in (pair for stage in encoding for pair in stage.groups.items()):
                 for engine, weight in (pair for stage in reading for pair in stage.groups.items()):
-                    self._between[encoder, engine] += route.rate * part * weight
+                    self._flow_rates[encoder, engine] += route.rate * part * weight
 
     def rate(self, replicas: ReplicaHost) -> float:
         """Return the planned rate of requests with media for a group's replicas on one host."""
-        return self._rates[replicas[0]] * self._part(replicas)
+        return self._rates[replicas[0]] * self._host_share(replicas)
 
-    def to(self, engine: ReplicaGroup, services: Sequence[ReplicaAddress]) -> Flow:
+    def flows_to(self, engine: ReplicaGroup, services: Sequence[ReplicaAddress]) -> Flow:
         """Return the planned flow from each service to an engine's group.
 
         Services without a flow are omitted. If no service has a flow, all services have the same flow.
         """
-        rates = [self._between[s.group.name, engine.name] * self._part(replica_host(s)) for s in services]
+        rates = [
+            self._flow_rates[s.group.name, engine.name] * self._host_share(replica_host(s)) for s in services
+        ]
         return [(site, rate) for site, rate in zip(services, rates, strict=True) if rate > 0] or [
             (site, 1.0) for site in services
         ]
 
-    def _part(self, replicas: ReplicaHost) -> float:
-        return self._replicas[replicas] / self._all[replicas[0]]
+    def _host_share(self, replicas: ReplicaHost) -> float:
+        return self._host_replicas[replicas] / self._group_replicas[replicas[0]]
 
 
-def common_secret(named: Path | None) -> Path | None:
-    """Return the secret file: `named` from the command line, or else the file in the settings.
+def common_secret(secret_file: Path | None) -> Path | None:
+    """Return the secret file: `secret_file` from the command line, or else the file in the settings.
 
     Returns None if this is the host's own secret, which other hosts do not have.
     """
-    path = named or load().store.secret_file
-    return None if is_own_secret(path) else path
+    path = secret_file or load().store.secret_file
+    return None if is_default_secret(path) else path
 
 
 def check_secret_set(environments: Iterable[Mapping[str, str]]) -> None:
     """Raise ConfigError if a command needs the common secret but its file was not set."""
-    if any(env.get(_VARIABLE) == _OPEN for env in environments):
+    if any(env.get(_SECRET_VARIABLE) == _SECRET_PLACEHOLDER for env in environments):
         raise ConfigError(
             "--secret-file",
             "missing; engines use encoder services of other hosts, so all hosts need the same secret",
             "Create it (head -c 32 /dev/urandom > secret && chmod 600 secret), copy it to each host (scp -p) "
-            f"and add --secret-file FILE or set {_VARIABLE}.",
+            f"and add --secret-file FILE or set {_SECRET_VARIABLE}.",
         )
 
 
@@ -238,5 +247,5 @@ def check_secret_readable(environments: Iterable[Mapping[str, str]]) -> None:
 
     If the file were missing, each host's store would create its own secret.
     """
-    for path in sorted({env[_VARIABLE] for env in environments if _VARIABLE in env}):
-        read_secret(Path(path), make=False)
+    for path in sorted({env[_SECRET_VARIABLE] for env in environments if _SECRET_VARIABLE in env}):
+        read_secret(Path(path), create=False)

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from cornplug.planner.latency_forecast import LatencyTargets
-from cornplug.planner.launch.addresses import ReplicaAddress, sites
+from cornplug.planner.launch.addresses import ReplicaAddress, replica_addresses
 from cornplug.planner.launch.encoder_links import (
     EncoderLink,
     ReplicaHost,
     encoder_links,
     encoder_url,
     encoders_of,
+    is_towerless,
     replica_host,
     services_of,
-    without_tower,
 )
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import CacheSize, Deployment, ReplicaGroup
@@ -29,10 +29,10 @@ from cornplug.planner.plan import CacheSize, Deployment, ReplicaGroup
 STORE_SOCKET: Final = "${RUN_DIR}/store.sock"
 QUEUE_MARGIN: Final = 2
 """Factor by which the longest queue of the simulation, which covers an hour or less, is multiplied."""
-LEAST_STORE_GIB: Final = 1.0
+MIN_STORE_GIB: Final = 1.0
 """Minimum store size in GiB. A plan may have no cache, but engines also receive embeddings from a service on
 their host through the store."""
-_DRAIN_S: Final = (30, 600)
+_DRAIN_LIMITS_S: Final = (30, 600)
 
 Role = Literal["P", "D", "PD"]
 
@@ -47,7 +47,7 @@ class StoreSharing:
     encoder: EncoderLink
 
     @property
-    def anything(self) -> bool:
+    def is_enabled(self) -> bool:
         return self.kv or self.embeddings
 
     @property
@@ -63,7 +63,7 @@ class StoreSharing:
             "CORNPLUG_ENGINE_SHARE_EMBEDDINGS": self.embeddings,
             "CORNPLUG_STORE_AUTOSTART": False,
         }
-        return {name: "false" for name, value in on.items() if not value} if self.anything else {}
+        return {name: "false" for name, value in on.items() if not value} if self.is_enabled else {}
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class GroupContext:
     encoder_urls: tuple[str, ...]
     """URLs of the encoder services for this engine, on any host, if it has no tower. Empty if it has a
     tower."""
-    unequal_pair: bool
+    pair_tp_differs: bool
     """Whether the engine exchanges KV with a group that has another tensor-parallel degree."""
     pair_gpus: frozenset[str]
     """Device types of the engine and of the engines with which it exchanges KV."""
@@ -84,14 +84,14 @@ class GroupContext:
     """Tightest TTFT bound in seconds of the request classes that use this engine, or None."""
     drain_s: int
     """Maximum time in seconds that a stopping engine waits for running requests."""
-    ranks_requests: bool
+    uses_priorities: bool
     """Whether requests have different priorities."""
     limits_queue: bool
     """Whether the queue is limited, because all requests are online. Semi-online and offline requests are
     queued and never rejected."""
-    admits: bool
+    needs_admission: bool
     """Whether classes of service with deadlines use the engine, so that it needs admission control."""
-    agrees_on_dtype: bool
+    needs_common_dtype: bool
     """Whether the engine exchanges embeddings or KV with other processes, which must all use bfloat16."""
 
 
@@ -142,12 +142,12 @@ def caches_for(deployment: Deployment, kind: str, components: set[str]) -> list[
     return [c for c in deployment.caches if c.kind == kind and c.gib != 0 and c.component in components]
 
 
-def store_size(deployment: Deployment) -> list[str]:
+def store_size_flags(deployment: Deployment) -> list[str]:
     """Return the `--size` flag for each host's store, or [] if the store's default size is used."""
     planned = [cache.gib for cache in deployment.caches]
     if None in planned:
         return []
-    return ["--size", f"{max(sum(gib or 0.0 for gib in planned), LEAST_STORE_GIB):g}GiB"]
+    return ["--size", f"{max(sum(gib or 0.0 for gib in planned), MIN_STORE_GIB):g}GiB"]
 
 
 def context_for(
@@ -160,9 +160,10 @@ def context_for(
 ) -> GroupContext:
     """Return the context of one engine process.
 
-    `placed` and `links` are the results of `sites` and `encoder_links`, which are computed if they are None.
+    `placed` and `links` are the results of `replica_addresses` and `encoder_links`, which are computed if
+    they are None.
     """
-    placed = sites(deployment) if placed is None else placed
+    placed = replica_addresses(deployment) if placed is None else placed
     links = encoder_links(deployment, placed) if links is None else links
     group = site.group
     pairs = pairs_of(deployment, group)
@@ -176,16 +177,16 @@ def context_for(
         transfer=transfer,
         sharing=_sharing(deployment, group, links.get(replica_host(site), EncoderLink())),
         encoder_urls=tuple(
-            encoder_url(one, group.model) for one in encoders if without_tower(deployment, group)
+            encoder_url(one, group.model) for one in encoders if is_towerless(deployment, group)
         ),
         pair_gpus=frozenset({group.gpu, *(one.gpu for one in pairs)}),
-        unequal_pair=role != "PD" and any(one.tp != group.tp for one in pairs),
+        pair_tp_differs=role != "PD" and any(one.tp != group.tp for one in pairs),
         ttft_s=min(bounds, default=None),
         drain_s=_drain_s(visiting),
-        ranks_requests=len({one.priority for one in visiting}) > 1,
+        uses_priorities=len({one.priority for one in visiting}) > 1,
         limits_queue=group.workload == "online" and len({one.priority for one in visiting}) == 1,
-        admits=role != "D" and _admits(deployment, group),
-        agrees_on_dtype=role != "PD" or bool(encoders),
+        needs_admission=role != "D" and _admits(deployment, group),
+        needs_common_dtype=role != "PD" or bool(encoders),
     )
 
 
@@ -218,12 +219,12 @@ def _admits(deployment: Deployment, group: ReplicaGroup) -> bool:
     return any(r.deadline_s is not None and set(r.apps) & set(group.apps) for r in deployment.reservations)
 
 
-def _drain_s(visiting: list[LatencyTargets]) -> int:
+def _drain_s(targets: list[LatencyTargets]) -> int:
     longest = [
         t
-        for one in visiting
-        for t in (one.e2e.p99, one.e2e.p95, *(table.e2e_s for table in one.slo))
+        for one in targets
+        for t in (one.e2e.p99, one.e2e.p95, *(table.e2e_s for table in one.percentile_slos))
         if t is not None
     ]
-    least, most = _DRAIN_S
+    least, most = _DRAIN_LIMITS_S
     return min(max(math.ceil(max(longest, default=60.0)), least), most)

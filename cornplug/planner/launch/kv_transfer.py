@@ -15,7 +15,7 @@ from cornplug.planner.plan import KVGeometry
 Transfer = Literal["nixl", "mooncake", "lmcache"]
 
 BUFFER_STEP: Final = 256 << 20
-LEAST_PAGE_TOKENS: Final = 128
+MIN_PAGE_TOKENS: Final = 128
 LMCACHE_PORT: Final = 5655
 LMCACHE_HTTP_PORT: Final = 8855
 
@@ -29,12 +29,12 @@ def page_tokens(kv: KVGeometry) -> int:
     MLA kernels support only pages of 64 tokens. These pages are large enough, because one vector is for all
     heads.
     """
-    return 64 if kv.mla else LEAST_PAGE_TOKENS
+    return 64 if kv.mla else MIN_PAGE_TOKENS
 
 
 def prompt_bytes(kv: KVGeometry, *, tp: int = 1, pp: int = 1) -> int:
     """Return the size in bytes of the longest prompt's KV on one rank, rounded up to 128 tokens."""
-    tokens = _up(kv.max_prompt_tokens, LEAST_PAGE_TOKENS)
+    tokens = _round_up(kv.max_prompt_tokens, MIN_PAGE_TOKENS)
     layers = -(-kv.layers // pp)
     if kv.mla:
         return layers * tokens * kv.head_dim * kv.element_bytes
@@ -44,7 +44,7 @@ def prompt_bytes(kv: KVGeometry, *, tp: int = 1, pp: int = 1) -> int:
 
 def buffer_bytes(kv: KVGeometry, *, tp: int = 1, pp: int = 1) -> int:
     """Return the size in bytes of a rank's transfer buffer: `prompt_bytes`, rounded up to 256 MiB."""
-    return _up(prompt_bytes(kv, tp=tp, pp=pp), BUFFER_STEP)
+    return _round_up(prompt_bytes(kv, tp=tp, pp=pp), BUFFER_STEP)
 
 
 def vllm_config(role: Literal["P", "D"], transfer: Transfer) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def vllm_config(role: Literal["P", "D"], transfer: Transfer) -> dict[str, Any]:
     }
 
 
-def vllm_together(*connectors: dict[str, Any]) -> dict[str, Any]:
+def combine_vllm_connectors(*connectors: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration that combines several connectors.
 
     vLLM loads a prefix from the first connector that has it, and saves to all connectors.
@@ -107,5 +107,5 @@ def sglang_staging(kv: KVGeometry, *, tp: int, pp: int) -> dict[str, str]:
     return {"SGLANG_DISAGG_STAGING_BUFFER": "true", "SGLANG_DISAGG_STAGING_POOL_SIZE_MB": str(mib)}
 
 
-def _up(value: int, step: int) -> int:
+def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step

@@ -21,30 +21,30 @@ from typing import Final
 
 from cornplug.config import load
 from cornplug.errors import ConfigError
-from cornplug.planner.launch.addresses import check_address, serves_others
+from cornplug.planner.launch.addresses import accepts_remote_hosts, check_address
 from cornplug.planner.launch.addresses import hosts as addresses_of
 from cornplug.planner.launch.command_lines import LaunchCommand, commands, files, name_of
-from cornplug.planner.launch.command_list import hosts_in
-from cornplug.planner.launch.command_process import READY_S, CommandProcess, Event, check_programs
+from cornplug.planner.launch.command_list import unresolved_hosts
+from cornplug.planner.launch.command_process import READY_S, CommandProcess, EventHandler, check_programs
 from cornplug.planner.launch.encoder_links import check_secret_readable, check_secret_set
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import Deployment
 from cornplug.processes import GRACE_S
 
-_ORDER: Final = ("router", "external", "engine", "encoder", "store")
+_STOP_ORDER: Final = ("router", "external", "engine", "encoder", "store")
 """Order in which processes are stopped: clients before their servers."""
 _POLL_S: Final = 0.2
 
 
 @contextmanager
-def running(
+def run_commands(
     deployment: Deployment,
     to_start: Sequence[LaunchCommand],
     *,
     run_dir: Path,
     transfer: Transfer = "nixl",
     ready_s: float = READY_S,
-    event: Event = lambda process, what: None,
+    on_event: EventHandler = lambda process, what: None,
     stopping: threading.Event | None = None,
 ) -> Iterator[list[CommandProcess]]:
     """Run commands of a deployment, and yield the processes when all of them serve requests.
@@ -55,7 +55,7 @@ def running(
         to_start: commands from `local_commands`.
         run_dir: folder for sockets, logs and the deployment's files. It is not accessible to other users.
         ready_s: maximum time in seconds until one process is ready.
-        event: called for each process with "starting" and "ready".
+        on_event: called for each process with "starting" and "ready".
         stopping: event that the caller sets to abort the start.
 
     Raises ProcessFailed with the end of a failed process's log, and ConfigError if a program or the common
@@ -74,12 +74,12 @@ def running(
             started,
             lambda command: run_dir / f"{name_of(command)}.log",
             ready_s,
-            event,
+            on_event,
             lambda seconds: not stop.wait(seconds),
         )
         yield started
     finally:
-        end(started)
+        stop_processes(started)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class CommandSelection:
     only one host."""
     routers: bool = False
     """Whether the routers are selected instead of a host's commands."""
-    only: Sequence[str] = ()
+    groups: Sequence[str] = ()
     """Groups whose commands are selected, in addition to the store. Empty for all groups."""
 
 
@@ -112,8 +112,8 @@ def local_commands(
     `addresses` maps HOST_n to addresses. Raises ConfigError if a host, group, address or secret is missing or
     does not exist.
     """
-    only = selection.only
-    chosen = _chosen(
+    only = selection.groups
+    chosen = _select_commands(
         deployment, commands(deployment, transfer=transfer), selection.host, routers=selection.routers
     )
     names = {command.group for command in chosen}
@@ -122,13 +122,13 @@ def local_commands(
             "--only", f"unknown groups: {', '.join(sorted(unknown))}", f"Known: {', '.join(sorted(names))}."
         )
     values = {"RUN_DIR": str(run_dir.absolute()), "PLAN_DIR": str(run_dir.absolute())}
-    values |= {"HOST_1": "127.0.0.1"} if _one_host(deployment) else {}
+    values |= {"HOST_1": "127.0.0.1"} if _has_one_host(deployment) else {}
     for name, address in (addresses or {}).items():
         check_address(f"--address: {name}={address}", address)
     values |= addresses or {}
     values |= {"SECRET_FILE": str(secret_file.absolute())} if secret_file else {}
-    found = [c.resolved(values) for c in chosen if not only or c.group in only or c.kind == "store"]
-    if missing := sorted({name for command in found for name in hosts_in(command)}):
+    found = [c.substitute(values) for c in chosen if not only or c.group in only or c.kind == "store"]
+    if missing := sorted({name for command in found for name in unresolved_hosts(command)}):
         remedy = " ".join(f"--address {name}=ADDRESS" for name in missing)
         raise ConfigError("--address", f"missing for {', '.join(missing)} of the plan", f"Add {remedy}.")
     check_secret_set(command.env for command in found)
@@ -146,7 +146,7 @@ def _check_callers(found: Sequence[LaunchCommand]) -> None:
         # Ignore the command's own CORNPLUG_CONFIG, because it is qos.toml, which is not written yet.
         own_file = {"CORNPLUG_CONFIG": ""} if "CORNPLUG_CONFIG" in command.env else {}
         settings = load(environ={**os.environ, **command.env, **own_file}).encoder
-        if serves_others(bound) and not (settings.require_key or settings.allow_anonymous):
+        if accepts_remote_hosts(bound) and not (settings.require_key or settings.allow_anonymous):
             raise ConfigError(
                 "launch.allow_anonymous",
                 f"other hosts can reach {name_of(command)} ({bound} of {command.host}) without a key",
@@ -156,19 +156,19 @@ def _check_callers(found: Sequence[LaunchCommand]) -> None:
             )
 
 
-def _one_host(deployment: Deployment) -> bool:
+def _has_one_host(deployment: Deployment) -> bool:
     return sum(nodes.count for nodes in deployment.nodes) == 1
 
 
-def _chosen(
-    deployment: Deployment, found: Sequence[LaunchCommand], host: str | None, *, routers: bool
+def _select_commands(
+    deployment: Deployment, all_commands: Sequence[LaunchCommand], host: str | None, *, routers: bool
 ) -> list[LaunchCommand]:
-    used = {command.host for command in found}
+    used = {command.host for command in all_commands}
     hosts = [name.strip("${}") for name in dict.fromkeys(addresses_of(deployment).values()) if name in used]
     if routers:
-        return [c for c in found if c.kind == "router"]
+        return [c for c in all_commands if c.kind == "router"]
     if host is None and len(hosts) <= 1:
-        return list(found)
+        return list(all_commands)
     if host not in hosts:
         problem = (
             f"{host!r} is not a host of the plan"
@@ -182,26 +182,26 @@ def _chosen(
             "run `cornplug launch plan.json --routers`.",
         )
     several = len(hosts) > 1
-    return [c for c in found if c.host.strip("${}") == host and not (several and c.kind == "router")]
+    return [c for c in all_commands if c.host.strip("${}") == host and not (several and c.kind == "router")]
 
 
-def end(processes: Sequence[CommandProcess]) -> None:
+def stop_processes(processes: Sequence[CommandProcess]) -> None:
     """Stop the processes. All processes of one kind stop together, first the routers and last the stores."""
-    for kind in _ORDER:
+    for kind in _STOP_ORDER:
         these = [p for p in processes if p.command.kind == kind]
         began_s = time.monotonic()
         for process in these:
             process.terminate()
         for process in these:
-            process.wait_end(began_s + _drain_s(process.command) + GRACE_S - time.monotonic())
+            process.wait_until_ended(began_s + _drain_s(process.command) + GRACE_S - time.monotonic())
 
 
 def start_in_batches(
     commands: Sequence[LaunchCommand],
     started: list[CommandProcess],
-    log: Callable[[LaunchCommand], Path],
+    log_path: Callable[[LaunchCommand], Path],
     ready_s: float,
-    event: Event,
+    on_event: EventHandler,
     pause: Callable[[float], bool],
 ) -> None:
     """Start commands in batches, and add their processes to `started`.
@@ -209,38 +209,38 @@ def start_in_batches(
     A batch is started when the previous batch serves requests.
 
     Args:
-        log: function that returns the log file for a command.
+        log_path: function that returns the log file for a command.
         ready_s: maximum time in seconds until one process is ready.
-        event: called for each process with "starting" and "ready".
+        on_event: called for each process with "starting" and "ready".
         pause: function that waits for a number of seconds, and returns False to abort the start.
     """
-    for batch in pending_with_routers_last(commands):
+    for batch in start_batches(commands):
         loading = []
         for command in batch:
             if not pause(0):
                 return
-            process = spawned(command, log(command), ready_s)
+            process = spawn_process(command, log_path(command), ready_s)
             started.append(process)
             loading.append(process)
-            event(process, "starting")
+            on_event(process, "starting")
         while True:
-            for process in [p for p in loading if p.serves()]:
+            for process in [p for p in loading if p.check_ready()]:
                 loading.remove(process)
-                event(process, "ready")
+                on_event(process, "ready")
             if not loading:
                 break
             if not pause(_POLL_S):
                 return
 
 
-def spawned(command: LaunchCommand, log: Path, ready_s: float) -> CommandProcess:
+def spawn_process(command: LaunchCommand, log: Path, ready_s: float) -> CommandProcess:
     """Start the process of a command, and return it without waiting until it serves requests."""
     process = CommandProcess(command, log, ready_s=ready_s)
     process.spawn()
     return process
 
 
-def pending_with_routers_last(commands: Sequence[LaunchCommand]) -> Iterator[list[LaunchCommand]]:
+def start_batches(commands: Sequence[LaunchCommand]) -> Iterator[list[LaunchCommand]]:
     """Yield commands in batches. Start each batch when the previous batch serves requests.
 
     Stores, encoders and processes that share a GPU are started one by one, other engines together, and
@@ -253,7 +253,7 @@ def pending_with_routers_last(commands: Sequence[LaunchCommand]) -> Iterator[lis
             yield batch
             batch = []
         batch.append(command)
-        if command.beside_others or command.kind in ("store", "encoder"):
+        if command.shares_gpu or command.kind in ("store", "encoder"):
             yield batch
             batch = []
     if batch:

@@ -25,7 +25,7 @@ from cornplug.planner.launch.group_context import (
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import Deployment, PlanRoute, RouteStage
 
-_POLICY: Final = {
+_ROUTER_POLICY: Final = {
     "power_of_two": "power_of_two",
     "random": "random",
     # Plans of earlier versions have these policies.
@@ -39,14 +39,14 @@ class RouterPool:
     """Identical engines behind one router: a group, or a pair of prefill and decode groups."""
 
     engine: str
-    serving: tuple[str, ...]
+    combined: tuple[str, ...]
     """Name of the group that does both prefill and decode. Empty for a pair of groups."""
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
 
     @property
     def groups(self) -> tuple[str, ...]:
-        return (*self.serving, *self.prefill, *self.decode)
+        return (*self.combined, *self.prefill, *self.decode)
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class RouterCommand:
     name: str
     pool: RouterPool
     host: str
-    bound: str
+    bind_address: str
     """Address on which the router listens."""
     port: int
     argv: tuple[str, ...]
-    weights: str
+    weights_text: str
     """Text with the planned rate of requests for each of the pool's groups."""
 
     @property
@@ -117,14 +117,15 @@ def routers(
     return found
 
 
-def entries(
-    deployment: Deployment, front: Sequence[RouterCommand], *, without: Collection[str | None] = ()
+def route_entries(
+    deployment: Deployment, front: Sequence[RouterCommand], *, unready_urls: Collection[str | None] = ()
 ) -> dict[str, dict[str, Any]]:
     """Return the entries of routes.json, by request class.
 
     "priority" is the priority of the class's requests (both engines serve the lowest first). "to" is a list
     of {"weight": share of the class, "url": ...}, with the largest weight first. If the application has a
-    tenant, "cache_salt" is its name. Addresses in `without` are omitted if the class has other addresses.
+    tenant, "cache_salt" is its name. Addresses in `unready_urls` are omitted if the class has other
+    addresses.
     """
     priority = {f"{one.app}/{one.request}": -one.priority for one in deployment.latency_forecasts}
     address = {router.pool: router.url for router in front}
@@ -137,17 +138,17 @@ def entries(
         name: {
             "priority": priority[name],
             **salts.get(name.partition("/")[0], {}),
-            "to": _normalised(_serving(urls, without)),
+            "to": _weighted_entries(_ready_urls(urls, unready_urls)),
         }
         for name, urls in rates.items()
     }
 
 
-def _serving(urls: Mapping[str, float], without: Collection[str | None]) -> Mapping[str, float]:
-    return {url: rate for url, rate in urls.items() if url not in without} or urls
+def _ready_urls(urls: Mapping[str, float], unready_urls: Collection[str | None]) -> Mapping[str, float]:
+    return {url: rate for url, rate in urls.items() if url not in unready_urls} or urls
 
 
-def _normalised(urls: Mapping[str, float]) -> list[dict[str, Any]]:
+def _weighted_entries(urls: Mapping[str, float]) -> list[dict[str, Any]]:
     total = sum(urls.values())
     return [
         {"weight": round(rate / total, 4) if total else 1.0, "url": url}
@@ -159,14 +160,14 @@ def _argv(
     deployment: Deployment,
     pool: RouterPool,
     servers: Sequence[ReplicaAddress],
-    listens: Sequence[str],
+    listen_flags: Sequence[str],
     transfer: Transfer,
 ) -> list[str]:
     first = servers[0].group
-    policy = "cache_aware" if _counts_on_prefixes(deployment, servers) else _POLICY[first.router]
+    policy = "cache_aware" if _counts_on_prefixes(deployment, servers) else _ROUTER_POLICY[first.router]
     command = ["vllm-router"] if pool.engine == "vllm" else ["python", "-m", "sglang_router.launch_router"]
-    command += listens
-    if pool.serving:
+    command += listen_flags
+    if pool.combined:
         return [*command, "--worker-urls", *(s.url for s in servers), "--policy", policy]
     kind = ["--vllm-pd-disaggregation"] if pool.engine == "vllm" else ["--pd-disaggregation"]
     if pool.engine == "vllm":
@@ -178,7 +179,7 @@ def _argv(
         else:
             kind += ["--decode", site.url]
     decode = next(s.group for s in servers if s.group.name in pool.decode)
-    kind += ["--prefill-policy", policy, "--decode-policy", _POLICY[decode.router]]
+    kind += ["--prefill-policy", policy, "--decode-policy", _ROUTER_POLICY[decode.router]]
     return [*command, *kind, *_queue(deployment, servers, pool)]
 
 

@@ -1,6 +1,6 @@
 """Steps by which a host changes from one deployment to the next: which processes continue, start, and stop.
 
-A process continues if its new command differs only in `LAGGING_FLAGS`. A replica on the devices of an
+A process continues if its new command differs only in `LOAD_DEPENDENT_FLAGS`. A replica on the devices of an
 old replica gets the old replica's port, so that the commands can be equal. A new process starts at another
 port before old processes stop, unless it needs their GPUs or has to use their address.
 """
@@ -12,13 +12,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cornplug.planner.launch.addresses import ENCODER_PORT, ENGINE_PORT, MOST_SERVERS, ReplicaAddress, sites
+from cornplug.planner.launch.addresses import (
+    ENCODER_PORT,
+    ENGINE_PORT,
+    MAX_SERVERS,
+    ReplicaAddress,
+    replica_addresses,
+)
 from cornplug.planner.launch.command_lines import LaunchCommand
 from cornplug.planner.plan import Deployment
 
-Render = Callable[[Deployment], list[LaunchCommand]]
+RenderCommands = Callable[[Deployment], list[LaunchCommand]]
 """Function that returns the commands of one host of a deployment."""
-LAGGING_FLAGS: Final = (
+LOAD_DEPENDENT_FLAGS: Final = (
     "--shutdown-timeout",
     "--max-num-queued-tokens",
     "--max-queued-requests",
@@ -26,31 +32,33 @@ LAGGING_FLAGS: Final = (
 )
 """Flags that depend on the simulated load and differ slightly in every plan. A process that continues keeps
 its old values."""
-_NEXT_ROUTERS: Final = 100
+_ROUTER_PORT_STEP: Final = 100
 """Offset between the two sets of router ports, which alternate between deployments."""
 
 
 @dataclass(frozen=True)
 class Transition:
-    """Steps of a transition. Start `first`, then stop `stopped`, then start `in_turn`."""
+    """Steps of a transition. Start `start_before`, then stop `to_stop`, then start `start_after`."""
 
     deployment: Deployment
     """New deployment, with the ports of its processes."""
     kept: tuple[tuple[LaunchCommand, LaunchCommand], ...]
     """Old and new command of each process that continues to run."""
-    first: tuple[LaunchCommand, ...]
+    start_before: tuple[LaunchCommand, ...]
     """New processes that can start while the old processes run."""
-    stopped: tuple[LaunchCommand, ...]
-    in_turn: tuple[LaunchCommand, ...]
+    to_stop: tuple[LaunchCommand, ...]
+    start_after: tuple[LaunchCommand, ...]
     """New processes that need the GPUs or the address of old processes."""
 
     @property
-    def lagging(self) -> dict[str, list[str]]:
+    def outdated_flags(self) -> dict[str, list[str]]:
         """Flags ("flag value") of kept processes whose value has changed, by group and replica."""
         found = {}
         for old, new in self.kept:
             differing = [
-                f"{flag} {value}" for flag, value in _lagging(new).items() if _lagging(old).get(flag) != value
+                f"{flag} {value}"
+                for flag, value in _load_dependent_flags(new).items()
+                if _load_dependent_flags(old).get(flag) != value
             ]
             if differing:
                 found[f"{old.group}-{old.replica}"] = differing
@@ -58,7 +66,11 @@ class Transition:
 
 
 def transition(
-    old: Deployment, new: Deployment, render: Render, *, running: Sequence[LaunchCommand] | None = None
+    old: Deployment,
+    new: Deployment,
+    render: RenderCommands,
+    *,
+    running: Sequence[LaunchCommand] | None = None,
 ) -> Transition:
     """Return the steps from the running deployment `old` to the deployment `new`.
 
@@ -68,8 +80,8 @@ def transition(
     new = _with_ports_of(old, new)
     for _ in range(len(new.groups) + 2):
         wanted = [command for command in render(new) if command.argv]
-        kept = _same(running, wanted)
-        moved = _moved(new, kept, running, wanted, used=_ports(old))
+        kept = _match_commands(running, wanted)
+        moved = _avoid_old_ports(new, kept, running, wanted, old_ports=_ports(old))
         if moved == new:
             break
         new = moved
@@ -77,22 +89,22 @@ def transition(
     known = {id(n) for _, n in kept}
     stopped = [c for c in running if id(c) not in staying]
     started = [c for c in wanted if id(c) not in known]
-    waiting = {id(c) for c in started if _waits(c, stopped)}
+    waiting = {id(c) for c in started if _must_wait(c, stopped)}
     return Transition(
         deployment=new,
         kept=tuple(kept),
-        first=tuple(c for c in started if id(c) not in waiting),
-        stopped=tuple(stopped),
-        in_turn=tuple(c for c in started if id(c) in waiting),
+        start_before=tuple(c for c in started if id(c) not in waiting),
+        to_stop=tuple(stopped),
+        start_after=tuple(c for c in started if id(c) in waiting),
     )
 
 
-def _same(
-    running: Sequence[LaunchCommand], wanted: Sequence[LaunchCommand]
+def _match_commands(
+    running: Sequence[LaunchCommand], new_commands: Sequence[LaunchCommand]
 ) -> list[tuple[LaunchCommand, LaunchCommand]]:
     left = list(running)
     found = []
-    for new in wanted:
+    for new in new_commands:
         old = next((one for one in left if _identity(one) == _identity(new)), None)
         if old is not None:
             left.remove(old)
@@ -102,7 +114,7 @@ def _same(
 
 def _identity(command: LaunchCommand) -> tuple[object, ...]:
     words = list(command.argv)
-    for flag in LAGGING_FLAGS:
+    for flag in LOAD_DEPENDENT_FLAGS:
         if flag in words:
             at = words.index(flag)
             del words[at : at + 2]
@@ -110,12 +122,12 @@ def _identity(command: LaunchCommand) -> tuple[object, ...]:
     return command.kind, command.host, tuple(words), env, command.cores, command.settings
 
 
-def _lagging(command: LaunchCommand) -> dict[str, str]:
+def _load_dependent_flags(command: LaunchCommand) -> dict[str, str]:
     words = command.argv
-    return {flag: words[words.index(flag) + 1] for flag in LAGGING_FLAGS if flag in words}
+    return {flag: words[words.index(flag) + 1] for flag in LOAD_DEPENDENT_FLAGS if flag in words}
 
 
-def _waits(command: LaunchCommand, stopped: Sequence[LaunchCommand]) -> bool:
+def _must_wait(command: LaunchCommand, stopped: Sequence[LaunchCommand]) -> bool:
     """Return whether a process can start only after some of these processes have ended."""
     for old in stopped:
         if old.host != command.host:
@@ -130,7 +142,7 @@ def _waits(command: LaunchCommand, stopped: Sequence[LaunchCommand]) -> bool:
 
 
 def _ports(deployment: Deployment) -> set[int]:
-    return {site.port for site in sites(deployment)}
+    return {site.port for site in replica_addresses(deployment)}
 
 
 def _with_ports_of(old: Deployment, new: Deployment) -> Deployment:
@@ -139,14 +151,14 @@ def _with_ports_of(old: Deployment, new: Deployment) -> Deployment:
     Replicas on the devices of an old replica get its port, and other replicas get unused ports.
     """
     before: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for site in sites(old):
+    for site in replica_addresses(old):
         if site.rank == 0:
-            before[_seat(site)].append(site.port)
+            before[_device_key(site)].append(site.port)
     taken: set[int] = set()
     ports: dict[tuple[str, int], int] = {}
-    seats = [site for site in sites(new) if site.rank == 0]
+    seats = [site for site in replica_addresses(new) if site.rank == 0]
     for site in seats:
-        left = [port for port in before[_seat(site)] if port not in taken]
+        left = [port for port in before[_device_key(site)] if port not in taken]
         if site.group.fixed_ports:
             ports[site.group.name, site.replica] = site.port
         elif left:
@@ -156,19 +168,19 @@ def _with_ports_of(old: Deployment, new: Deployment) -> Deployment:
         taken.add(ports[site.group.name, site.replica])
     for site in seats:
         if (site.group.name, site.replica) not in ports:
-            port = _free(site, {*taken, *_ports(old)})
+            port = _free_port(site, {*taken, *_ports(old)})
             ports[site.group.name, site.replica] = port
             taken.add(port)
-    return _ported(new.model_copy(update={"router_ports": old.router_ports}), ports)
+    return _set_ports(new.model_copy(update={"router_ports": old.router_ports}), ports)
 
 
-def _moved(
+def _avoid_old_ports(
     new: Deployment,
     kept: Sequence[tuple[LaunchCommand, LaunchCommand]],
     running: Sequence[LaunchCommand],
-    wanted: Sequence[LaunchCommand],
+    new_commands: Sequence[LaunchCommand],
     *,
-    used: Collection[int],
+    old_ports: Collection[int],
 ) -> Deployment:
     """Return the deployment with other ports for replicas that can start before old processes stop.
 
@@ -177,48 +189,48 @@ def _moved(
     staying = {id(old) for old, _ in kept}
     known = {id(one) for _, one in kept}
     stopped = [command for command in running if id(command) not in staying]
-    ports = {(site.group.name, site.replica): site.port for site in sites(new) if site.rank == 0}
-    placed = {(site.group.name, site.port): site for site in sites(new) if site.rank == 0}
-    taken = {*used, *ports.values()}
-    for command in wanted:
+    ports = {(site.group.name, site.replica): site.port for site in replica_addresses(new) if site.rank == 0}
+    placed = {(site.group.name, site.port): site for site in replica_addresses(new) if site.rank == 0}
+    taken = {*old_ports, *ports.values()}
+    for command in new_commands:
         site = placed.get((command.group, command.port or 0))
-        if id(command) in known or site is None or site.group.fixed_ports or command.port not in used:
+        if id(command) in known or site is None or site.group.fixed_ports or command.port not in old_ports:
             continue
-        if command.kind == "encoder" and not _without_tower(wanted):
+        if command.kind == "encoder" and not _has_towerless_engine(new_commands):
             continue  # The port stays, so engines need no restart. They encode images in the meantime.
         if any(set(command.gpus) & set(o.gpus) and command.share + o.share > 1 for o in stopped):
             continue
-        port = _free(site, taken)
+        port = _free_port(site, taken)
         ports[site.group.name, site.replica] = port
         taken.add(port)
-    moved = _ported(new, ports)
-    routers = [c for c in wanted if c.kind == "router" and id(c) not in known]
+    moved = _set_ports(new, ports)
+    routers = [c for c in new_commands if c.kind == "router" and id(c) not in known]
     if any(c.port in {o.port for o in stopped} for c in routers):
-        base = 0 if new.router_ports else _NEXT_ROUTERS
+        base = 0 if new.router_ports else _ROUTER_PORT_STEP
         moved = moved.model_copy(update={"router_ports": base})
     return moved
 
 
-def _without_tower(wanted: Sequence[LaunchCommand]) -> bool:
+def _has_towerless_engine(commands: Sequence[LaunchCommand]) -> bool:
     """Return whether any engine has no tower, so that its encoder service must always be available."""
-    return any({"--language-only", "--cornplug-tower"} & {*command.argv} for command in wanted)
+    return any({"--language-only", "--cornplug-tower"} & {*command.argv} for command in commands)
 
 
-def _seat(site: ReplicaAddress) -> tuple[object, ...]:
+def _device_key(site: ReplicaAddress) -> tuple[object, ...]:
     group = site.group
     return group.engine, group.model, site.host, group.gpu, site.devices
 
 
-def _free(site: ReplicaAddress, taken: Collection[int]) -> int:
+def _free_port(site: ReplicaAddress, used_ports: Collection[int]) -> int:
     """Return the replica's own port if it is not used, or else the next unused port for its kind."""
-    if site.port not in taken:
+    if site.port not in used_ports:
         return site.port
     base = ENCODER_PORT if site.group.engine == "cornplug" else ENGINE_PORT
-    start = base if base <= site.port < base + MOST_SERVERS else site.port
-    return next(port for port in range(start, 65536) if port not in taken)
+    start = base if base <= site.port < base + MAX_SERVERS else site.port
+    return next(port for port in range(start, 65536) if port not in used_ports)
 
 
-def _ported(deployment: Deployment, ports: Mapping[tuple[str, int], int]) -> Deployment:
+def _set_ports(deployment: Deployment, ports: Mapping[tuple[str, int], int]) -> Deployment:
     groups = [
         group.model_copy(update={"ports": [ports[group.name, r] for r in range(group.replicas)]})
         for group in deployment.groups

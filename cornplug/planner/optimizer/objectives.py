@@ -28,7 +28,7 @@ class SolveGoal:
     expression: Any
     sign: int = 1
 
-    def reached(self, values: Values) -> float:
+    def evaluate(self, values: Values) -> float:
         """Return the value of the expression, negated if the goal is maximised."""
         return float(self.sign * sum(weight * values[v] for v, weight in self.expression.items()))
 
@@ -95,10 +95,10 @@ def add_transition_rows(model: PoolModel, current: CurrentState) -> None:
 def _add_transition_variables(model: PoolModel, current: CurrentState) -> None:
     for i, cell in enumerate(model.pool.cells):
         now = current.replicas.get(cell.name, 0)
-        model.a[cell.name] = model.count(f"a_{i}", model.most(cell))
-        model.d[cell.name] = model.count(f"d_{i}", now)
+        model.a[cell.name] = model.add_integer(f"a_{i}", model.max_replicas(cell))
+        model.d[cell.name] = model.add_integer(f"d_{i}", now)
         for other in (o for o in cell.switches_with if now and o in model.cells):
-            model.m[cell.name, other] = model.count(f"m_{i}_{len(model.m)}", now)
+            model.m[cell.name, other] = model.add_integer(f"m_{i}_{len(model.m)}", now)
 
 
 def _add_balance(model: PoolModel, current: CurrentState) -> None:
@@ -113,7 +113,9 @@ def _add_dwell(model: PoolModel, current: CurrentState) -> None:
     """Prevent replicas within the minimum dwell time from being stopped or switched."""
     for name, young_replicas in current.below_min_dwell.items():
         went = lpSum(
-            m for (source, to), m in model.m.items() if source == name and (source, to) not in current.free
+            m
+            for (source, to), m in model.m.items()
+            if source == name and (source, to) not in current.free_switches
         )
         old = current.replicas.get(name, 0) - young_replicas
         model.add(f"dwell[{name}]", model.d[name] + went <= old)
@@ -127,4 +129,4 @@ def _add_change_budget(model: PoolModel, current: CurrentState) -> None:
 
 def counted_switches(model: PoolModel, current: CurrentState) -> list[Any]:
     """Return the variables of the role switches that require a change of the process."""
-    return [m for pair, m in model.m.items() if pair not in current.free]
+    return [m for pair, m in model.m.items() if pair not in current.free_switches]

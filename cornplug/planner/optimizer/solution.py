@@ -25,16 +25,18 @@ Key = TypeVar("Key")
 Values = Mapping[Any, float]
 """Variable -> value."""
 
-NOTHING = 1e-7
+ZERO_RATE = 1e-7
 """Requests per second below which a rate counts as 0, because of the solver's tolerance."""
-WHOLE: Final = 1e-9
-HELD: Final = 1e-7
+INTEGER_TOLERANCE: Final = 1e-9
+GOAL_TOLERANCE: Final = 1e-7
 """Relative loss that is allowed for an earlier goal, because of the solver's tolerances."""
 _TRIM_TOLERANCE: Final = 1e-6
 """Maximum violation of a row, as in HiGHS."""
 
 
-def read(model: PoolModel, values: Values, run: SolverRun, sign: int, seconds: float) -> PoolSolution:
+def read_solution(
+    model: PoolModel, values: Values, run: SolverRun, sign: int, seconds: float
+) -> PoolSolution:
     """Convert a model's values to a solution.
 
     Args:
@@ -42,11 +44,11 @@ def read(model: PoolModel, values: Values, run: SolverRun, sign: int, seconds: f
         sign: 1 if the first goal is minimised, -1 if it is maximised.
         seconds: Duration of the complete search.
     """
-    replicas = _whole(model.x, values)
+    replicas = _rounded_counts(model.x, values)
     served = {
         v.name: values[model.phi[v.name]]
         for v in model.variants
-        if values[model.phi[v.name]] > NOTHING and _has_replicas(model, v, replicas)
+        if values[model.phi[v.name]] > ZERO_RATE and _has_replicas(model, v, replicas)
     }
     return PoolSolution(
         status="optimal" if run.status == "optimal" else "feasible",
@@ -54,21 +56,21 @@ def read(model: PoolModel, values: Values, run: SolverRun, sign: int, seconds: f
         objective=sign * run.objective,
         bound=sign * run.bound,
         replicas=replicas,
-        nodes=_whole(model.z, values),
+        nodes=_rounded_counts(model.z, values),
         served=served,
         flows=tuple(flows(model, values, served)),
         levels=frozenset(name for name, w in model.w.items() if values[w] > 0.5),
         slack={name: slack(row, values) for name, row in model.rows.items() if row.keys()},
         first_s=run.first_s,
-        history=tuple(signed(at, sign) for at in run.history),
-        started=_whole(model.a, values),
-        switched=_whole(model.m, values),
+        history=tuple(with_sign(at, sign) for at in run.history),
+        started=_rounded_counts(model.a, values),
+        switched=_rounded_counts(model.m, values),
         work=run.work,
         timed_out=run.timed_out,
     )
 
 
-def _whole(variables: Mapping[Key, Any], values: Values) -> dict[Key, int]:
+def _rounded_counts(variables: Mapping[Key, Any], values: Values) -> dict[Key, int]:
     counts = {key: round(values[variable]) for key, variable in variables.items()}
     return {key: count for key, count in counts.items() if count}
 
@@ -78,7 +80,7 @@ def _has_replicas(model: PoolModel, variant: PathVariant, replicas: Mapping[str,
 
     A variant without replicas can have a small rate because of the solver's tolerance.
     """
-    return all(any(c.name in replicas for c in model.fit(variant, need)) for need in variant.needs)
+    return all(any(c.name in replicas for c in model.eligible_cells(variant, need)) for need in variant.needs)
 
 
 def slack(row: Any, values: Values) -> float:
@@ -97,7 +99,7 @@ def _row_value(row: Any, values: Values) -> float:
     return float(row.constant + sum(weight * values[v] for v, weight in row.items()))
 
 
-def signed(at: SolveProgress, sign: int) -> SolveProgress:
+def with_sign(at: SolveProgress, sign: int) -> SolveProgress:
     if sign > 0:
         return at
     return replace(
@@ -123,38 +125,40 @@ def flows(model: PoolModel, values: Values, served: Mapping[str, float]) -> Iter
             asked = sum(need.work * served.get(v.name, 0.0) for v, need in needs if need.tier == tier)
             for cell in cells:
                 rate = min(left[cell.name], asked)
-                if rate > NOTHING and cell.tier <= tier:
+                if rate > ZERO_RATE and cell.tier <= tier:
                     yield CellFlow(u, service, cell.name, rate, tier)
                     left[cell.name] -= rate
                     asked -= rate
 
 
-def is_whole(model: PoolModel, values: Values) -> bool:
-    return all(abs(values[v] - round(values[v])) <= WHOLE for v in _integers(model))
+def has_integer_values(model: PoolModel, values: Values) -> bool:
+    return all(abs(values[v] - round(values[v])) <= INTEGER_TOLERANCE for v in _integers(model))
 
 
 def polish(
-    model: PoolModel, fresh: PoolModel, wanted: Sequence[tuple[Any, int]], values: Values
+    model: PoolModel, fresh_model: PoolModel, goals: Sequence[tuple[Any, int]], values: Values
 ) -> dict[Any, float]:
     """Return the values of `model` with rounded integers and the best rates for these integers.
 
     If no rates are feasible with the rounded integers, the rates are not changed.
 
     Args:
-        fresh: The same model without an objective. It is modified.
-        wanted: Goals of `fresh`, as (expression, sign). The sign is 1 (minimised) or -1 (maximised).
+        fresh_model: The same model without an objective. It is modified.
+        goals: Goals of `fresh_model`, as (expression, sign). The sign is 1 (minimised) or -1 (maximised).
     """
     rounded = {v.name: round(values[v]) for v in _integers(model)}
-    for v in _integers(fresh):
+    for v in _integers(fresh_model):
         v.lowBound = v.upBound = rounded[v.name]
     found: dict[str, float] = {}
-    for expression, sign in wanted:
-        fresh.problem.setObjective(sign * expression)
-        if solve(fresh.problem, SolverLimits(0.0, inf)).status not in ("optimal", "feasible"):
+    for expression, sign in goals:
+        fresh_model.problem.setObjective(sign * expression)
+        if solve(fresh_model.problem, SolverLimits(0.0, inf)).status not in ("optimal", "feasible"):
             break
-        found = {v.name: v.varValue or 0.0 for v in fresh.problem.variables()}
+        found = {v.name: v.varValue or 0.0 for v in fresh_model.problem.variables()}
         reached = sum(weight * found[v.name] for v, weight in expression.items())
-        fresh.problem.addConstraint(sign * expression <= sign * reached + HELD * max(1.0, abs(reached)))
+        fresh_model.problem.addConstraint(
+            sign * expression <= sign * reached + GOAL_TOLERANCE * max(1.0, abs(reached))
+        )
     return {v: rounded.get(v.name, found.get(v.name, value)) for v, value in values.items()}
 
 
@@ -206,13 +210,13 @@ def _apply(rows_of: dict[Any, list[Any]], values: dict[Any, float], changed: dic
     before = {variable: values[variable] for variable in changed}
     values |= changed
     bounds = all(v.upBound is None or value <= v.upBound for v, value in changed.items())
-    if bounds and _hold(values, (row for v in changed for row in rows_of.get(v, ()))):
+    if bounds and _rows_hold(values, (row for v in changed for row in rows_of.get(v, ()))):
         return True
     values |= before
     return False
 
 
-def _hold(values: Values, rows: Iterable[Any]) -> bool:
+def _rows_hold(values: Values, rows: Iterable[Any]) -> bool:
     for row in rows:
         value = _row_value(row, values)
         allowed = _TRIM_TOLERANCE * max(1.0, abs(row.constant))

@@ -21,7 +21,7 @@ from highspy import HighsModelStatus, HighsSolution, cb
 
 from cornplug.planner.optimizer.optimization_problem import SolveProgress
 
-Watch = Callable[[SolveProgress], None]
+ProgressCallback = Callable[[SolveProgress], None]
 NAME: Final = "HiGHS"
 MIN_STEPS: Final = 10
 """Number of steps that are added to the steps of each call, because presolve may solve a model in 0 steps."""
@@ -57,11 +57,11 @@ class SolverLimits:
 
 
 def solve(
-    problem: Any, limits: SolverLimits, watch: Watch | None = None, *, start: bool = False
+    problem: Any, limits: SolverLimits, on_progress: ProgressCallback | None = None, *, start: bool = False
 ) -> SolverRun:
     """Minimise the problem with HiGHS. With `start`, begin with the current values of the variables.
 
-    `watch` is called when the best plan or the bound improves.
+    `on_progress` is called when the best plan or the bound improves.
     """
     _without_banner()
     _share_threads(limits.threads)
@@ -80,10 +80,10 @@ def solve(
         progress = SolveProgress(time.monotonic() - began, incumbent, bound)
         if kind == cb.kCallbackMipImprovingSolution or not history or history[-1].bound != bound:
             history.append(progress)
-            if watch is not None:
-                watch(progress)
+            if on_progress is not None:
+                on_progress(progress)
 
-    solver = _Highs(
+    solver = _WarmStartHighs(
         msg=False,
         gapRel=limits.gap,
         timeLimit=limits.seconds,
@@ -113,7 +113,7 @@ def solve(
     return SolverRun(status, seconds, objective, info.mip_dual_bound, first, tuple(history), **spent)
 
 
-class _Highs(pulp.HiGHS):  # type: ignore[misc]
+class _WarmStartHighs(pulp.HiGHS):  # type: ignore[misc]
     """PuLP's HiGHS with a warm start, which PuLP does not support."""
 
     def __init__(self, *, start: bool, **settings: Any) -> None:
@@ -134,10 +134,10 @@ def with_objective(run: SolverRun, objective: float, gap: float) -> SolverRun:
 
 
 def _status(objective: float, bound: float, gap: float) -> Literal["optimal", "feasible"]:
-    return "optimal" if reached(objective, bound, gap) else "feasible"
+    return "optimal" if is_within_gap(objective, bound, gap) else "feasible"
 
 
-def reached(objective: float, bound: float, gap: float) -> bool:
+def is_within_gap(objective: float, bound: float, gap: float) -> bool:
     """Return whether the bound proves that no plan is better than the objective by more than the gap."""
     return isfinite(objective) and objective - bound <= gap * abs(objective) + 1e-6
 

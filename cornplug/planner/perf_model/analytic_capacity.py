@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from cornplug.planner.inputs.request_classes import SampledRequest
-from cornplug.planner.perf_model.analytic_load import ReplicaLoad, erlang_c, two_choices
+from cornplug.planner.perf_model.analytic_load import ReplicaLoad, erlang_c, power_of_two_wait
 from cornplug.planner.perf_model.analytic_state import AnalyticState, Floats, RequestCosts, request_costs
 from cornplug.planner.perf_model.latency_bound import LatencyBound
 from cornplug.planner.simulator.stations import Station
@@ -38,17 +38,17 @@ def screen(
     sizes = request_costs(tuple(samples))
     if not _fits(station, sizes):
         return 0.0
-    replica = ReplicaLoad(station, sizes, max(map(_sigmas, bound.each)))
+    replica = ReplicaLoad(station, sizes, max(map(_sigmas, bound.all_bounds)))
 
     def meets(rate: float) -> bool:
-        state = replica.at(rate / station.schedulers)
+        state = replica.state_at(rate / station.schedulers)
         return state is not None and all(
-            _meets(station, state, one, rate, burst, sizes) for one in bound.each
+            _meets(station, state, one, rate, burst, sizes) for one in bound.all_bounds
         )
 
     if replica.isolated_latency_s == 0:
         return math.inf
-    return _largest(meets, 0.02 / replica.isolated_latency_s * station.schedulers)
+    return _search_largest_rate(meets, 0.02 / replica.isolated_latency_s * station.schedulers)
 
 
 def _meets(
@@ -65,20 +65,20 @@ def _meets(
     if not on_time or bound.tpot_s is None:
         return on_time
     tokens = bound.tpot_s * (sizes.idle_tpot if bound.relative else every)
-    if bound.share is None:
+    if bound.quantile is None:
         several = sizes.outputs > 1
         return not several.any() or state.tpot_mean <= float(tokens[several].mean())
-    return state.slower_than(tokens) <= 1 - bound.share
+    return state.share_slower_than(tokens) <= 1 - bound.quantile
 
 
-def _waits(router: str, servers: int, rate: float, service_s: float) -> tuple[float, float]:
+def _wait_statistics(router: str, servers: int, rate: float, service_s: float) -> tuple[float, float]:
     """Return (share of requests that wait, mean wait of these requests in seconds).
 
     The service times are assumed to be exponential.
     """
     load = rate * service_s
     if router == "power_of_two" and servers > 1:
-        waits, mean = two_choices(load / servers)
+        waits, mean = power_of_two_wait(load / servers)
         return waits, mean * service_s / waits if waits else 0.0
     longer = WAIT_FACTOR[router] if servers > 1 else 1.0
     return erlang_c(servers, load), longer / (servers / service_s - rate)
@@ -91,23 +91,23 @@ def _on_time(
 
     `seconds` contains the bound of each sample.
     """
-    service_s = float(state.service.mean())
+    service_s = float(state.service_s.mean())
     if service_s == 0:
-        return bound.of(state.own / seconds) <= 1
-    servers, cv2 = station.schedulers, float(state.service.var()) / service_s**2
+        return bound.statistic_of(state.own_s / seconds) <= 1
+    servers, cv2 = station.schedulers, float(state.service_s.var()) / service_s**2
     if station.router == "random":
         # Each replica has its own queue, and receives a random part of the arrivals.
         servers, rate = station.groups, rate / station.replicas
         burst = 1 + (burst - 1) / station.replicas
     if rate * service_s >= servers:
         return False
-    waits, mean = _waits(station.router, servers, rate, service_s)
+    waits, mean = _wait_statistics(station.router, servers, rate, service_s)
     mean *= (burst + cv2) / 2
-    if bound.share is None:
-        return float(((state.own + waits * mean) / seconds).mean()) <= 1
-    left = seconds - state.own
+    if bound.quantile is None:
+        return float(((state.own_s + waits * mean) / seconds).mean()) <= 1
+    left = seconds - state.own_s
     late = np.where(left < 0, 1.0, waits * np.exp(-np.maximum(left, 0.0) / max(mean, 1e-12)))
-    return float(late.mean()) <= 1 - bound.share
+    return float(late.mean()) <= 1 - bound.quantile
 
 
 def _sigmas(bound: LatencyBound) -> float:
@@ -128,7 +128,7 @@ def _fits(station: Station, sizes: RequestCosts) -> bool:
     return bool(held.max() <= station.kv_tokens)
 
 
-def _largest(meets: Callable[[float], bool], rate: float) -> float:
+def _search_largest_rate(meets: Callable[[float], bool], rate: float) -> float:
     """Return the largest rate that meets the bounds, with an accuracy of 2 %.
 
     The search begins with `rate`, which must be very low. Returns 0 if this rate does not meet the bounds.

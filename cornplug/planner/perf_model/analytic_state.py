@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cornplug.planner.inputs.request_classes import SampledRequest
-from cornplug.planner.simulator.replicas import batches_s
+from cornplug.planner.simulator.replicas import encode_batches_s
 from cornplug.planner.simulator.stations import Station
 
 Floats = NDArray[np.float64]
@@ -23,9 +23,9 @@ Floats = NDArray[np.float64]
 class AnalyticState:
     """State of one replica. Times are in seconds, and arrays have one entry per sample."""
 
-    service: Floats
+    service_s: Floats
     """Time in which the replica does the work that occurs once per request."""
-    own: Floats
+    own_s: Floats
     """Time from the end of the wait to the first token, or until the request leaves a station without
     prefill."""
     token_s: float = 0.0
@@ -39,7 +39,7 @@ class AnalyticState:
     steps: Floats | None = None
     """Number of iterations in which a request decodes."""
 
-    def slower_than(self, tpot_s: Floats) -> float:
+    def share_slower_than(self, tpot_s: Floats) -> float:
         """Return the share of requests whose time per token exceeds their entry in `tpot_s`."""
         if self.steps is None:
             return 0.0
@@ -58,10 +58,10 @@ def _poisson_exceeds(mean: Floats, count: Floats) -> Floats:
     """Return P(Poisson(mean) > count) with Wilson and Hilferty's approximation, or 1 for a negative count."""
     k = np.maximum(count, 0.0) + 1
     x = ((mean / k) ** (1 / 3) - 1 + 1 / (9 * k)) * 3 * np.sqrt(k)
-    return np.where(count < 0, 1.0, _normal_below(x))
+    return np.where(count < 0, 1.0, _normal_cdf(x))
 
 
-def _normal_below(x: Floats) -> Floats:
+def _normal_cdf(x: Floats) -> Floats:
     """Return the normal distribution function with an error of 3e-4, which is sufficient for screening."""
     below: Floats = 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
     return below
@@ -102,18 +102,18 @@ def encode_s(sizes: RequestCosts, station: Station) -> Floats:
         return np.zeros_like(sizes.prompts)
     if sizes.patches.max() > station.max_patches:
         # Items are not split, so the number of batches depends on the order of the items.
-        return np.array([batches_s(station, d.patches) for d in sizes.samples])
-    return np.where(sizes.patches > 0, station.encode.on(sizes.patches), 0.0)
+        return np.array([encode_batches_s(station, d.patches) for d in sizes.samples])
+    return np.where(sizes.patches > 0, station.encode.evaluate(sizes.patches), 0.0)
 
 
 def prefill_s(sizes: RequestCosts, station: Station) -> Floats:
     if station.steps is None or "P" not in station.tasks:
         return np.zeros_like(sizes.prompts)
-    prefill = station.steps.alone
+    prefill = station.steps.isolated_prefill
     if not station.chunked:
-        return prefill.on(sizes.computed)
+        return prefill.evaluate(sizes.computed)
     whole, rest = np.divmod(sizes.computed, float(station.chunk_tokens))
-    isolated: Floats = whole * prefill(station.chunk_tokens) + np.where(rest > 0, prefill.on(rest), 0.0)
+    isolated: Floats = whole * prefill(station.chunk_tokens) + np.where(rest > 0, prefill.evaluate(rest), 0.0)
     return isolated
 
 
@@ -128,4 +128,4 @@ def decode_s(sizes: RequestCosts, station: Station) -> Floats:
 
 
 def generate_s(sizes: RequestCosts, station: Station) -> Floats:
-    return np.zeros_like(sizes.units) if station.generate is None else station.generate.on(sizes.units)
+    return np.zeros_like(sizes.units) if station.generate is None else station.generate.evaluate(sizes.units)

@@ -23,15 +23,15 @@ from cornplug.planner.perf_model.latency_bound import LatencyBound
 from cornplug.planner.simulator.simulator import JobOutcomes, StationJob, StationVisit, simulate
 from cornplug.planner.simulator.stations import Station
 
-SIMULATIONS: Final = 8
-CLOSE: Final = 1.03
+MAX_SIMULATIONS: Final = 8
+CLOSE_RATIO: Final = 1.03
 """Ratio between the lowest failing and the highest passing rate at which the search ends."""
-MOST_JOBS: Final = 4000
-_JOBS: Final = {"mean": 1000, "p50": 1000, "p90": 1200, "p95": 1500, "p99": 3000}
-_MORE_WHERE_NOTHING_DECODES: Final = 2
+MAX_JOBS: Final = 4000
+_JOBS_BY_PERCENTILE: Final = {"mean": 1000, "p50": 1000, "p90": 1200, "p95": 1500, "p99": 3000}
+_NO_DECODE_JOB_FACTOR: Final = 2
 """Factor by which the number of jobs is multiplied if nothing decodes, because queues without decoding have
 longer correlations and are cheaper to simulate."""
-_HEAD: Final = 0.2
+_WARMUP_SHARE: Final = 0.2
 """Share of the jobs at the beginning that are not counted, because the station is not in a steady state
 yet."""
 
@@ -95,21 +95,21 @@ def _simulated_capacity(
 
     The search begins with `screened`, the rate from closed forms.
     """
-    most = _saturated(station, samples, seed=seed)
-    if not bound.bounded:
+    most = _saturated_throughput(station, samples, seed=seed)
+    if not bound.has_bounds:
         return most
-    load_test = _LoadTest.of(station, samples, bound, burst, seed, min(screened, most))
+    load_test = _LoadTest.create(station, samples, bound, burst, seed, min(screened, most))
     return _search(load_test, min(screened, 0.97 * most), most)
 
 
-def _saturated(station: Station, samples: Sequence[SampledRequest], *, seed: int = 0) -> float:
+def _saturated_throughput(station: Station, samples: Sequence[SampledRequest], *, seed: int = 0) -> float:
     """Return the throughput of the station, in requests per second, if all requests are present at the
     beginning.
 
     One replica is simulated, because replicas with separate queues do not affect each other.
     """
     one = replace(station, replicas=1)
-    count = min(max(1000, 3 * station.groups * _in_flight(station, samples)), MOST_JOBS)
+    count = min(max(1000, 3 * station.groups * _max_decoding_requests(station, samples)), MAX_JOBS)
     jobs = [StationJob(0.0, 0, request, (StationVisit(0),)) for request in _shuffled(samples, count, seed)]
     seconds = simulate([one], jobs, seed=seed).stage_s[:, 0]
     # Ignore requests without work at this station, whose embeddings are cached or whose only token is
@@ -117,10 +117,10 @@ def _saturated(station: Station, samples: Sequence[SampledRequest], *, seed: int
     ends = np.sort(seconds[seconds > 0])
     if not ends.size:
         return math.inf
-    return _pace(ends, "D" in station.tasks) * count / len(ends) * station.replicas
+    return _completion_rate(ends, "D" in station.tasks) * count / len(ends) * station.replicas
 
 
-def _pace(ends: NDArray[np.float64], decodes: bool) -> float:
+def _completion_rate(ends: NDArray[np.float64], decodes: bool) -> float:
     """Return the number of requests that end per second.
 
     If requests decode, the times in which the batch fills and empties are excluded.
@@ -131,7 +131,7 @@ def _pace(ends: NDArray[np.float64], decodes: bool) -> float:
     return len(ends) / float(ends[-1])
 
 
-def _in_flight(station: Station, samples: Sequence[SampledRequest]) -> int:
+def _max_decoding_requests(station: Station, samples: Sequence[SampledRequest]) -> int:
     """Return the maximum number of requests that decode together in one group."""
     if "D" not in station.tasks or "G" in station.tasks:
         return 1
@@ -160,7 +160,7 @@ class _LoadTest:
     seed: int
 
     @classmethod
-    def of(
+    def create(
         cls,
         station: Station,
         samples: Sequence[SampledRequest],
@@ -177,12 +177,12 @@ class _LoadTest:
         """
         needed = 6 * rate * _lifetime_s(station, samples)
         replicas = station.replicas
-        if needed > MOST_JOBS:
-            replicas = max(int(replicas * MOST_JOBS / needed), 1)
+        if needed > MAX_JOBS:
+            replicas = max(int(replicas * MAX_JOBS / needed), 1)
         scale = station.replicas / replicas
-        longest = max(_JOBS[one.percentile] for one in bound.each)
-        least = longest * (1 if "D" in station.tasks else _MORE_WHERE_NOTHING_DECODES)
-        count = int(min(max(least, needed / scale, 25 * replicas * station.groups), MOST_JOBS))
+        longest = max(_JOBS_BY_PERCENTILE[one.percentile] for one in bound.all_bounds)
+        least = longest * (1 if "D" in station.tasks else _NO_DECODE_JOB_FACTOR)
+        count = int(min(max(least, needed / scale, 25 * replicas * station.groups), MAX_JOBS))
         return cls(
             replace(station, replicas=replicas),
             scale,
@@ -192,7 +192,7 @@ class _LoadTest:
             seed,
         )
 
-    def stress(self, rate: float) -> float:
+    def worst_bound_ratio(self, rate: float) -> float:
         """Return the largest ratio of a simulated time to its bound at a rate. A ratio above 1 means that the
         bound is missed."""
         at_s = self.at_s * (self.scale / rate)
@@ -202,24 +202,27 @@ class _LoadTest:
         ]
         outcome = simulate([self.station], jobs, seed=self.seed)
         end = self._end(outcome, at_s)
-        return max(max(self._stage(outcome, one), self._tokens(outcome, end, one)) for one in self.bound.each)
+        return max(
+            max(self._stage_ratio(outcome, one), self._tpot_ratio(outcome, end, one))
+            for one in self.bound.all_bounds
+        )
 
-    def _stage(self, outcome: JobOutcomes, bound: LatencyBound) -> float:
+    def _stage_ratio(self, outcome: JobOutcomes, bound: LatencyBound) -> float:
         if bound.seconds is None:
             return 0.0
         times = outcome.ttft if "P" in self.station.tasks else outcome.stage_s[:, 0]
         if bound.relative:
             times = times / np.array([d.idle.ttft_s if d.idle else np.nan for d in self.samples])
-        return bound.of(times[self._head :]) / bound.seconds
+        return bound.statistic_of(times[self._first_counted :]) / bound.seconds
 
-    def _tokens(self, outcome: JobOutcomes, end: int, bound: LatencyBound) -> float:
+    def _tpot_ratio(self, outcome: JobOutcomes, end: int, bound: LatencyBound) -> float:
         if bound.tpot_s is None or "D" not in self.station.tasks:
             return 0.0
         tpot = outcome.tpot
         if bound.relative:
             tpot = tpot / np.array([d.idle.tpot_s if d.idle else np.nan for d in self.samples])
-        tpot = tpot[self._head : end]
-        return bound.of(tpot[~np.isnan(tpot)]) / bound.tpot_s
+        tpot = tpot[self._first_counted : end]
+        return bound.statistic_of(tpot[~np.isnan(tpot)]) / bound.tpot_s
 
     @staticmethod
     def _end(outcome: JobOutcomes, at_s: NDArray[np.float64]) -> int:
@@ -232,8 +235,8 @@ class _LoadTest:
         return max(int(end), 2 * len(at_s) // 3)
 
     @property
-    def _head(self) -> int:
-        return int(_HEAD * len(self.samples))
+    def _first_counted(self) -> int:
+        return int(_WARMUP_SHARE * len(self.samples))
 
 
 def _arrivals(count: int, burst: float, seed: int) -> NDArray[np.float64]:
@@ -252,31 +255,31 @@ def _lifetime_s(station: Station, samples: Sequence[SampledRequest]) -> float:
     if "D" not in station.tasks or "G" in station.tasks or station.steps is None:
         return 0.0
     steps = sum(d.output_tokens - 1 for d in samples) / len(samples)
-    many = _in_flight(station, samples)
+    many = _max_decoding_requests(station, samples)
     return steps * (station.steps.decode(many) + station.steps.decode(1)) / 2
 
 
-def _search(load_test: _LoadTest, rate: float, most: float) -> float:
+def _search(load_test: _LoadTest, rate: float, max_rate: float) -> float:
     """Return the largest rate that meets the bounds in simulation.
 
     The search begins at the screened rate, and interpolates in logarithms once it has a passing and a failing
     rate.
     """
-    good, bad = 0.0, most
+    good, bad = 0.0, max_rate
     ease, stress = 0.0, math.inf
     factor = 1.15
-    for _ in range(SIMULATIONS):
-        found = load_test.stress(rate)
+    for _ in range(MAX_SIMULATIONS):
+        found = load_test.worst_bound_ratio(rate)
         if found <= 1:
             good, ease = rate, found
         else:
             bad, stress = rate, found
-        if good and bad / good < CLOSE:
+        if good and bad / good < CLOSE_RATIO:
             break
         if not good:
             rate, factor = bad / factor, factor**1.5
         elif stress == math.inf:
-            rate, factor = min(good * factor, math.sqrt(good * most)), factor**1.5
+            rate, factor = min(good * factor, math.sqrt(good * max_rate)), factor**1.5
         else:
             share = math.log(1 / max(ease, 1e-3)) / math.log(stress / max(ease, 1e-3))
             # Keep a distance from both ends of the interval, so that both ends move.

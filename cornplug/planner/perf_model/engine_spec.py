@@ -14,7 +14,7 @@ from cornplug.planner.inputs.component_shapes import kv_bytes_per_token, weights
 from cornplug.planner.inputs.schema import GpuSpec, LLMShape
 from cornplug.planner.plan import Parallelism
 
-UTILISATION: Final = 0.92
+DEFAULT_UTILISATION: Final = 0.92
 """Default of vLLM's --gpu-memory-utilization."""
 GIB: Final = 2**30
 BLOCK_TOKENS: Final = 16
@@ -28,8 +28,8 @@ _NCCL_BYTES: Final = 370_000_000
 _GRAPH_BYTES_PER_REQUEST: Final = 2_000_000
 _LOGITS_BYTES_PER_REQUEST: Final = 150_000 * 6
 """Memory of logits for a vocabulary of 150,000, in 16 and in 32 bits."""
-_SGLANG_MOST_GRAPHS: Final = 512
-_SGLANG_BESIDE_TOWERS: Final = 0.95
+_SGLANG_MAX_GRAPHS: Final = 512
+_SGLANG_TOWER_FACTOR: Final = 0.95
 """Factor of SGLang's memory share for a tower of CLIP-L's size. SGLang changes the factor by 1 % for each 10
 % by which a tower is larger or smaller.
 """
@@ -60,7 +60,7 @@ def kv_tokens(
     spec: EngineSpec,
     *,
     extra_bytes: int = 0,
-    utilisation: float = UTILISATION,
+    utilisation: float = DEFAULT_UTILISATION,
     element_bytes: int = 2,
 ) -> int:
     """Return the number of tokens in the KV cache, as a multiple of the block size, or 0 if the model does
@@ -81,7 +81,7 @@ def kv_tokens(
     if spec.gpu.generation == "cpu":
         free = whole * share - _CPU_BYTES * share
     elif spec.engine != "sglang":
-        free -= _vllm_step(shape, at.tp, at.pp * at.groups, spec.chunk_tokens, spec.max_batch)
+        free -= _vllm_step_bytes(shape, at.tp, at.pp * at.groups, spec.chunk_tokens, spec.max_batch)
     if at.groups > 1:
         free -= gathered_bytes(shape, spec.chunk_tokens / at.pcp, dp=at.groups)
     kv_token_bytes = kv_bytes_per_token(shape, tp=at.tp, pp=at.pp, dcp=at.dcp, element_bytes=element_bytes)
@@ -89,7 +89,9 @@ def kv_tokens(
     return max(int(tokens // BLOCK_TOKENS), 0) * BLOCK_TOKENS
 
 
-def engine_share(spec: EngineSpec, *, towers: bool = False, utilisation: float = UTILISATION) -> float:
+def engine_share(
+    spec: EngineSpec, *, towers: bool = False, utilisation: float = DEFAULT_UTILISATION
+) -> float:
     """Return the share of a GPU's memory for an engine's flag.
 
     vLLM's --gpu-memory-utilization is the share for all of the engine's memory. SGLang's
@@ -100,11 +102,11 @@ def engine_share(spec: EngineSpec, *, towers: bool = False, utilisation: float =
     if spec.engine != "sglang" or gpu.generation == "cpu":
         return utilisation * share
     mib = 512 + 1.5 * max(spec.chunk_tokens, 2048) + spec.parallelism.ranks / 8 * 1024
-    mib += 2 * min(spec.max_batch, _SGLANG_MOST_GRAPHS)
+    mib += 2 * min(spec.max_batch, _SGLANG_MAX_GRAPHS)
     if gpu.memory_gib * share > 60:
         mib = max(mib, 10240)
     left = max(share - mib / 1024 / gpu.memory_gib, 0.0)
-    return left * (_SGLANG_BESIDE_TOWERS if towers else 1.0)
+    return left * (_SGLANG_TOWER_FACTOR if towers else 1.0)
 
 
 def activation_bytes(shape: LLMShape, chunk_tokens: int, *, tp: int = 1) -> int:
@@ -121,9 +123,9 @@ def gathered_bytes(shape: LLMShape, chunk_tokens: float, *, dp: int) -> float:
     return 2 * dp * chunk_tokens * shape.hidden * 2
 
 
-def _vllm_step(shape: LLMShape, tp: int, others: int, chunk_tokens: int, max_batch: int) -> int:
-    """Return the bytes of memory that a vLLM rank needs for a step, in addition to weights and KV. `others`
-    is the number of groups of `tp` ranks."""
+def _vllm_step_bytes(shape: LLMShape, tp: int, group_count: int, chunk_tokens: int, max_batch: int) -> int:
+    """Return the bytes of memory that a vLLM rank needs for a step, in addition to weights and KV.
+    `group_count` is the number of groups of `tp` ranks."""
     per_request = _GRAPH_BYTES_PER_REQUEST + _LOGITS_BYTES_PER_REQUEST
-    ranks = _NCCL_BYTES if tp * others > 1 else 0
+    ranks = _NCCL_BYTES if tp * group_count > 1 else 0
     return _CONTEXT_BYTES + ranks + max_batch * per_request + activation_bytes(shape, chunk_tokens, tp=tp)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cornplug.planner.inputs.slo import IdleTimes, Quantity, Slo
 
-Kind = tuple[str, bool]
+BoundKind = tuple[str, bool]
 """(percentile, whether the bound is a slowdown)."""
 
 
@@ -33,36 +33,36 @@ class LatencyBound:
     """Whether `seconds` and `tpot_s` are multiples of the idle TTFT and TPOT of the same request."""
 
     @property
-    def each(self) -> tuple[LatencyBound, ...]:
+    def all_bounds(self) -> tuple[LatencyBound, ...]:
         """Bounds on all percentiles. Each item bounds one percentile."""
         return (self, *self.also)
 
     @property
-    def bounded(self) -> bool:
-        return any(one.seconds is not None or one.tpot_s is not None for one in self.each)
+    def has_bounds(self) -> bool:
+        return any(one.seconds is not None or one.tpot_s is not None for one in self.all_bounds)
 
     @property
-    def share(self) -> float | None:
+    def quantile(self) -> float | None:
         """Percentile as a share, for example 0.95 for "p95". None for the mean."""
         return None if self.percentile == "mean" else int(self.percentile[1:]) / 100
 
-    def of(self, times: NDArray[np.float64]) -> float:
+    def statistic_of(self, times: NDArray[np.float64]) -> float:
         """Return the percentile (or the mean) of times, or 0 if `times` is empty."""
         if not times.size:
             return 0.0
-        return float(np.mean(times) if self.share is None else np.quantile(times, self.share))
+        return float(np.mean(times) if self.quantile is None else np.quantile(times, self.quantile))
 
 
 def stage_bound(slo: Slo, seconds: float, tpot_s: float, idle: IdleTimes | None = None) -> LatencyBound:
     """Return the bounds of a class on a stage in a tier of `seconds` and `tpot_s` (inf means no bound).
 
-    A tier is a pair of bounds, derived from the first bound of each quantity (`Slo.every`). Bounds at other
-    percentiles are proportional. For example, if the SLO has 1 s at P50 and 3 s at P99, a stage with 0.4 s at
-    P50 has 1.2 s at P99. The simulation of the complete plan verifies these bounds. `idle` contains the
-    class's mean latencies on the idle replica if slowdowns are bounded.
+    A tier is a pair of bounds, derived from the first bound of each quantity (`Slo.all_bounds`). Bounds at
+    other percentiles are proportional. For example, if the SLO has 1 s at P50 and 3 s at P99, a stage with
+    0.4 s at P50 has 1.2 s at P99. The simulation of the complete plan verifies these bounds. `idle` contains
+    the class's mean latencies on the idle replica if slowdowns are bounded.
     """
-    first = dict(_parts(slo, "ttft", seconds, idle))
-    tokens = dict(_parts(slo, "tpot", tpot_s, idle))
+    first = dict(_stage_bounds(slo, "ttft", seconds, idle))
+    tokens = dict(_stage_bounds(slo, "tpot", tpot_s, idle))
     bounds = [
         LatencyBound(kind[0], first.get(kind), tokens.get(kind), relative=kind[1])
         for kind in dict.fromkeys([*first, *tokens])
@@ -71,22 +71,22 @@ def stage_bound(slo: Slo, seconds: float, tpot_s: float, idle: IdleTimes | None 
     return LatencyBound(head.percentile, head.seconds, head.tpot_s, tuple(bounds[1:]), head.relative)
 
 
-def _parts(
+def _stage_bounds(
     slo: Slo, quantity: Quantity, value: float, idle: IdleTimes | None
-) -> Iterator[tuple[Kind, float]]:
+) -> Iterator[tuple[BoundKind, float]]:
     """Yield the bound on a stage at each percentile. `value` is the bound at the first percentile.
 
     If the SLO has no bound on the quantity, the bounds are proportional to the end-to-end bounds.
     """
     if isinf(value):
         return
-    told: Quantity = quantity if slo.every(quantity) else "e2e"
-    whole = slo.first_s(told, idle)
+    told: Quantity = quantity if slo.all_bounds(quantity) else "e2e"
+    whole = slo.first_bound_s(told, idle)
     if whole is None:  # The tier is from another class, but this class's requests must also meet it.
         yield (slo.percentile, False), value
         return
-    for bound in slo.every(told):
+    for bound in slo.all_bounds(told):
         part = value * bound.seconds(idle, told) / whole
         if bound.relative and idle is not None:
-            part /= max(idle.at(quantity), 1e-9)
+            part /= max(idle.time_of(quantity), 1e-9)
         yield (bound.percentile, bound.relative), part

@@ -17,18 +17,18 @@ from cornplug.planner.inputs.schema import ChangeRules
 from cornplug.planner.optimizer.optimization_problem import CurrentState, MachineClass, OptimizationProblem
 from cornplug.planner.plan import Plan, PlannedGroup
 
-Identity = tuple[str, str, str, int, int, int, int, int, bool, float, str, int]
+ProcessKey = tuple[str, str, str, int, int, int, int, int, bool, float, str, int]
 """Fields that identify the processes of a group or cell: service, engine, nodes, TP, PP, DP, DCP, PCP, EP,
 share, quantisation, and tokens per iteration, which are a command-line flag (0 if not planned)."""
 
 
-def of_group(g: PlannedGroup) -> Identity:
+def group_key(g: PlannedGroup) -> ProcessKey:
     chunk = 0 if g.settings is None else g.settings.chunk_tokens
     place = (g.service, g.engine, g.nodes)
     return (*place, *astuple(g.parallelism), g.expert_parallel, g.share, g.quantisation, chunk)
 
 
-def of_cell(spec: CellSpec) -> Identity:
+def cell_key(spec: CellSpec) -> ProcessKey:
     f = spec.footprint
     chunk = 0 if spec.settings is None else spec.settings.chunk_tokens
     place = (spec.service.name, f.engine, f.nodes.name)
@@ -40,9 +40,9 @@ def keep_current(specs: Sequence[CellSpec], pruned: Sequence[CellSpec], plan: Pl
 
     A cell with running replicas is kept even if it is dominated, because its replicas have no start cost.
     """
-    runs = {of_group(g) for g in plan.groups}
+    runs = {group_key(g) for g in plan.groups}
     names = {spec.cell.name for spec in pruned}
-    return [spec for spec in specs if spec.cell.name in names or of_cell(spec) in runs]
+    return [spec for spec in specs if spec.cell.name in names or cell_key(spec) in runs]
 
 
 def adopt_current(
@@ -61,7 +61,7 @@ def adopt_current(
     replicas: dict[str, int] = defaultdict(int)
     below_min_dwell: dict[str, int] = defaultdict(int)
     for g in plan.groups:
-        spec = home(g, cells.values())
+        spec = find_cell(g, cells.values())
         if spec is not None:
             replicas[spec.cell.name] += g.replicas
             if g.since is not None and now - g.since < change.min_dwell_s:
@@ -74,12 +74,12 @@ def adopt_current(
         switch_cost=switch_cost,
         horizon_hours=change.horizon_hours,
         max_changes=change.max_changes,
-        free=free,
+        free_switches=free,
     )
     return replace(pool, cells=tuple(known[c.name].cell for c in pool.cells), current=current), known
 
 
-def limited_to(current: CurrentState | None, cells: Iterable[str]) -> CurrentState | None:
+def limit_to_cells(current: CurrentState | None, cells: Iterable[str]) -> CurrentState | None:
     """Return the current deployment with only the replicas of these cells.
 
     Other cells are not in the pool, so their replicas are stopped.
@@ -94,14 +94,14 @@ def limited_to(current: CurrentState | None, cells: Iterable[str]) -> CurrentSta
     )
 
 
-def home(g: PlannedGroup, specs: Iterable[CellSpec]) -> CellSpec | None:
+def find_cell(g: PlannedGroup, specs: Iterable[CellSpec]) -> CellSpec | None:
     """Return the cell with the group's processes whose tier is closest to the group's tier, or None."""
-    same = [spec for spec in specs if of_cell(spec) == of_group(g)]
+    same = [spec for spec in specs if cell_key(spec) == group_key(g)]
     return min(same, key=lambda spec: _distance(spec, g)) if same else None
 
 
 def _distance(spec: CellSpec, g: PlannedGroup) -> float:
-    if g.tier_s is None or not spec.timed:
+    if g.tier_s is None or not spec.has_times:
         return spec.tier.seconds
     return abs(log(min(spec.tier.seconds, 1e9)) - log(g.tier_s))
 
@@ -111,15 +111,15 @@ def _switches(
 ) -> tuple[dict[str, tuple[str, ...]], frozenset[tuple[str, str]]]:
     found: dict[str, list[str]] = defaultdict(list)
     free = set()
-    by_place: dict[Identity, list[CellSpec]] = defaultdict(list)
+    by_place: dict[ProcessKey, list[CellSpec]] = defaultdict(list)
     for spec in specs:
-        by_place["/".join(_part(spec)), *of_cell(spec)[1:]].append(spec)
+        by_place["/".join(_switch_key(spec)), *cell_key(spec)[1:]].append(spec)
     for same_place in by_place.values():
         for one in same_place:
             for other in same_place:
                 if one is other:
                     continue
-                if of_cell(one) == of_cell(other):
+                if cell_key(one) == cell_key(other):
                     free.add((one.cell.name, other.cell.name))
                     found[one.cell.name].append(other.cell.name)
                 elif change.role_switch and _switchable(one) and _switchable(other):
@@ -127,7 +127,7 @@ def _switches(
     return {name: tuple(others) for name, others in found.items()}, frozenset(free)
 
 
-def _part(spec: CellSpec) -> tuple[str, ...]:
+def _switch_key(spec: CellSpec) -> tuple[str, ...]:
     """Return the key of cells between which replicas may switch. P and D of one model have the same key."""
     return tuple(c.name for c in spec.service.components) if _switchable(spec) else (spec.service.name,)
 

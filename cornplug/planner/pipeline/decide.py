@@ -18,15 +18,15 @@ from cornplug.errors import PlanInfeasible, PlanUnfinished
 from cornplug.planner.inputs.schema import PlanInput
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem, PoolSolution
 from cornplug.planner.pipeline.build_plan import build_plan
-from cornplug.planner.pipeline.confirm_capacities import Report, Watch
+from cornplug.planner.pipeline.confirm_capacities import PhaseCallback, ProgressCallback
 from cornplug.planner.pipeline.formulate import FormulatedProblem, formulate
 from cornplug.planner.pipeline.place_replicas import use_idle_gpus, with_spare_nodes
 from cornplug.planner.pipeline.validate import SloMiss, validate
 from cornplug.planner.plan import Plan, TimesCorrection
 
 VALIDATION_ROUNDS: Final = 6
-DERATE: Final = 0.93
-STEEPEST: Final = 0.7
+DERATE_FACTOR: Final = 0.93
+MIN_DERATE_FACTOR: Final = 0.7
 """Smallest factor by which one round reduces a capacity."""
 _MAX_CAPACITY: Final = 0.97
 """Maximum capacity after the reduction, as a share of the fullest cell's load."""
@@ -49,8 +49,8 @@ def decide(
     plan_input: PlanInput,
     *,
     digest: str,
-    progress: Report | None = None,
-    watch: Watch | None = None,
+    progress: PhaseCallback | None = None,
+    on_progress: ProgressCallback | None = None,
     corrections: Iterable[TimesCorrection] | None = None,
 ) -> PlanDecision:
     """Return the best plan for the input's objective that meets every SLO.
@@ -58,7 +58,7 @@ def decide(
     Args:
         digest: SHA-256 of the input file.
         progress: Called with the name of a phase and its finished share.
-        watch: Called when the solver's best plan or the bound improves.
+        on_progress: Called when the solver's best plan or the bound improves.
         corrections: Corrections of the profiles' times, as in `formulate`.
 
     Raises PlanInfeasible, PlanUnfinished, and the same errors as `formulate`.
@@ -68,29 +68,35 @@ def decide(
     problem = formulate(plan_input, corrections)
     report("cells", 1.0)
     if not plan_input.rules.simulate:
-        problem, solution = _solved(problem, report, watch)
+        problem, solution = _solve(problem, report, on_progress)
         return PlanDecision(build_plan(problem, solution, digest=digest), problem, solution)
-    return _validated(problem, digest, report, watch)
+    return _solve_and_validate(problem, digest, report, on_progress)
 
 
-def _solved(
-    problem: FormulatedProblem, report: Report, watch: Watch | None, *, near: PoolSolution | None = None
+def _solve(
+    problem: FormulatedProblem,
+    report: PhaseCallback,
+    on_progress: ProgressCallback | None,
+    *,
+    similar_solution: PoolSolution | None = None,
 ) -> tuple[FormulatedProblem, PoolSolution]:
     """Solve with `with_spare_nodes`, and use idle GPUs if the rules request it."""
-    problem, solution = with_spare_nodes(problem, report, watch, near=near)
+    problem, solution = with_spare_nodes(problem, report, on_progress, similar_solution=similar_solution)
     if problem.rules.use_idle_gpus:
         solution = use_idle_gpus(problem.pool, solution, problem.solver)
     return problem, solution
 
 
-def _validated(problem: FormulatedProblem, digest: str, report: Report, watch: Watch | None) -> PlanDecision:
+def _solve_and_validate(
+    problem: FormulatedProblem, digest: str, report: PhaseCallback, on_progress: ProgressCallback | None
+) -> PlanDecision:
     """Return the first plan that misses no bound, or the plan with the smallest miss if every plan misses a
     bound."""
     tried: list[PlanDecision] = []
     for i in range(VALIDATION_ROUNDS):
         try:
             near = tried[-1].solution if tried else None
-            problem, solution = _solved(problem, report, watch, near=near)
+            problem, solution = _solve(problem, report, on_progress, similar_solution=near)
             # The capacities of this round depend on the solutions of earlier rounds.
             late = any(d.solution.timed_out for d in tried)
             solution = replace(solution, timed_out=solution.timed_out or late)
@@ -105,7 +111,7 @@ def _validated(problem: FormulatedProblem, digest: str, report: Report, watch: W
             break
         problem = _derate(problem, solution, run.misses)
     report("validate", 1.0)
-    return min(tried, key=lambda d: max((m.times for m in d.misses), default=0.0))
+    return min(tried, key=lambda d: max((m.excess_ratio for m in d.misses), default=0.0))
 
 
 def _derate(
@@ -119,13 +125,13 @@ def _derate(
     factor: dict[str, float] = {}
     loads = _loads(problem, solution)
     for miss in misses:
-        for service in _visited(problem, solution, miss):
-            wanted = min(DERATE / miss.times, _MAX_CAPACITY * loads.get(service, 1.0))
-            factor[service] = min(factor.get(service, DERATE), max(wanted, STEEPEST))
+        for service in _affected_services(problem, solution, miss):
+            wanted = min(DERATE_FACTOR / miss.excess_ratio, _MAX_CAPACITY * loads.get(service, 1.0))
+            factor[service] = min(factor.get(service, DERATE_FACTOR), max(wanted, MIN_DERATE_FACTOR))
     changed = {
         name: spec.derate(factor[spec.cell.service])
         for name, spec in problem.cells.items()
-        if spec.timed and spec.cell.service in factor
+        if spec.has_times and spec.cell.service in factor
     }
     return problem.with_cells(changed)
 
@@ -148,14 +154,14 @@ def _loads(problem: FormulatedProblem, solution: PoolSolution) -> dict[str, floa
     return found
 
 
-def _visited(problem: FormulatedProblem, solution: PoolSolution, miss: SloMiss) -> set[str]:
+def _affected_services(problem: FormulatedProblem, solution: PoolSolution, miss: SloMiss) -> set[str]:
     """Return the services that affect the missed bound. For example, decode does not affect TTFT."""
     request_paths = (problem.request_paths[name] for name, rate in solution.served.items() if rate > 0)
     services = {
         s
         for request_path in request_paths
-        if request_path.of.name == miss.of
-        for s in request_path.path.stages
+        if request_path.request_class.name == miss.demand
+        for s in request_path.template.stages
     }
-    about = {"ttft": "EP", "tpot": "D", "e2e": "EPDG"}[miss.what]
+    about = {"ttft": "EP", "tpot": "D", "e2e": "EPDG"}[miss.quantity]
     return {s.name for s in services if set(s.tasks) & set(about)}

@@ -9,12 +9,17 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from cornplug.planner.candidates import infeasible_classes, services
-from cornplug.planner.candidates.cache_sizes import CacheScenario, CacheSizeOption, cache_levels, scenarios
+from cornplug.planner.candidates.cache_sizes import (
+    CacheScenario,
+    CacheSizeOption,
+    cache_levels,
+    cache_scenarios,
+)
 from cornplug.planner.candidates.cell_capacity import CellBuilder
 from cornplug.planner.candidates.cells import (
     CellSpec,
-    Chain,
     LatencyTier,
+    TierChain,
     loosest_variants,
     tier_chain,
     tiers_per_service,
@@ -23,7 +28,7 @@ from cornplug.planner.candidates.cells import (
 from cornplug.planner.candidates.request_paths import RequestPath, request_paths
 from cornplug.planner.candidates.samples import IdleReplicas, Samples
 from cornplug.planner.candidates.services import Service
-from cornplug.planner.candidates.timed_configs import corrections_by_place
+from cornplug.planner.candidates.timed_configs import corrections_by_key
 from cornplug.planner.inputs import component_shapes, gpu_catalog
 from cornplug.planner.inputs.request_classes import RequestClass, request_classes
 from cornplug.planner.inputs.schema import (
@@ -80,30 +85,34 @@ class FormulatedProblem:
         return self.cell_builder.dropped
 
     @property
-    def notes(self) -> dict[str, str]:
+    def infeasibility_notes(self) -> dict[str, str]:
         """Reasons why no cell in the pool can serve a request class, by class."""
-        return {name: self._note(name) for name in infeasible_classes.unserved(self.pool)}
+        return {name: self._note(name) for name in infeasible_classes.find_unserved_demands(self.pool)}
 
     def _note(self, name: str) -> str:
         of, cell_builder = self.classes[name], self.cell_builder
-        request_paths = [w for w in self.request_paths.values() if w.of.name == name]
-        base = cell_builder.bases[name]
-        samples = {s.name: self.samples.at(s, of, base) for w in request_paths for s in w.path.stages}
-        return infeasible_classes.note(of, request_paths, cell_builder.config, cell_builder.dropped, samples)
+        request_paths = [w for w in self.request_paths.values() if w.request_class.name == name]
+        base = cell_builder.base_scenarios[name]
+        samples = {
+            s.name: self.samples.for_service(s, of, base) for w in request_paths for s in w.template.stages
+        }
+        return infeasible_classes.describe_infeasibility(
+            of, request_paths, cell_builder.timed_configs, cell_builder.dropped, samples
+        )
 
     def scenario(self, name: str, levels: Collection[str]) -> CacheScenario:
         """Return the chosen cache levels that affect a class, with the class's hit rates."""
         return next(
             path.scenario
             for path in self.request_paths.values()
-            if path.of.name == name and path.scenario.names <= frozenset(levels)
+            if path.request_class.name == name and path.scenario.level_names <= frozenset(levels)
         )
 
     def with_cells(self, changed: Mapping[str, CellSpec]) -> FormulatedProblem:
         """Return the problem with changed cells. Cells without capacity are removed."""
         cells = {name: changed.get(name, spec) for name, spec in self.cells.items()}
         cells = {name: spec for name, spec in cells.items() if spec.cell.capacity}
-        runs = current_deployment.limited_to(self.pool.current, cells)
+        runs = current_deployment.limit_to_cells(self.pool.current, cells)
         pool = replace(self.pool, cells=tuple(spec.cell for spec in cells.values()), current=runs)
         return replace(self, cells=cells, pool=pool)
 
@@ -130,13 +139,13 @@ def formulate(
     nodes = gpu_catalog.node_classes(plan_input.pool, table, gpu_catalog.price_table(plan_input.prices))
     samples = Samples(encoders, rules.seed, IdleReplicas(by_name, encoders, table, rules))
     levels = cache_levels(plan_input.caches, classes, by_name, encoders)
-    bases = {name: scenarios(c, levels, encoders)[0] for name, c in classes.items()}
+    bases = {name: cache_scenarios(c, levels, encoders)[0] for name, c in classes.items()}
     slowest = min(nic_bytes_s(n, table[n.gpu]) for n in nodes)
     candidates = [
         request_path
         for name, paths in services.paths(classes, components).items()
         for path in paths
-        for scenario in scenarios(classes[name], levels, encoders)
+        for scenario in cache_scenarios(classes[name], levels, encoders)
         for request_path in request_paths(
             classes[name], by_name[classes[name].app.llm], path, scenario, samples, slowest
         )
@@ -145,12 +154,12 @@ def formulate(
     old = None if change is None else Plan.load(change.plan)
     if corrections is None:
         corrections = [] if old is None else old.corrections
-    cell_builder = CellBuilder(rules, nodes, table, bases, samples, corrections_by_place(corrections))
+    cell_builder = CellBuilder(rules, nodes, table, bases, samples, corrections_by_key(corrections))
     chains = _chains(candidates, len(nodes))
     every = [
         spec
-        for service, users in _users(candidates).items()
-        for spec in cell_builder.cells(
+        for service, users in _classes_by_service(candidates).items()
+        for spec in cell_builder.build_cells(
             service, users, chains[service.name], _loosest_tiers(service, candidates, chains)
         )
     ]
@@ -164,7 +173,7 @@ def formulate(
         cells=tuple(spec.cell for spec in specs),
         demands=tuple(_demand(c, rules) for c in classes.values()),
         variants=loosest_variants(_variant(w, chains, cell_builder) for w in candidates),
-        levels=tuple(level.in_pool for level in levels),
+        levels=tuple(level.cache_level for level in levels),
         limits=_limits(rules, candidates),
         objective=rules.objective,
     )
@@ -188,15 +197,15 @@ def formulate(
     )
 
 
-def _users(candidates: list[RequestPath]) -> dict[Service, dict[str, RequestClass]]:
+def _classes_by_service(candidates: list[RequestPath]) -> dict[Service, dict[str, RequestClass]]:
     users: dict[Service, dict[str, RequestClass]] = {}
     for request_path in candidates:
-        for service in request_path.path.stages:
-            users.setdefault(service, {})[request_path.of.name] = request_path.of
+        for service in request_path.template.stages:
+            users.setdefault(service, {})[request_path.request_class.name] = request_path.request_class
     return users
 
 
-def _chains(candidates: list[RequestPath], node_classes: int) -> dict[str, Chain]:
+def _chains(candidates: list[RequestPath], node_classes: int) -> dict[str, TierChain]:
     wanted: dict[str, set[tuple[float, float]]] = {}
     for request_path in candidates:
         for p in request_path.stage_budgets:
@@ -206,13 +215,18 @@ def _chains(candidates: list[RequestPath], node_classes: int) -> dict[str, Chain
 
 
 def _loosest_tiers(
-    service: Service, candidates: list[RequestPath], chains: Mapping[str, Chain]
+    service: Service, candidates: list[RequestPath], chains: Mapping[str, TierChain]
 ) -> dict[str, LatencyTier]:
     """Return the loosest tier of a service that the request paths of each class allow."""
-    asked = [(w.of.name, p) for w in candidates for p in w.stage_budgets if p.service.name == service.name]
+    asked = [
+        (w.request_class.name, p)
+        for w in candidates
+        for p in w.stage_budgets
+        if p.service.name == service.name
+    ]
     loosest: dict[str, LatencyTier] = {}
     for name, p in asked:
-        tier = chains[service.name].at_most(p.seconds, p.tpot_s)
+        tier = chains[service.name].loosest_within(p.seconds, p.tpot_s)
         loosest[name] = max(tier, loosest.get(name, tier), key=lambda t: t.rank)
     return loosest
 
@@ -231,36 +245,43 @@ def _nodes(nodes: NodeClass, gpu: GpuSpec) -> MachineClass:
     )
 
 
-def _demand(of: RequestClass, rules: PlanRules) -> RateDemand:
+def _demand(request_class: RequestClass, rules: PlanRules) -> RateDemand:
     slices = rules.slices if rules.split == "slices" else None
-    growth_per_s = of.request.growth_per_minute / 60
-    return RateDemand(of.name, of.rate, of.online, of.request.weight, growth_per_s, slices)
+    growth_per_s = request_class.request.growth_per_minute / 60
+    return RateDemand(
+        request_class.name,
+        request_class.rate,
+        request_class.online,
+        request_class.request.weight,
+        growth_per_s,
+        slices,
+    )
 
 
 def _variant(
-    request_path: RequestPath, chains: Mapping[str, Chain], cell_builder: CellBuilder
+    request_path: RequestPath, chains: Mapping[str, TierChain], cell_builder: CellBuilder
 ) -> PathVariant:
     needs = tuple(
         ServiceDemand(
             p.service.name,
-            chains[p.service.name].at_most(p.seconds, p.tpot_s).value,
-            cell_builder.work(p.service, request_path.of, request_path.scenario),
+            chains[p.service.name].loosest_within(p.seconds, p.tpot_s).value,
+            cell_builder.relative_work(p.service, request_path.request_class, request_path.scenario),
         )
         for p in request_path.stage_budgets
     )
     needs = tuple(n for n in needs if n.work > 0)
     return PathVariant(
         request_path.name,
-        request_path.of.name,
-        request_path.path.structure,
+        request_path.request_class.name,
+        request_path.template.structure,
         needs,
-        request_path.scenario.names,
-        request_path.network,
+        request_path.scenario.level_names,
+        request_path.network_bytes,
     )
 
 
 def _limits(rules: PlanRules, candidates: list[RequestPath]) -> PoolLimits:
-    online = {s.name for w in candidates if w.of.online for s in w.path.stages}
+    online = {s.name for w in candidates if w.request_class.online for s in w.template.stages}
     return PoolLimits(
         rules.max_utilisation,
         rules.online_share,

@@ -24,9 +24,9 @@ from cornplug.planner.pipeline.place_replicas import with_spare_nodes
 from cornplug.planner.plan import Plan, PlannedHour
 
 HOURS: Final = 24
-_PARTS: Final = 8
+_LOAD_STEPS: Final = 8
 
-Load = tuple[tuple[str, float], ...]
+HourlyLoad = tuple[tuple[str, float], ...]
 """(request class, rate in an hour as a share of the planned rate) for all classes."""
 
 
@@ -36,7 +36,7 @@ def with_hours(decision: PlanDecision) -> Plan:
     The plan is not changed if the input has no hourly rates or the objective is not the cost.
     """
     plan, problem, solution = decision.plan, decision.problem, decision.solution
-    if problem.pool.objective != "cost" or not any(c.by_hour for c in problem.classes.values()):
+    if problem.pool.objective != "cost" or not any(c.has_hourly_rates for c in problem.classes.values()):
         return plan
     loads = [_load(problem.classes, hour) for hour in range(HOURS)]
     needed = {load: _nodes(problem, solution, dict(load)) for load in dict.fromkeys(loads)}
@@ -52,8 +52,10 @@ def with_hours(decision: PlanDecision) -> Plan:
     return plan.model_copy(update={"hours": hours})
 
 
-def _load(classes: Mapping[str, RequestClass], hour: int) -> Load:
-    return tuple((name, ceil(_PARTS * of.share_at(hour) - 1e-9) / _PARTS) for name, of in classes.items())
+def _load(classes: Mapping[str, RequestClass], hour: int) -> HourlyLoad:
+    return tuple(
+        (name, ceil(_LOAD_STEPS * of.share_at(hour) - 1e-9) / _LOAD_STEPS) for name, of in classes.items()
+    )
 
 
 def _nodes(problem: FormulatedProblem, solution: PoolSolution, shares: Mapping[str, float]) -> dict[str, int]:
@@ -63,26 +65,33 @@ def _nodes(problem: FormulatedProblem, solution: PoolSolution, shares: Mapping[s
         return every
     if not any(shares.values()):
         return dict.fromkeys(every, 0)
-    used = {name: _of(spec, shares) for name, spec in problem.cells.items() if solution.replicas.get(name)}
+    used = {
+        name: _limit_to_active_classes(spec, shares)
+        for name, spec in problem.cells.items()
+        if solution.replicas.get(name)
+    }
     used = {name: spec for name, spec in used.items() if spec.cell.capacity}
-    pool = replace(_smaller(problem.pool, solution, shares), cells=tuple(s.cell for s in used.values()))
-    pool = replace(pool, current=current_deployment.limited_to(pool.current, used))
+    pool = replace(_hourly_pool(problem.pool, solution, shares), cells=tuple(s.cell for s in used.values()))
+    pool = replace(pool, current=current_deployment.limit_to_cells(pool.current, used))
     try:
         _, found = with_spare_nodes(
-            replace(problem, pool=pool, cells=used), lambda _phase, _share: None, None, near=solution
+            replace(problem, pool=pool, cells=used),
+            lambda _phase, _share: None,
+            None,
+            similar_solution=solution,
         )
     except (PlanInfeasible, PlanUnfinished):
         return every
     return {name: min(found.nodes.get(name, 0), count) for name, count in every.items()}
 
 
-def _of(spec: CellSpec, shares: Mapping[str, float]) -> CellSpec:
+def _limit_to_active_classes(spec: CellSpec, shares: Mapping[str, float]) -> CellSpec:
     """Return the cell with capacities only for classes that have requests in this hour."""
     capacity = {name: rate for name, rate in spec.cell.capacity.items() if shares[name]}
     return replace(spec, cell=replace(spec.cell, capacity=capacity))
 
 
-def _smaller(
+def _hourly_pool(
     pool: OptimizationProblem, solution: PoolSolution, shares: Mapping[str, float]
 ) -> OptimizationProblem:
     """Return the pool with only the plan's machines and replicas, and with the rates of this hour."""

@@ -21,7 +21,7 @@ from cornplug.planner.simulator import end_to_end
 from cornplug.planner.simulator.simulator import Station
 from cornplug.planner.simulator.stations import QueuePeak
 
-REQUESTS: Final = 4000
+SIMULATED_REQUESTS: Final = 4000
 """Number of requests of one class in a simulation. The 99th percentile then depends on 40 requests."""
 NOISE: Final = 0.02
 """Relative noise of a percentile with this number of requests. Smaller misses are ignored."""
@@ -31,8 +31,8 @@ NOISE: Final = 0.02
 class SloMiss:
     """Bound that a class misses in simulation."""
 
-    of: str
-    what: str
+    demand: str
+    quantity: str
     """"ttft", "tpot" or "e2e"."""
     percentile: str
     bound: float
@@ -41,7 +41,7 @@ class SloMiss:
     slowdown: bool = False
 
     @property
-    def times(self) -> float:
+    def excess_ratio(self) -> float:
         return self.simulated / self.bound
 
 
@@ -64,9 +64,11 @@ def validate(problem: FormulatedProblem, solution: PoolSolution, plan: Plan) -> 
     if not routes:
         return ValidationRun(plan, ())
     rates = {n: sum(r.rate for r in routes if _name(r) == n) for n in problem.classes if n in whole}
-    classes = {name: _class(problem, solution, problem.classes[name], rate) for name, rate in rates.items()}
+    classes = {
+        name: _traffic_class(problem, solution, problem.classes[name], rate) for name, rate in rates.items()
+    }
     found = end_to_end.simulate_plan(
-        stations, routes, classes, delays(problem), requests=REQUESTS, seed=problem.rules.seed + 2
+        stations, routes, classes, delays(problem), requests=SIMULATED_REQUESTS, seed=problem.rules.seed + 2
     )
     forecasts = [_with_times(f, found.times) for f in plan.latency_forecasts]
     groups = [_with_queue(g, found.queues.get(g.name)) for g in plan.groups]
@@ -83,16 +85,16 @@ def _stations(problem: FormulatedProblem, solution: PoolSolution) -> dict[str, S
     return {
         group_name(cell): problem.cells[cell].station(replicas)
         for cell, replicas in solution.replicas.items()
-        if replicas and problem.cells[cell].timed
+        if replicas and problem.cells[cell].has_times
     }
 
 
-def _class(
-    problem: FormulatedProblem, solution: PoolSolution, of: RequestClass, rate: float
+def _traffic_class(
+    problem: FormulatedProblem, solution: PoolSolution, request_class: RequestClass, rate: float
 ) -> end_to_end.TrafficClass:
-    samples = problem.samples.of(of, problem.scenario(of.name, solution.levels))
-    priority = PRIORITY[of.app.workload]
-    return end_to_end.TrafficClass(of.name, rate, of.request.burst, samples, priority)
+    samples = problem.samples.for_class(request_class, problem.scenario(request_class.name, solution.levels))
+    priority = PRIORITY[request_class.app.workload]
+    return end_to_end.TrafficClass(request_class.name, rate, request_class.request.burst, samples, priority)
 
 
 def delays(problem: FormulatedProblem) -> Callable[[str, str, SampledRequest], float]:

@@ -48,7 +48,7 @@ class BenchRound:
     """Tower passes that the service ran for these images."""
 
 
-def rows(
+def measure_rows(
     url: str,
     model: str,
     *,
@@ -76,10 +76,10 @@ def rows(
             _round(client, url, name, edge, batch)  # warm-up
             rounds += [_round(client, url, name, edge, batch) for _ in range(repeats)]
     progress("done", 1.0)
-    return points(rounds, patches_per_token, **cell)
+    return latency_rows(rounds, patches_per_token, **cell)
 
 
-def points(
+def latency_rows(
     rounds: Sequence[BenchRound], patches_per_token: int, **cell: str | int | None
 ) -> list[ProfileRow]:
     """Return rows of a profile table with a client's latency for each number of patches in a batch.
@@ -102,7 +102,7 @@ def points(
     ]
 
 
-def passes(url: str) -> PassCounter:
+def read_pass_counter(url: str) -> PassCounter:
     """Return the counters of tower passes from /metrics of the service. Raises CornplugError if the address
     does not belong to an encoder service."""
     try:
@@ -130,14 +130,14 @@ def passes(url: str) -> PassCounter:
 def _round(client: EncoderClient, url: str, model: str, edge: int, batch: int) -> BenchRound:
     # Create the images before the measurement, because a client's images also exist before it sends them.
     files = [_noise(edge) for _ in range(batch)]
-    before, began = passes(url), time.perf_counter()
+    before, began = read_pass_counter(url), time.perf_counter()
     tokens = 0
     for _, answer in client.encode_many(files, model=model, concurrency=batch):
         if not isinstance(answer, EmbeddingRef):
             raise answer
         tokens += answer.shape[0]
     seconds = time.perf_counter() - began
-    return BenchRound(batch, tokens, seconds, passes(url).since(before))
+    return BenchRound(batch, tokens, seconds, read_pass_counter(url).since(before))
 
 
 def _noise(edge: int) -> bytes:

@@ -33,7 +33,7 @@ _CHUNK_TOKENS: Final = 16
 """Number of tokens that one hash id in a trace represents."""
 
 
-def served(url: str, tokenizer: str | None) -> BenchedModel:
+def fetch_model(url: str, tokenizer: str | None) -> BenchedModel:
     """Return the model that the engine at this URL serves.
 
     `tokenizer` is the folder or hub id of the tokenizer, or None to use the tokenizer of the engine's model.
@@ -47,7 +47,7 @@ def served(url: str, tokenizer: str | None) -> BenchedModel:
     )
 
 
-def rows(
+def measure_rows(
     target: BenchedModel, grid: SampleGrid, progress: Callable[[str, float], None], **cell: str | int | None
 ) -> list[ProfileRow]:
     """Measure every point of the grid, and return the rows of a profile table. `cell` contains the other
@@ -55,15 +55,15 @@ def rows(
 
     Raises CornplugError if a request fails or if the engine used its prefix cache.
     """
-    grid = grid.within(target.max_model_len)
+    grid = grid.limit_to(target.max_model_len)
     parts = len(grid.batches)
     cached = _cached_tokens(target.url)
     progress("requests one by one", 0.0)
-    isolated = _bench(target, grid.isolated(), concurrency=1)
+    isolated = _bench(target, grid.isolated_requests(), concurrency=1)
     batched = {}
     for i, batch in enumerate(grid.batches[1:], start=1):
         progress(f"{batch} requests at a time", i / parts)
-        batched[batch] = _bench(target, grid.batched(batch), concurrency=batch, first_id=i)
+        batched[batch] = _bench(target, grid.batched_requests(batch), concurrency=batch, first_id=i)
     progress("done", 1.0)
     prompt_tokens = sum(t.point.prompt_tokens for timed in (isolated, *batched.values()) for t in timed)
     found = _cached_tokens(target.url) - cached
@@ -146,13 +146,13 @@ class BenchedModel:
 
 
 def bench_command(
-    served: BenchedModel, trace: Path, result: Path, *, requests: int, concurrency: int
+    model: BenchedModel, trace: Path, result: Path, *, requests: int, concurrency: int
 ) -> list[str]:
     """Return the command that sends the requests of the file `trace` and writes their times to `result`."""
     return [
         _vllm_path(),
         *("bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions"),
-        *("--base-url", served.url, "--model", served.name, "--tokenizer", served.tokenizer),
+        *("--base-url", model.url, "--model", model.name, "--tokenizer", model.tokenizer),
         *("--dataset-name", "timed_trace", "--dataset-path", str(trace), "--no-self-timed"),
         *("--timed-trace-chunk-hash-size", str(_CHUNK_TOKENS)),
         *("--timed-trace-label-timestamp", "at_s", "--timed-trace-label-hash-ids", "hash_ids"),
@@ -167,7 +167,7 @@ def bench_command(
 
 
 def _bench(
-    served: BenchedModel,
+    model: BenchedModel,
     points: Sequence[GridPoint],
     *,
     concurrency: int,
@@ -182,7 +182,7 @@ def _bench(
     with tempfile.TemporaryDirectory(prefix="cornplug-bench-") as folder:
         trace, result = Path(folder) / "trace.jsonl", Path(folder) / "result.json"
         trace.write_text(trace_lines(points, first_id))
-        line = bench_command(served, trace, result, requests=len(points), concurrency=concurrency)
+        line = bench_command(model, trace, result, requests=len(points), concurrency=concurrency)
         done = subprocess.run(
             line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=timeout_s,
             env=without_proxies(os.environ),

@@ -38,7 +38,7 @@ from cornplug.planner.profiler.sample_grid import SampleGrid
 from cornplug.planner.report import formatting
 
 READY_S = 900.0
-Report = Callable[[str, float], None]
+PhaseCallback = Callable[[str, float], None]
 _PACKAGES: Final = ("cornplug", "torch")
 
 
@@ -52,8 +52,8 @@ def main(argv: Sequence[str]) -> int:
     _check(args)
     command = shlex.join(["cornplug", "profile", *argv])
     console = Console(stderr=True)
-    with _bar(console, args.out.name) as report:
-        rows, facts = (_llm if args.kind == "llm" else _encoder)(args, report)
+    with _progress_bar(console, args.out.name) as report:
+        rows, facts = (_measure_llm if args.kind == "llm" else _measure_encoder)(args, report)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     about = {**_machine(), "measured": facts, "command": command}
     profile_tables.write(args.out, profile_tables.ProfileTable(tuple(rows), about))
@@ -71,22 +71,26 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--repeats", f"{args.repeats} is too few for a median", "Set 3 or more")
 
 
-def _llm(args: argparse.Namespace, report: Report) -> tuple[list[profile_tables.ProfileRow], str]:
+def _measure_llm(
+    args: argparse.Namespace, report: PhaseCallback
+) -> tuple[list[profile_tables.ProfileRow], str]:
     grid = SampleGrid(
         prompts=args.prompts, batches=args.batches, output_tokens=args.output_tokens, repeats=args.repeats
     )
     with ExitStack() as stack:
         url = args.url or stack.enter_context(_engine(args, grid, report))
-        target = engine_steps.served(url, args.tokenizer or args.model)
+        target = engine_steps.fetch_model(url, args.tokenizer or args.model)
         cell = {**_cell(args), "engine": args.engine}
-        rows = engine_steps.rows(target, grid, report, **cell)
+        rows = engine_steps.measure_rows(target, grid, report, **cell)
         return rows, f"{args.engine} {engine_steps.version(url)}, median of {grid.repeats}"
 
 
-def _encoder(args: argparse.Namespace, report: Report) -> tuple[list[profile_tables.ProfileRow], str]:
+def _measure_encoder(
+    args: argparse.Namespace, report: PhaseCallback
+) -> tuple[list[profile_tables.ProfileRow], str]:
     with ExitStack() as stack:
         url = args.url or stack.enter_context(_service(args, report))
-        rows = encoder_passes.rows(
+        rows = encoder_passes.measure_rows(
             url,
             args.model,
             edges=args.edges,
@@ -113,27 +117,30 @@ def _cell(args: argparse.Namespace) -> dict[str, str | int | None]:
 
 
 @contextmanager
-def _engine(args: argparse.Namespace, grid: SampleGrid, report: Report) -> Iterator[str]:
+def _engine(args: argparse.Namespace, grid: SampleGrid, report: PhaseCallback) -> Iterator[str]:
     """Run an engine for the block, and yield its URL."""
     report("starting the engine", 0.0)
     command = server_under_test.engine(
         args.engine, args.model, grid, tp=args.tp, pp=args.pp, cores=_cores(args)
     )
-    with _log(args) as log, server_under_test.running(_with(command, args), log=log, ready_s=READY_S) as url:
+    with (
+        _log(args) as log,
+        server_under_test.run_server(_add_flags(command, args), log=log, ready_s=READY_S) as url,
+    ):
         yield url
 
 
 @contextmanager
-def _service(args: argparse.Namespace, report: Report) -> Iterator[str]:
+def _service(args: argparse.Namespace, report: PhaseCallback) -> Iterator[str]:
     """Run an encoder service for the block, and yield its URL."""
     report("starting the encoder service", 0.0)
     with tempfile.TemporaryDirectory(prefix="cp-profile-") as folder, _log(args) as log:
         command = server_under_test.encoder(args.model, folder=Path(folder), cores=_cores(args))
-        with server_under_test.running(_with(command, args), log=log, ready_s=READY_S) as url:
+        with server_under_test.run_server(_add_flags(command, args), log=log, ready_s=READY_S) as url:
             yield url
 
 
-def _with(command: LaunchCommand, args: argparse.Namespace) -> LaunchCommand:
+def _add_flags(command: LaunchCommand, args: argparse.Namespace) -> LaunchCommand:
     """Return the command with the flags that the user wrote after `--`."""
     return replace(command, argv=(*command.argv, *args.flags))
 
@@ -158,7 +165,7 @@ def _log(args: argparse.Namespace) -> Iterator[Path]:
 
 
 @contextmanager
-def _bar(console: Console, name: str) -> Iterator[Report]:
+def _progress_bar(console: Console, name: str) -> Iterator[PhaseCallback]:
     """Show a progress bar for the block, and yield a function that sets the current step and the finished
     share."""
     columns = (

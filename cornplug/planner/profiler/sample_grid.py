@@ -68,7 +68,7 @@ class SampleGrid:
                 "Set 8 or more, such as 32",
             )
 
-    def within(self, max_model_len: int) -> SampleGrid:
+    def limit_to(self, max_model_len: int) -> SampleGrid:
         """Return the grid without the prompts that do not fit into `max_model_len` with their output tokens.
         Raises ConfigError if no prompt fits."""
         fitting = tuple(p for p in self.prompts if p + self.output_tokens <= max_model_len)
@@ -80,7 +80,7 @@ class SampleGrid:
             )
         return replace(self, prompts=fitting)
 
-    def isolated(self) -> list[GridPoint]:
+    def isolated_requests(self) -> list[GridPoint]:
         """Return the requests to send one after another. The first request with each pair of lengths is
         warm-up.
 
@@ -93,7 +93,7 @@ class SampleGrid:
         ]
         return list(dict.fromkeys(kinds)) * (self.repeats + 1)
 
-    def batched(self, batch: int) -> list[GridPoint]:
+    def batched_requests(self, batch: int) -> list[GridPoint]:
         """Return the requests to send `batch` at a time. Each wave of `batch` requests has the same lengths,
         so the requests of a wave end together. The first two waves are warm-up."""
         wave = [GridPoint(_SHORT_TOKENS, n) for n in (1, self.output_tokens) for _ in range(batch)]

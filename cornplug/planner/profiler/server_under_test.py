@@ -13,14 +13,14 @@ from cornplug.planner.launch.command_lines import LaunchCommand
 from cornplug.planner.launch.command_process import CommandProcess
 from cornplug.planner.profiler.sample_grid import SampleGrid
 
-_QUIET: Final = {
+_COMMON_ENV: Final = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
     # Without this, SGLang generates a token for each /health request.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
 }
-_CPU: Final[Mapping[Engine, Mapping[str, str]]] = {
+_CPU_ENV: Final[Mapping[Engine, Mapping[str, str]]] = {
     "vllm": {"VLLM_CPU_KVCACHE_SPACE": "1"},
     "sglang": {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"},
 }
@@ -52,7 +52,9 @@ def engine(
             *("--max-running-requests", str(most_requests), "--tp-size", str(tp), "--pp-size", str(pp)),
             *((*cpu, "--max-total-tokens", "32768", "--sleep-on-idle") if cores else ()),
         ]
-    return _command("engine", argv, {**_QUIET, **(_on_cores(kind, cores) if cores else {})}, port, cores)
+    return _command(
+        "engine", argv, {**_COMMON_ENV, **(_core_binding_env(kind, cores) if cores else {})}, port, cores
+    )
 
 
 def encoder(model: str, *, folder: Path, cores: Sequence[int]) -> LaunchCommand:
@@ -66,7 +68,7 @@ def encoder(model: str, *, folder: Path, cores: Sequence[int]) -> LaunchCommand:
 
 
 @contextmanager
-def running(command: LaunchCommand, *, log: Path, ready_s: float) -> Iterator[str]:
+def run_server(command: LaunchCommand, *, log: Path, ready_s: float) -> Iterator[str]:
     """Run a server for the block, and yield its URL.
 
     Raises ProcessFailed with the end of `log` if the server ends early, or is not ready after `ready_s`
@@ -76,12 +78,12 @@ def running(command: LaunchCommand, *, log: Path, ready_s: float) -> Iterator[st
         yield f"http://127.0.0.1:{command.port}"
 
 
-def _on_cores(kind: Engine, cores: Sequence[int]) -> dict[str, str]:
+def _core_binding_env(kind: Engine, cores: Sequence[int]) -> dict[str, str]:
     bind_address = "|".join(map(str, cores))
     return {
         "VLLM_CPU_OMP_THREADS_BIND": bind_address,
         "SGLANG_CPU_OMP_THREADS_BIND": bind_address,
-        **_CPU[kind],
+        **_CPU_ENV[kind],
     }
 
 

@@ -12,19 +12,19 @@ from typing import Literal
 
 from cornplug.planner.inputs.schema import ChangeRules
 from cornplug.planner.pipeline.build_plan import group_name
-from cornplug.planner.pipeline.current_deployment import of_group
+from cornplug.planner.pipeline.current_deployment import group_key
 from cornplug.planner.pipeline.decide import PlanDecision
 from cornplug.planner.plan import Plan, PlannedGroup
 from cornplug.planner.report import formatting
 
-LEAST_WEIGHT = 0.05
+MIN_WEIGHT_CHANGE = 0.05
 """Change of a routing weight above which it is reported."""
 Kind = Literal["start", "stop", "switch", "nodes", "route"]
 
 
 @dataclass(frozen=True)
 class ReplanDecision:
-    act: bool
+    change_recommended: bool
     reason: str
     steps: tuple[PlanStep, ...]
     saves_per_hour: float
@@ -36,23 +36,23 @@ class ReplanDecision:
     def signature(self) -> tuple[str, ...]:
         """Steps and their groups, without numbers of replicas. A change is recommended only if two
         consecutive windows have equal signatures."""
-        return tuple(sorted(f"{s.kind} {s.what}" for s in self.steps)) if self.act else ()
+        return tuple(sorted(f"{s.kind} {s.subject}" for s in self.steps)) if self.change_recommended else ()
 
 
-def judge(
-    old: Plan, decision: PlanDecision, change: ChangeRules, *, same_work: bool = False
+def decide_change(
+    old: Plan, decision: PlanDecision, change: ChangeRules, *, only_rates_differ: bool = False
 ) -> ReplanDecision:
     """Decide whether to change from the running plan `old` to `decision`, which was planned for the observed
     load.
 
-    `same_work` is True if only rates differ from the input of `old`. In this case, the replicas' capacities
-    from `old` are used, because new simulations would add noise to the decision.
+    `only_rates_differ` is True if only rates differ from the input of `old`. In this case, the replicas'
+    capacities from `old` are used, because new simulations would add noise to the decision.
     """
-    switched = _switched(decision)
+    switched = _role_switches(decision)
     steps = tuple(_plan_steps(old, decision.plan, switched))
     saves = old.cost_per_hour - decision.plan.cost_per_hour
     cost = _switching_cost(decision)
-    over = overloaded(old, decision, same_work=same_work)
+    over = overloaded_groups(old, decision, only_rates_differ=only_rates_differ)
     if over:
         name, load = max(over.items(), key=lambda item: item[1])
         limit = formatting.percent(decision.pool.limits.max_utilisation)
@@ -65,7 +65,7 @@ def judge(
     horizon = change.horizon_hours
     noise = decision.solution.gap * old.cost_per_hour + 1e-6
     gain = f"{_dollars(saves * horizon)} in {horizon:g} h"
-    if not any(s.replicas or s.kind == "nodes" for s in steps) or saves <= noise:
+    if not any(s.changes_replicas or s.kind == "nodes" for s in steps) or saves <= noise:
         return ReplanDecision(
             False, "no change pays off: the running plan can serve the load", steps, saves, cost
         )
@@ -81,13 +81,15 @@ def judge(
     return ReplanDecision(True, f"saves {gain}; the change costs {_dollars(cost)}", steps, saves, cost)
 
 
-def overloaded(old: Plan, decision: PlanDecision, *, same_work: bool = False) -> dict[str, float]:
+def overloaded_groups(
+    old: Plan, decision: PlanDecision, *, only_rates_differ: bool = False
+) -> dict[str, float]:
     """Return the utilisation of the overloaded groups, with the old routes and the new rates and capacities.
 
     The utilisation is infinite if a group can no longer meet a class's bounds.
     """
     loads = {
-        g.name: _load(g, old, decision, g.capacity if same_work else _capacity(g, decision))
+        g.name: _load(g, old, decision, g.capacity if only_rates_differ else _capacity(g, decision))
         for g in old.groups
     }
     limit = decision.pool.limits.max_utilisation
@@ -122,17 +124,17 @@ def _capacity(g: PlannedGroup, decision: PlanDecision) -> Mapping[str, float]:
     Capacities from closed forms are not used.
     """
     for spec in decision.problem.cells.values():
-        if group_name(spec.cell.name) == g.name and (spec.simulated_replicas or not spec.timed):
+        if group_name(spec.cell.name) == g.name and (spec.simulated_replicas or not spec.has_times):
             now = {name: rate / spec.derating for name, rate in spec.cell.capacity.items()}
             return {name: min(rate, now.get(name, 0.0)) for name, rate in g.capacity.items()}
     return g.capacity
 
 
-def _switched(decision: PlanDecision) -> dict[tuple[str, str], int]:
+def _role_switches(decision: PlanDecision) -> dict[tuple[str, str], int]:
     """Return the number of role switches by (from group, to group), without switches that change only the
     tier."""
     current = decision.pool.current
-    free = current.free if current else frozenset()
+    free = current.free_switches if current else frozenset()
     found: dict[tuple[str, str], int] = defaultdict(int)
     for (one, other), n in decision.solution.switched.items():
         if n and (one, other) not in free:
@@ -145,7 +147,7 @@ def _switching_cost(decision: PlanDecision) -> float:
     if current is None:
         return 0.0
     starts = sum(n * current.start_cost.get(name, 0.0) for name, n in decision.solution.started.items())
-    return starts + current.switch_cost * sum(_switched(decision).values())
+    return starts + current.switch_cost * sum(_role_switches(decision).values())
 
 
 def _dollars(amount: float) -> str:
@@ -155,12 +157,12 @@ def _dollars(amount: float) -> str:
 @dataclass(frozen=True)
 class PlanStep:
     kind: Kind
-    what: str
+    subject: str
     """Key for deduplicating steps with the same kind and subject."""
     text: str
 
     @property
-    def replicas(self) -> bool:
+    def changes_replicas(self) -> bool:
         """Whether the step starts, stops or switches replicas. A change of only the routing has no cost."""
         return self.kind in ("start", "stop", "switch")
 
@@ -171,36 +173,40 @@ def _plan_steps(old: Plan, new: Plan, switched: Mapping[tuple[str, str], int]) -
     `switched` contains the number of replicas that change their role, by (from group, to group).
     """
     delta: dict[str, int] = defaultdict(int)
-    groups = {_place(g): g for plan in (old, new) for g in plan.groups}
+    groups = {_group_key_text(g): g for plan in (old, new) for g in plan.groups}
     for sign, plan in ((-1, old), (1, new)):
         for g in plan.groups:
-            delta[_place(g)] += sign * g.replicas
+            delta[_group_key_text(g)] += sign * g.replicas
     by_name = {g.name: g for plan in (old, new) for g in plan.groups}
     steps = []
     for (source, to), n in switched.items():
         one, other = by_name[source], by_name[to]
-        delta[_place(one)] += n
-        delta[_place(other)] -= n
+        delta[_group_key_text(one)] += n
+        delta[_group_key_text(other)] -= n
         how = "drain, then POST /pd_role_switch"
-        text = f"switch {n} × {one.service} to {other.service} on {_on(one)} ({how})"
-        steps.append(PlanStep("switch", f"{_place(one)} > {_place(other)}", text))
-    steps += [PlanStep("start", p, f"start {n} × {_each(groups[p])}") for p, n in delta.items() if n > 0]
+        text = f"switch {n} × {one.service} to {other.service} on {_describe_gpu(one)} ({how})"
+        steps.append(PlanStep("switch", f"{_group_key_text(one)} > {_group_key_text(other)}", text))
+    steps += [
+        PlanStep("start", p, f"start {n} × {_describe_replica(groups[p])}") for p, n in delta.items() if n > 0
+    ]
     steps += _routing(old, new)
-    steps += [PlanStep("stop", p, f"stop {-n} × {_each(groups[p])}") for p, n in delta.items() if n < 0]
+    steps += [
+        PlanStep("stop", p, f"stop {-n} × {_describe_replica(groups[p])}") for p, n in delta.items() if n < 0
+    ]
     return _nodes(old, new, more=True) + steps + _nodes(old, new, more=False)
 
 
-def _place(g: PlannedGroup) -> str:
-    return " ".join(map(str, of_group(g)))
+def _group_key_text(g: PlannedGroup) -> str:
+    return " ".join(map(str, group_key(g)))
 
 
-def _each(g: PlannedGroup) -> str:
+def _describe_replica(g: PlannedGroup) -> str:
     weights = "" if g.quantisation == "none" else f", {g.quantisation}"
     shape = formatting.shape(g.parallelism, g.share)
-    return f"{g.service} ({g.engine} {shape}{weights}) on {_on(g)}"
+    return f"{g.service} ({g.engine} {shape}{weights}) on {_describe_gpu(g)}"
 
 
-def _on(g: PlannedGroup) -> str:
+def _describe_gpu(g: PlannedGroup) -> str:
     return f"{g.gpu} ({g.nodes})"
 
 
@@ -225,7 +231,8 @@ def _routing(old: Plan, new: Plan) -> list[PlanStep]:
         moved = {
             key: (before.get(name, {}).get(key, 0.0), weight)
             for key in sorted({*before.get(name, {}), *after[name]})
-            if abs((weight := after[name].get(key, 0.0)) - before.get(name, {}).get(key, 0.0)) > LEAST_WEIGHT
+            if abs((weight := after[name].get(key, 0.0)) - before.get(name, {}).get(key, 0.0))
+            > MIN_WEIGHT_CHANGE
         }
         if moved:
             said = ", ".join(f"{key} {a:.0%} → {b:.0%}" for key, (a, b) in moved.items())

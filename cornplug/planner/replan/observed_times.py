@@ -15,19 +15,19 @@ from cornplug.planner.replan import observed_load
 from cornplug.planner.replan.observed_load import HistogramCounts, ObservedWindow
 from cornplug.planner.report import formatting
 
-SLOWER: Final = 1.5
-"""Ratio of observed to planned mean time above which engines are slow. With `LEAST_REQUESTS` requests and
+SLOW_RATIO: Final = 1.5
+"""Ratio of observed to planned mean time above which engines are slow. With `MIN_REQUESTS` requests and
 good profiles, means deviate less."""
-LEAST_REQUESTS: Final = 100
+MIN_REQUESTS: Final = 100
 """Minimum number of requests in a window, to exclude cold starts."""
-MORE_LOAD: Final = 1.1
+MAX_LOAD_RATIO: Final = 1.1
 """Ratio of observed to planned rate above which the load explains slow tokens."""
 
 Phase = Literal["prefill", "decode"]
-TASK: Final[dict[Phase, str]] = {"prefill": "P", "decode": "D"}
-NOTICED: Final = 1.2
+TASK_OF_PHASE: Final[dict[Phase, str]] = {"prefill": "P", "decode": "D"}
+DEVIATION_RATIO: Final = 1.2
 """Ratio of observed to planned time, or its inverse, at which times are corrected."""
-NEUTRAL: Final = 0.05
+NEUTRAL_TOLERANCE: Final = 0.05
 
 
 @dataclass(frozen=True)
@@ -67,43 +67,45 @@ class ObservedTime:
 
 
 def slow_engines(plan: Plan, windows: Mapping[str, ObservedWindow]) -> Iterator[SlowEngines]:
-    """Yield the scopes whose engines are `SLOWER` than in the plan's simulation.
+    """Yield the scopes whose engines are `SLOW_RATIO` than in the plan's simulation.
 
     The plan's TTFT also includes encoding in another service, so the comparison may miss slow engines.
     """
     for scope, window in windows.items():
-        planned_s = _planned_s(plan, scope, "prefill") if observed_load.scope_does(plan, scope, "P") else None
+        planned_s = (
+            _planned_s(plan, scope, "prefill") if observed_load.scope_does_task(plan, scope, "P") else None
+        )
         if planned_s is None or window.ttft is None or not _comparable(plan, scope, window, window.ttft):
             continue
-        if window.ttft.mean > SLOWER * planned_s:
+        if window.ttft.mean > SLOW_RATIO * planned_s:
             yield SlowEngines(scope, window.ttft.mean, planned_s)
 
 
 def times_of_groups(
-    plan: Plan, windows: Mapping[str, ObservedWindow], *, now: float, least_age_s: float
+    plan: Plan, windows: Mapping[str, ObservedWindow], *, now: float, min_age_s: float
 ) -> list[ObservedTime]:
     """Return the observed times of groups whose load does not exceed the planned load.
 
     If several scopes have times of a group, the scope with the most requests is used. Times are omitted for
-    groups younger than `least_age_s` at `now` (Unix time), for engines that started in the window, and for
+    groups younger than `min_age_s` at `now` (Unix time), for engines that started in the window, and for
     engines with few requests. TTFT is also omitted if requests wait for encoding in another service.
     """
     groups = {g.name: g for g in plan.groups}
     found: dict[tuple[str, Phase], ObservedTime] = {}
     for scope, window in windows.items():
         for phase, counts in (("prefill", window.ttft), ("decode", window.tpot)):
-            one = _of_group(plan, scope, window, phase, counts)  # type: ignore[arg-type]
-            if one is None or _young(groups[one.group], now, least_age_s):
+            one = _group_time(plan, scope, window, phase, counts)  # type: ignore[arg-type]
+            if one is None or _young(groups[one.group], now, min_age_s):
                 continue
             if (best := found.get((one.group, one.phase))) is None or best.requests < one.requests:
                 found[one.group, one.phase] = one
     return list(found.values())
 
 
-def _of_group(
+def _group_time(
     plan: Plan, scope: str, window: ObservedWindow, phase: Phase, counts: HistogramCounts | None
 ) -> ObservedTime | None:
-    group = observed_load.sole_group(plan, scope, TASK[phase])
+    group = observed_load.sole_group(plan, scope, TASK_OF_PHASE[phase])
     if group is None or counts is None or window.restarted:
         return None
     if phase == "prefill" and _encoded_elsewhere(plan, scope):
@@ -111,13 +113,13 @@ def _of_group(
     planned_s = _planned_s(plan, scope, phase)
     if planned_s is None or not _comparable(plan, scope, window, counts):
         return None
-    return ObservedTime(group, scope, phase, counts.mean, planned_s, counts.number)
+    return ObservedTime(group, scope, phase, counts.mean, planned_s, counts.value_count)
 
 
 def _comparable(plan: Plan, scope: str, window: ObservedWindow, counts: HistogramCounts) -> bool:
     """Return whether a window has enough requests, and a rate that does not exceed the planned rate."""
     planned = sum(observed_load.planned_rates(plan, scope).values())
-    return counts.number >= LEAST_REQUESTS and window.rate <= MORE_LOAD * planned
+    return counts.value_count >= MIN_REQUESTS and window.rate <= MAX_LOAD_RATIO * planned
 
 
 def _planned_s(plan: Plan, scope: str, phase: Phase) -> float | None:
@@ -139,8 +141,8 @@ def _encoded_elsewhere(plan: Plan, scope: str) -> bool:
     return any(stage.tasks == "E" for r in routes for stage in r.stages)
 
 
-def _young(group: PlannedGroup, now: float, least_age_s: float) -> bool:
-    return group.since is not None and now - group.since < least_age_s
+def _young(group: PlannedGroup, now: float, min_age_s: float) -> bool:
+    return group.since is not None and now - group.since < min_age_s
 
 
 def ratios(observed: Sequence[ObservedTime]) -> dict[str, float]:
@@ -148,46 +150,47 @@ def ratios(observed: Sequence[ObservedTime]) -> dict[str, float]:
     return {_name(one): one.ratio for one in observed}
 
 
-def agreed_times(
+def times_to_correct(
     observed: Sequence[ObservedTime], last: Mapping[str, float], explained: Mapping[str, float]
 ) -> list[ObservedTime]:
     """Return all measured times of a window if at least one predicted time has to be corrected, otherwise
     [].
 
     A predicted time has to be corrected if the ratio of measured to predicted time has changed by at least
-    `NOTICED` since the current corrections were determined, in the same direction in this window and in the
-    last one. All times are returned, because a correction of prefill also changes decode. `last` contains the
-    ratios of the last window. `explained` contains the ratios that led to the current corrections.
+    `DEVIATION_RATIO` since the current corrections were determined, in the same direction in this window and
+    in the last one. All times are returned, because a correction of prefill also changes decode. `last`
+    contains the ratios of the last window. `explained` contains the ratios that led to the current
+    corrections.
     """
     for one in observed:
         name, usual = _name(one), explained.get(_name(one), 1.0)
-        side = _off(one.ratio / usual)
-        if side and side == _off(last.get(name, usual) / usual):
+        side = _deviation_sign(one.ratio / usual)
+        if side and side == _deviation_sign(last.get(name, usual) / usual):
             return list(observed)
     return []
 
 
-def without_neutral(corrections: Sequence[TimesCorrection]) -> list[TimesCorrection]:
+def drop_neutral_corrections(corrections: Sequence[TimesCorrection]) -> list[TimesCorrection]:
     """Return the corrections that have an effect.
 
     If an engine matches its profile again, its factors return to about 1.
     """
-    return [c for c in corrections if max(abs(c.prefill - 1), abs(c.decode - 1)) > NEUTRAL]
+    return [c for c in corrections if max(abs(c.prefill - 1), abs(c.decode - 1)) > NEUTRAL_TOLERANCE]
 
 
-def _off(ratio: float) -> int:
-    return (ratio >= NOTICED) - (ratio <= 1 / NOTICED)
+def _deviation_sign(ratio: float) -> int:
+    return (ratio >= DEVIATION_RATIO) - (ratio <= 1 / DEVIATION_RATIO)
 
 
-def _name(one: ObservedTime) -> str:
-    return f"{one.group} {one.phase}"
+def _name(observed: ObservedTime) -> str:
+    return f"{observed.group} {observed.phase}"
 
 
-def correction_text(one: TimesCorrection) -> str:
-    weights = "" if one.quantisation == "none" else f", {one.quantisation}"
-    shape = formatting.shape(one.parallelism, one.share)
-    where = f"{one.service} ({one.engine} {shape}{weights}) on {one.gpu}"
+def correction_text(correction: TimesCorrection) -> str:
+    weights = "" if correction.quantisation == "none" else f", {correction.quantisation}"
+    shape = formatting.shape(correction.parallelism, correction.share)
+    where = f"{correction.service} ({correction.engine} {shape}{weights}) on {correction.gpu}"
     return (
-        f"Corrected from metrics: {where} takes {one.prefill:.2g} x the profile's time for prefill "
-        f"and {one.decode:.2g} x for decode."
+        f"Corrected from metrics: {where} takes {correction.prefill:.2g} x the profile's time for prefill "
+        f"and {correction.decode:.2g} x for decode."
     )

@@ -21,30 +21,30 @@ from rich.console import Console
 
 from cornplug.errors import PlanInfeasible, PlanUnfinished
 from cornplug.planner import plan_command
-from cornplug.planner.candidates.timed_configs import merged_corrections, place_of
+from cornplug.planner.candidates.timed_configs import merged_corrections, profile_key_of
 from cornplug.planner.inputs.schema import Application, ChangeRules, PlanInput
-from cornplug.planner.pipeline.current_deployment import of_group
+from cornplug.planner.pipeline.current_deployment import group_key
 from cornplug.planner.pipeline.decide import PlanDecision, decide
 from cornplug.planner.pipeline.formulate import formulate
 from cornplug.planner.plan import Plan, TimesCorrection
 from cornplug.planner.replan import observed_load, observed_times, replan_state, workload_update
-from cornplug.planner.replan.calibration import calibrated
-from cornplug.planner.replan.decision import PlanStep, ReplanDecision, judge
+from cornplug.planner.replan.calibration import calibrate
+from cornplug.planner.replan.decision import PlanStep, ReplanDecision, decide_change
 from cornplug.planner.replan.observed_load import MetricsSnapshot, ObservedWindow
 from cornplug.planner.replan.observed_times import slow_engines, times_of_groups
 from cornplug.planner.replan.replan_state import DailyRates, ReplanState
 from cornplug.planner.replan.workload_update import FigureDifference
 from cornplug.planner.report import plan_folder, terminal
 
-CHANGE: Final = 3
+CHANGE_STATUS: Final = 3
 """Exit status if a change is recommended."""
-AS_PLANNED: Final = ReplanDecision(
+NO_CHANGE: Final = ReplanDecision(
     False, "the load is the load for which the running plan was made", (), 0.0, 0.0
 )
-RATES: Final = ("rate", workload_update.SOON)
+RATE_FIGURES: Final = ("rate", workload_update.EXPECTED_RATE)
 _WINDOW_S: Final = 60.0
 _AHEAD_S: Final = 1800.0
-_STALE: Final = 10
+_STALE_WINDOWS: Final = 10
 """Number of windows after which a snapshot is too old, because it belongs to another time of day."""
 
 
@@ -72,32 +72,32 @@ def main(argv: list[str]) -> int:
     slow = [engines.text for engines in slow_engines(old, windows)]
     change = _change_rules(plan_input.change, args.plan)
     at_s = max(snapshot.at_s for snapshot in after.values())
-    state, applications, differences = _load(plan_input, old, windows, state, at_s, args.ahead)
+    state, applications, differences = _update_load(plan_input, old, windows, state, at_s, args.ahead)
     seen = plan_input.model_copy(update={"applications": applications, "change": change})
-    state, corrections = _times(seen, change, old, windows, state, keep=args.keep_times)
+    state, corrections = _update_times(seen, change, old, windows, state, keep=args.keep_times)
     told = _WindowFindings(
         tuple(differences), tuple(slow), tuple(c for c in corrections if c not in old.corrections)
     )
     planned_for = _digest(digest, differences, corrections)
     if planned_for == old.input_digest:
         replan_state.save(state_path, state, after)
-        return _say(args, old, old, told, AS_PLANNED, agreed=False)
+        return _print_verdict(args, old, old, told, NO_CHANGE, confirmed=False)
     try:
-        decision = _decided(seen, planned_for, corrections, quiet=args.json)
+        decision = _compute_decision(seen, planned_for, corrections, quiet=args.json)
     except (PlanInfeasible, PlanUnfinished) as e:
         replan_state.save(state_path, state, after)
-        return plan_command.refused("replan", e)
-    same_work = all(d.what in RATES for d in differences) and corrections == old.corrections
-    verdict = judge(old, decision, change, same_work=same_work)
-    agreed = verdict.act and verdict.signature == wanted
+        return plan_command.report_no_plan("replan", e)
+    same_work = all(d.what in RATE_FIGURES for d in differences) and corrections == old.corrections
+    verdict = decide_change(old, decision, change, only_rates_differ=same_work)
+    agreed = verdict.change_recommended and verdict.signature == wanted
     state = state.model_copy(update={"wanted": list(verdict.signature)})
     replan_state.save(state_path, state, after)
     if agreed and args.output is not None:
-        plan_folder.write(aged(old, decision.plan, time.time()), args.output)
-    return _say(args, old, decision.plan, told, verdict, agreed=agreed)
+        plan_folder.write(with_start_times(old, decision.plan, time.time()), args.output)
+    return _print_verdict(args, old, decision.plan, told, verdict, confirmed=agreed)
 
 
-def _load(
+def _update_load(
     plan_input: PlanInput,
     old: Plan,
     windows: Mapping[str, ObservedWindow],
@@ -108,20 +108,20 @@ def _load(
     """Return the state with this window's rates, the applications with the observed load, and the
     differences."""
     given = plan_input.applications
-    applications, differences = workload_update.updated(given, old, windows)
+    applications, differences = workload_update.update_applications(given, old, windows)
     rates = workload_update.observed_rates(given, old, windows)
     history = dict(state.history)
     soon = {}
     for name, rate in rates.items():
-        history[name] = history.get(name, DailyRates()).seen(rate, at_s)
-        if ahead_s and (expected := history[name].soon(rate, at_s, ahead_s)) is not None:
+        history[name] = history.get(name, DailyRates()).add_window(rate, at_s)
+        if ahead_s and (expected := history[name].expected_rate(rate, at_s, ahead_s)) is not None:
             soon[name] = expected
-    applications, sooner = workload_update.with_rates_soon(applications, soon)
+    applications, sooner = workload_update.apply_expected_rates(applications, soon)
     return state.model_copy(update={"history": history}), applications, [*differences, *sooner]
 
 
-def _times(
-    seen: PlanInput,
+def _update_times(
+    observed_input: PlanInput,
     change: ChangeRules,
     old: Plan,
     windows: Mapping[str, ObservedWindow],
@@ -136,39 +136,39 @@ def _times(
     if keep:
         return state.model_copy(update={"times": {}, "corrections": None, "explained": {}}), []
     known = old.corrections if state.corrections is None else state.corrections
-    observed = times_of_groups(old, windows, now=time.time(), least_age_s=change.min_dwell_s)
+    observed = times_of_groups(old, windows, now=time.time(), min_age_s=change.min_dwell_s)
     ratios = observed_times.ratios(observed)
     update: dict[str, object] = {"times": ratios}
-    if off := observed_times.agreed_times(observed, state.times, state.explained):
-        found = calibrated(formulate(seen, known), old, off)
-        known = observed_times.without_neutral(merged_corrections(known, found))
+    if off := observed_times.times_to_correct(observed, state.times, state.explained):
+        found = calibrate(formulate(observed_input, known), old, off)
+        known = observed_times.drop_neutral_corrections(merged_corrections(known, found))
         update |= {"corrections": known, "explained": {**state.explained, **ratios}}
     return state.model_copy(update=update), known
 
 
 def _digest(
-    of_file: str, differences: Sequence[FigureDifference], corrections: Sequence[TimesCorrection]
+    file_digest: str, differences: Sequence[FigureDifference], corrections: Sequence[TimesCorrection]
 ) -> str:
     """Return the digest of a plan's input. If there are observed values, it covers the file and these values.
 
     Values are rounded to two digits, so that a slightly different load has the same digest.
     """
     if not differences and not corrections:
-        return of_file
+        return file_digest
     seen = [f"{d.demand} {d.what} {d.observed:.2g}" for d in differences]
-    seen += [f"{' '.join(map(str, place_of(c)))} {c.prefill:.2g} {c.decode:.2g}" for c in corrections]
-    return hashlib.sha256("\n".join([of_file, *seen]).encode()).hexdigest()
+    seen += [f"{' '.join(map(str, profile_key_of(c)))} {c.prefill:.2g} {c.decode:.2g}" for c in corrections]
+    return hashlib.sha256("\n".join([file_digest, *seen]).encode()).hexdigest()
 
 
-def aged(old: Plan, new: Plan, now: float) -> Plan:
+def with_start_times(old: Plan, new: Plan, now: float) -> Plan:
     """Return the new plan with the start time of each group's replicas.
 
     Unchanged groups keep their start time. A group with a new replica has the start time `now`.
     """
-    before = {of_group(g): g for g in old.groups}
+    before = {group_key(g): g for g in old.groups}
     groups = []
     for g in new.groups:
-        same = before.get(of_group(g))
+        same = before.get(group_key(g))
         stays = same is not None and same.replicas >= g.replicas
         groups.append(g.model_copy(update={"since": same.since if same is not None and stays else now}))
     return new.model_copy(update={"groups": groups})
@@ -180,7 +180,7 @@ def _source(text: str, plan: Plan) -> tuple[str, str]:
     if equals and ("/" not in scope or scope in observed_load.scopes(plan)) and ":" not in scope:
         observed_load.check_scope(plan, scope)
         return scope, address
-    return observed_load.EVERYTHING, text
+    return observed_load.ALL_ENGINES, text
 
 
 def _snapshots(
@@ -196,7 +196,7 @@ def _snapshots(
     fresh = all(a in before and now[a].at_s > before[a].at_s for a in addresses)
     if live:
         wanted = window_s or _WINDOW_S
-        old = not fresh or any(now[a].at_s - before[a].at_s > _STALE * wanted for a in addresses)
+        old = not fresh or any(now[a].at_s - before[a].at_s > _STALE_WINDOWS * wanted for a in addresses)
         if window_s is not None or old:
             time.sleep(wanted)
             return now, {a: observed_load.read_metrics(a) for a in addresses}
@@ -232,33 +232,37 @@ def _change_rules(in_file: ChangeRules | None, plan: Path) -> ChangeRules:
     return ChangeRules(plan=plan) if in_file is None else in_file.model_copy(update={"plan": plan})
 
 
-def _decided(
+def _compute_decision(
     plan_input: PlanInput, digest: str, corrections: Sequence[TimesCorrection], *, quiet: bool
 ) -> PlanDecision:
-    with terminal.shown_progress(Console(stderr=True), quiet=quiet) as line:
+    with terminal.show_progress(Console(stderr=True), quiet=quiet) as line:
         return decide(
-            plan_input, digest=digest, progress=line.phase, watch=line.watch, corrections=corrections
+            plan_input,
+            digest=digest,
+            progress=line.set_phase,
+            on_progress=line.set_solver_progress,
+            corrections=corrections,
         )
 
 
-def _say(
+def _print_verdict(
     args: argparse.Namespace,
     old: Plan,
     new: Plan,
-    told: _WindowFindings,
+    findings: _WindowFindings,
     verdict: ReplanDecision,
     *,
-    agreed: bool,
+    confirmed: bool,
 ) -> int:
     if args.json:
-        print(json.dumps(_verdict_json(told, verdict, agreed=agreed), indent=1))
+        print(json.dumps(_verdict_json(findings, verdict, confirmed=confirmed), indent=1))
     else:
-        print("\n".join(_verdict_lines(old, new, told, verdict, agreed=agreed)))
-    return CHANGE if agreed else 0
+        print("\n".join(_verdict_lines(old, new, findings, verdict, confirmed=confirmed)))
+    return CHANGE_STATUS if confirmed else 0
 
 
 def _seconds(text: str) -> float:
-    return 0.0 if text == "0" else plan_command.positive(text)
+    return 0.0 if text == "0" else plan_command.parse_positive(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -280,7 +284,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--window",
-        type=plan_command.positive,
+        type=plan_command.parse_positive,
         metavar="S",
         help="measure for S seconds now (default: since the last run)",
     )
@@ -322,33 +326,37 @@ class _WindowFindings:
 
 
 def _verdict_lines(
-    old: Plan, new: Plan, told: _WindowFindings, verdict: ReplanDecision, *, agreed: bool
+    old: Plan, new: Plan, findings: _WindowFindings, verdict: ReplanDecision, *, confirmed: bool
 ) -> list[str]:
     """Return the lines to print, which is a single line if no action is required and no time deviates."""
-    times = [*told.slow, *map(observed_times.correction_text, told.corrections)]
-    if not verdict.act:
+    times = [*findings.slow, *map(observed_times.correction_text, findings.corrections)]
+    if not verdict.change_recommended:
         return [f"{verdict.reason[0].upper()}{verdict.reason[1:]}.", *times]
-    if not agreed:
+    if not confirmed:
         waiting = f"This window requires a change ({verdict.reason}). The next window must confirm this."
         return [waiting, *times]
     said = [f"Change: {verdict.reason}."]
-    said += [f"  {d.demand}: {d.what} {_figure(d.planned)} → {_figure(d.observed)}" for d in told.differences]
+    said += [
+        f"  {d.demand}: {d.what} {_figure(d.planned)} → {_figure(d.observed)}" for d in findings.differences
+    ]
     said += [f"{n}. {step.text}" for n, step in enumerate(verdict.steps, 1)]
     said.append(f"Cost: ${old.cost_per_hour:,.2f}/h → ${new.cost_per_hour:,.2f}/h")
     return [*said, *times]
 
 
-def _verdict_json(told: _WindowFindings, verdict: ReplanDecision, *, agreed: bool) -> dict[str, object]:
+def _verdict_json(
+    findings: _WindowFindings, verdict: ReplanDecision, *, confirmed: bool
+) -> dict[str, object]:
     return {
-        "act": agreed,
-        "waiting": verdict.act and not agreed,
+        "act": confirmed,
+        "waiting": verdict.change_recommended and not confirmed,
         "reason": verdict.reason,
         "saves_per_hour": verdict.saves_per_hour,
         "switching_cost": verdict.switching_cost,
-        "observed": [vars(d) for d in told.differences],
-        "slow": list(told.slow),
-        "corrections": [c.model_dump() for c in told.corrections],
-        "steps": [_step(s) for s in verdict.steps] if verdict.act else [],
+        "observed": [vars(d) for d in findings.differences],
+        "slow": list(findings.slow),
+        "corrections": [c.model_dump() for c in findings.corrections],
+        "steps": [_step(s) for s in verdict.steps] if verdict.change_recommended else [],
     }
 
 

@@ -17,19 +17,19 @@ from cornplug.errors import ConfigError
 from cornplug.planner.latency_forecast import PlanRecord
 from cornplug.planner.plan import TimesCorrection
 from cornplug.planner.replan.observed_load import MetricsSnapshot
-from cornplug.private_paths import replace_text
+from cornplug.private_paths import write_text_atomically
 
 DAY_S: Final = 86_400
 SLOT_S: Final = 900
 """Length of a slot in seconds. The rates of all windows in a slot are averaged."""
-NEWEST: Final = 0.5
+NEWEST_DAY_WEIGHT: Final = 0.5
 """Weight of the newest day in a slot's usual rate."""
-LEVELS: Final = (0.5, 2.0)
+LEVEL_LIMITS: Final = (0.5, 2.0)
 """Limits of the ratio between today's rate and the usual rate. The ratio of an unusual day does not predict
 its next hours."""
 
 
-class KeptSnapshot(PlanRecord):
+class SavedSnapshot(PlanRecord):
     at_s: float
     values: list[tuple[str, list[tuple[str, str]], float]]
 
@@ -42,7 +42,7 @@ class ReplanState(PlanRecord):
     format: Literal[1] = 1
     plan: str = ""
     """SHA-256 of the running plan.json, to which the other fields belong."""
-    snapshots: dict[str, KeptSnapshot] = Field(default_factory=dict)
+    snapshots: dict[str, SavedSnapshot] = Field(default_factory=dict)
     wanted: list[str] = Field(default_factory=list)
     """Signature of the change that the last window requires, or [] if it requires no change."""
     times: dict[str, float] = Field(default_factory=dict)
@@ -80,20 +80,20 @@ def save(path: Path, state: ReplanState, snapshots: Mapping[str, MetricsSnapshot
     The file is replaced atomically, so that an interrupted run leaves the old state.
     """
     stored = {
-        source: KeptSnapshot(
+        source: SavedSnapshot(
             at_s=s.at_s, values=[(name, list(labels), v) for (name, labels), v in s.values.items()]
         )
         for source, s in snapshots.items()
     }
     state = state.model_copy(update={"snapshots": stored})
-    replace_text(path, state.model_dump_json() + "\n")
+    write_text_atomically(path, state.model_dump_json() + "\n")
 
 
 class SlotMean(PlanRecord):
     total: float = 0.0
     windows: int = 0
 
-    def plus(self, rate: float) -> SlotMean:
+    def add_rate(self, rate: float) -> SlotMean:
         return SlotMean(total=self.total + rate, windows=self.windows + 1)
 
 
@@ -106,15 +106,15 @@ class DailyRates(PlanRecord):
     """Day to which `today` belongs, in days since 1970."""
     today: dict[int, SlotMean] = Field(default_factory=dict)
 
-    def seen(self, rate: float, at_s: float) -> DailyRates:
+    def add_window(self, rate: float, at_s: float) -> DailyRates:
         """Return the rates after a window with this rate. On a new day, the last day is added to the usual
         rates."""
         day, slot = _slot(at_s)
-        kept = self if day == self.day else DailyRates(usual=self._with_today(), day=day)
-        today = {**kept.today, slot: kept.today.get(slot, SlotMean()).plus(rate)}
+        kept = self if day == self.day else DailyRates(usual=self._merge_today(), day=day)
+        today = {**kept.today, slot: kept.today.get(slot, SlotMean()).add_rate(rate)}
         return kept.model_copy(update={"today": today})
 
-    def soon(self, rate: float, at_s: float, ahead_s: float) -> float | None:
+    def expected_rate(self, rate: float, at_s: float, ahead_s: float) -> float | None:
         """Return the highest rate to expect within `ahead_s` seconds, given the current `rate`.
 
         Returns None if there are no rates of earlier days.
@@ -125,14 +125,14 @@ class DailyRates(PlanRecord):
         known = [self.usual[s] for s in slots if s in self.usual]
         if not now or not known:
             return None
-        least, most = LEVELS
+        least, most = LEVEL_LIMITS
         return max(known) * min(max(rate / now, least), most)
 
-    def _with_today(self) -> dict[int, float]:
+    def _merge_today(self) -> dict[int, float]:
         usual = dict(self.usual)
         for slot, mean in self.today.items():
             rate = mean.total / mean.windows
-            usual[slot] = NEWEST * rate + (1 - NEWEST) * usual.get(slot, rate)
+            usual[slot] = NEWEST_DAY_WEIGHT * rate + (1 - NEWEST_DAY_WEIGHT) * usual.get(slot, rate)
         return usual
 
 

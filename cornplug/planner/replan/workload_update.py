@@ -21,7 +21,7 @@ TOLERANCE: Final = 0.05
 """Relative difference above which a value is changed. The difference must also exceed twice its standard
 error."""
 LENGTH_TOLERANCE: Final = 0.1
-SOON: Final = "expected rate"
+EXPECTED_RATE: Final = "expected rate"
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class FigureDifference:
     observed: float
 
 
-def updated(
+def update_applications(
     applications: Sequence[Application], plan: Plan, windows: Mapping[str, ObservedWindow]
 ) -> tuple[list[Application], tuple[FigureDifference, ...]]:
     """Return the applications with observed values, and the values that changed.
@@ -69,14 +69,14 @@ def observed_rates(
     rates = {name: r.rate for name, r in known.items()}
     found = {}
     for name, rate in rates.items():
-        shares = [s for s in observed_load.class_shares(name, plan, rates, windows) if s.answers]
+        shares = [s for s in observed_load.class_shares(name, plan, rates, windows) if s.counts_outputs]
         if shares:
             found[name] = rate * _growth(shares)
     return found
 
 
-def with_rates_soon(
-    applications: Sequence[Application], soon: Mapping[str, float]
+def apply_expected_rates(
+    applications: Sequence[Application], expected_rates: Mapping[str, float]
 ) -> tuple[list[Application], tuple[FigureDifference, ...]]:
     """Return the applications with the rates that are expected soon if they are higher, and the changed
     rates."""
@@ -85,9 +85,9 @@ def with_rates_soon(
         requests = []
         for request in app.requests:
             name = f"{app.name}/{request.name}"
-            rate = soon.get(name, 0.0)
+            rate = expected_rates.get(name, 0.0)
             if rate > request.rate * (1 + TOLERANCE):
-                differences.append(FigureDifference(name, SOON, request.rate, rate))
+                differences.append(FigureDifference(name, EXPECTED_RATE, request.rate, rate))
                 request = request.model_copy(update={"rate": rate})
             requests.append(request)
         apps.append(app.model_copy(update={"requests": requests}))
@@ -96,7 +96,7 @@ def with_rates_soon(
 
 def _growth(shares: Sequence[ClassShare]) -> float:
     """Return the ratio of a class's observed rate to the input's rate."""
-    return sum(s.window.rate * s.part for s in shares) / sum(s.rate for s in shares)
+    return sum(s.window.rate * s.share for s in shares) / sum(s.rate for s in shares)
 
 
 def _changes(
@@ -104,30 +104,30 @@ def _changes(
     name: str,
     known: Mapping[str, RequestSpec],
     shares: Sequence[ClassShare],
-    found: list[FigureDifference],
+    differences: list[FigureDifference],
 ) -> dict[str, object]:
     """Return the fields of a request class that differ from the metrics, with their observed values."""
     request = known[name]
     changes: dict[str, object] = {}
-    answering = [s for s in shares if s.answers]
+    answering = [s for s in shares if s.counts_outputs]
     if answering:
-        changes |= _rate(name, request, answering, found)
+        changes |= _rate(name, request, answering, differences)
         if request.trace is None:
-            changes |= _lengths(name, known, answering, found)
-    changes |= _prefix(name, request, [s for s in shares if s.prefills], found)
-    changes |= _media(app, name, request, shares, found)
+            changes |= _lengths(name, known, answering, differences)
+    changes |= _prefix(name, request, [s for s in shares if s.prefills], differences)
+    changes |= _media(app, name, request, shares, differences)
     return changes
 
 
 def _rate(
-    name: str, request: RequestSpec, shares: Sequence[ClassShare], found: list[FigureDifference]
+    name: str, request: RequestSpec, shares: Sequence[ClassShare], differences: list[FigureDifference]
 ) -> dict[str, object]:
     # The relative standard error of a Poisson-like count is the inverse root of the count.
-    number = max(sum(s.window.requests * s.part for s in shares), 1.0)
+    number = max(sum(s.window.requests * s.share for s in shares), 1.0)
     rate = request.rate * _growth(shares)
     if rate <= 0 or abs(rate / request.rate - 1) <= max(TOLERANCE, 2 * sqrt(request.burst / number)):
         return {}
-    found.append(FigureDifference(name, "rate", request.rate, rate))
+    differences.append(FigureDifference(name, "rate", request.rate, rate))
     return {"rate": rate}
 
 
@@ -135,7 +135,7 @@ def _lengths(
     name: str,
     requests: Mapping[str, RequestSpec],
     shares: Sequence[ClassShare],
-    found: list[FigureDifference],
+    differences: list[FigureDifference],
 ) -> dict[str, object]:
     """Return the changed lengths of a class.
 
@@ -147,11 +147,11 @@ def _lengths(
         seen = [(counts, s) for s in shares if (counts := getattr(s.window, what)) is not None]
         if not seen:
             continue
-        number = sum(counts.number for counts, _ in seen)
+        number = sum(counts.value_count for counts, _ in seen)
         ratio = sum(counts.total for counts, _ in seen) / sum(
-            counts.number * part * _tokens(requests[other], what)
+            counts.value_count * part * _tokens(requests[other], what)
             for counts, s in seen
-            for other, part in s.parts.items()
+            for other, part in s.shares.items()
         )
         if abs(ratio - 1) <= max(LENGTH_TOLERANCE, 2 / sqrt(number)):
             continue
@@ -160,7 +160,7 @@ def _lengths(
         expected = request_sampling.mean_length(planned)
         beside = _tokens(request, what) - expected
         mean = max((expected + beside) * ratio - beside, 1.0)
-        found.append(FigureDifference(name, what, expected, mean))
+        differences.append(FigureDifference(name, what, expected, mean))
         exclusive = all(s.exclusive for _, s in seen) and not beside
         changes[what] = _histogram([c for c, _ in seen]) if exclusive else _scaled(planned, mean / expected)
     return changes
@@ -205,7 +205,7 @@ def _scaled(length: Length, factor: float) -> Length:
 
 
 def _prefix(
-    name: str, request: RequestSpec, shares: Sequence[ClassShare], found: list[FigureDifference]
+    name: str, request: RequestSpec, shares: Sequence[ClassShare], differences: list[FigureDifference]
 ) -> dict[str, object]:
     """Return the changed hit rate of a class's prefix, from the cached tokens of its engines.
 
@@ -220,12 +220,16 @@ def _prefix(
     hit = min(share * tokens / min(request.prefix.tokens, tokens), 1.0)
     if abs(hit - request.prefix.hit_rate) <= TOLERANCE:
         return {}
-    found.append(FigureDifference(name, "prefix", request.prefix.hit_rate, hit))
+    differences.append(FigureDifference(name, "prefix", request.prefix.hit_rate, hit))
     return {"prefix": request.prefix.model_copy(update={"hit_rate": hit})}
 
 
 def _media(
-    app: str, name: str, request: RequestSpec, shares: Sequence[ClassShare], found: list[FigureDifference]
+    app: str,
+    name: str,
+    request: RequestSpec,
+    shares: Sequence[ClassShare],
+    differences: list[FigureDifference],
 ) -> dict[str, object]:
     hits = [h[app] for s in shares if (h := s.window.embedding_hits) and app in h]
     if not hits:
@@ -236,6 +240,6 @@ def _media(
         if item.hit_rate is None or abs(hit - item.hit_rate) <= TOLERANCE:
             media.append(item)
             continue
-        found.append(FigureDifference(name, "embedding", item.hit_rate, hit))
+        differences.append(FigureDifference(name, "embedding", item.hit_rate, hit))
         media.append(item.model_copy(update={"hit_rate": hit}))
     return {"media": media}

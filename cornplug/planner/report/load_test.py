@@ -24,11 +24,11 @@ from cornplug.planner.plan import Plan
 from cornplug.planner.report import formatting
 from cornplug.planner.simulator import traffic
 
-SECONDS: Final = 120.0
-"""Duration of a trace in seconds. It is adjusted so that a trace has at least `FEWEST` and at most `MOST`
-requests."""
-FEWEST: Final = 200
-MOST: Final = 5000
+TRACE_SECONDS: Final = 120.0
+"""Duration of a trace in seconds. It is adjusted so that a trace has at least `MIN_REQUESTS` and at most
+`MAX_REQUESTS` requests."""
+MIN_REQUESTS: Final = 200
+MAX_REQUESTS: Final = 5000
 """Maximum number of requests in one trace."""
 _CHUNK_TOKENS: Final = 16
 """Number of tokens that one hash id in a trace represents."""
@@ -73,27 +73,29 @@ def write(tests: Sequence[LoadTest], folder: Path) -> str:
         lines += [
             "",
             f"# {test.demand}: {test.expected}",
-            f"{test.command} --dataset-path {command_list.quoted(str(folder / test.file))} &",
+            f"{test.command} --dataset-path {command_list.quote(str(folder / test.file))} &",
         ]
     return "\n".join([*lines, "", "wait"])
 
 
 def _load_test(
-    plan_input: PlanInput, plan: Plan, of: RequestClass, number: int, url: str, weight: float
+    plan_input: PlanInput, plan: Plan, request_class: RequestClass, number: int, url: str, weight: float
 ) -> LoadTest:
-    forecast = next(f for f in plan.latency_forecasts if f"{f.app}/{f.request}" == of.name)
+    forecast = next(f for f in plan.latency_forecasts if f"{f.app}/{f.request}" == request_class.name)
     rate = forecast.served * weight
-    n = round(min(max(rate * SECONDS, FEWEST), MOST))
+    n = round(min(max(rate * TRACE_SECONDS, MIN_REQUESTS), MAX_REQUESTS))
     rng = np.random.default_rng([plan_input.rules.seed, number])
-    hits = request_sampling.HitShares({}, forecast.prefix_hit_rate)
-    requests = request_sampling.sample_requests(of.request, rng, n, patches_per_token={}, hits=hits)
-    at_s = traffic.arrival_times(rate, of.request.burst, n, rng).tolist()
+    hits = request_sampling.HitRates({}, forecast.prefix_hit_rate)
+    requests = request_sampling.sample_requests(
+        request_class.request, rng, n, patches_per_token={}, hits=hits
+    )
+    at_s = traffic.arrival_times(rate, request_class.request.burst, n, rng).tolist()
     return LoadTest(
-        of.name,
-        f"{of.app.name}-{of.request.name}-{number}.jsonl",
+        request_class.name,
+        f"{request_class.app.name}-{request_class.request.name}-{number}.jsonl",
         "".join(json.dumps(line) + "\n" for line in _lines(requests, at_s)),
-        " ".join(map(command_list.quoted, _argv(_model(plan, of), url, n))),
-        f"{formatting.rate(rate)}, {n} requests; {_expected(plan, of.name)}",
+        " ".join(map(command_list.quote, _argv(_model(plan, request_class), url, n))),
+        f"{formatting.rate(rate)}, {n} requests; {_expected(plan, request_class.name)}",
     )
 
 
@@ -127,9 +129,9 @@ def _argv(model: str, url: str, requests: int) -> list[str]:
     ]
 
 
-def _model(plan: Plan, of: RequestClass) -> str:
+def _model(plan: Plan, request_class: RequestClass) -> str:
     """Return the model's name in the engines to which the class's requests are sent."""
-    return next(g.model for g in plan.groups if of.app.llm in g.components and "P" in g.tasks)
+    return next(g.model for g in plan.groups if request_class.app.llm in g.components and "P" in g.tasks)
 
 
 def _expected(plan: Plan, demand: str) -> str:

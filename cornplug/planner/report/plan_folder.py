@@ -21,25 +21,25 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from cornplug.errors import ConfigError
 from cornplug.planner.latency_forecast import LatencyForecast
 from cornplug.planner.launch import command_list
-from cornplug.planner.launch.addresses import ReplicaAddress, sites
+from cornplug.planner.launch.addresses import ReplicaAddress, replica_addresses
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import Plan, PlannedGroup, PlanRoute
 from cornplug.planner.report import charts, formatting
 
-WRITTEN: Final = ".cornplug-plan.json"
+MANIFEST_FILE: Final = ".cornplug-plan.json"
 """File that lists the names of the files that a run wrote."""
 CONTENT_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
-RULES, TARGETS = "prometheus-rules.yml", "prometheus-targets.json"
+RULES_FILE, TARGETS_FILE = "prometheus-rules.yml", "prometheus-targets.json"
 GROUP_LABEL: Final = "cornplug_group"
-RATE, SECONDS, BOUND = (
+RATE_SERIES, SECONDS_SERIES, BOUND_SERIES = (
     "cornplug_plan_requests_per_second",
     "cornplug_plan_seconds",
     "cornplug_plan_slo_seconds",
 )
 SERIES_LABELS: Final[Mapping[str, tuple[str, ...]]] = {
-    RATE: (GROUP_LABEL,),
-    SECONDS: (GROUP_LABEL, "app", "request", "quantity", "percentile"),
-    BOUND: (GROUP_LABEL, "app", "request", "quantity", "percentile"),
+    RATE_SERIES: (GROUP_LABEL,),
+    SECONDS_SERIES: (GROUP_LABEL, "app", "request", "quantity", "percentile"),
+    BOUND_SERIES: (GROUP_LABEL, "app", "request", "quantity", "percentile"),
 }
 """Label names of each recorded series."""
 _PERCENTILES: Final = ("mean", "p50", "p90", "p95", "p99")
@@ -70,7 +70,7 @@ def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> tuple[lis
 
 
 def _replace(folder: Path, new: Path) -> list[Path]:
-    before = _written(folder)
+    before = _read_manifest(folder)
     names = sorted(path.name for path in new.iterdir())
     for name in names:
         if (folder / name).exists() and name not in before:
@@ -79,23 +79,25 @@ def _replace(folder: Path, new: Path) -> list[Path]:
                 f"{name} already exists and was not written by a plan",
                 "Choose another folder.",
             )
-    (folder / WRITTEN).write_text(json.dumps(sorted({*before, *names})) + "\n", encoding="utf-8")
+    (folder / MANIFEST_FILE).write_text(json.dumps(sorted({*before, *names})) + "\n", encoding="utf-8")
     for name in names:
         os.replace(new / name, folder / name)
     for name in before - set(names):
         (folder / name).unlink(missing_ok=True)
-    (folder / WRITTEN).write_text(json.dumps(names) + "\n", encoding="utf-8")
+    (folder / MANIFEST_FILE).write_text(json.dumps(names) + "\n", encoding="utf-8")
     return [folder / name for name in names]
 
 
-def _written(folder: Path) -> set[str]:
-    path = folder / WRITTEN
+def _read_manifest(folder: Path) -> set[str]:
+    path = folder / MANIFEST_FILE
     if not path.exists():
         return set()
     try:
         names = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise ConfigError(f"-o {folder}", f"{WRITTEN} cannot be read ({e})", "Choose another folder.") from e
+        raise ConfigError(
+            f"-o {folder}", f"{MANIFEST_FILE} cannot be read ({e})", "Choose another folder."
+        ) from e
     # cornplug writes only plain file names. Ignore paths, so that no file outside the folder is deleted.
     return {name for name in names if Path(name).name == name}
 
@@ -112,7 +114,7 @@ def html_report(plan: Plan) -> str:
             flows=charts.flow_chart(plan),
             legend=list(charts.flow_legend(plan.routes)),
             checks=[(check, *formatting.verdict(check)) for check in found],
-            times=charts.against_bounds(found),
+            times=charts.bound_bars(found),
             curve=charts.cost_curve(plan.explanation.curve) if plan.explanation.curve else None,
             utilisation=charts.utilisation(plan.groups),
             colours=charts.group_colours(plan),
@@ -137,16 +139,16 @@ def _environment() -> Environment:
         "proof": formatting.proof,
         "headline": formatting.headline,
         "job": formatting.job,
-        "mark": formatting.mark,
+        "mark": formatting.profile_origin,
         "replicas": formatting.replicas,
-        "paid_gpus": formatting.paid_gpus,
+        "paid_gpus": formatting.unneeded_gpu_notes,
         "day_parts": formatting.day_parts,
         "day_cost": formatting.day_cost,
         "px": _px,
     }
     made.globals |= {
         "shape": formatting.shape,
-        "box": (charts.BOX, charts.HEIGHT),
+        "box": (charts.BOX_WIDTH, charts.BOX_HEIGHT),
         "side": charts.GPU_SIDE,
     }
     return made
@@ -161,9 +163,9 @@ def write_prometheus_files(plan: Plan, folder: Path) -> None:
 
     Raises ConfigError if the plan's replicas are not placed.
     """
-    targets = _targets(sites(plan))
-    (folder / RULES).write_text(_rules(plan), encoding="utf-8")
-    (folder / TARGETS).write_text(targets, encoding="utf-8")
+    targets = _targets(replica_addresses(plan))
+    (folder / RULES_FILE).write_text(_rules(plan), encoding="utf-8")
+    (folder / TARGETS_FILE).write_text(targets, encoding="utf-8")
 
 
 def _targets(placed: Sequence[ReplicaAddress]) -> str:
@@ -191,10 +193,10 @@ def _rates(plan: Plan) -> Iterator[_Rule]:
     with the engines' counters."""
     rates: dict[str, float] = defaultdict(float)
     for route in plan.routes:
-        for group, share in _answering(plan, route):
+        for group, share in _decoding_groups(plan, route):
             rates[group.name] += route.rate * share
     for name, rate in rates.items():
-        yield RATE, rate, {GROUP_LABEL: name}
+        yield RATE_SERIES, rate, {GROUP_LABEL: name}
 
 
 def _times(plan: Plan) -> Iterator[_Rule]:
@@ -205,26 +207,26 @@ def _times(plan: Plan) -> Iterator[_Rule]:
     seen = dict.fromkeys(
         (group.name, "P" in group.tasks, route.app, route.request)
         for route in plan.routes
-        for group, _ in _answering(plan, route)
+        for group, _ in _decoding_groups(plan, route)
     )
     for name, whole, app, request in seen:
         labels = {GROUP_LABEL: name, "app": app, "request": request}
         for quantity in ("ttft", "tpot") if whole else ("tpot",):
-            yield from _of_class(forecasts[app, request], quantity, {**labels, "quantity": quantity})
+            yield from _class_rules(forecasts[app, request], quantity, {**labels, "quantity": quantity})
 
 
-def _of_class(forecast: LatencyForecast, quantity: str, labels: dict[str, str]) -> Iterator[_Rule]:
+def _class_rules(forecast: LatencyForecast, quantity: str, labels: dict[str, str]) -> Iterator[_Rule]:
     times = forecast.ttft if quantity == "ttft" else forecast.tpot
     for percentile in _PERCENTILES:
-        value = times.at(percentile)
+        value = times.value_at(percentile)
         if value is not None:
-            yield SECONDS, value, {**labels, "percentile": percentile}
+            yield SECONDS_SERIES, value, {**labels, "percentile": percentile}
     for of in forecast.bounds:
         if of.quantity == quantity and of.bound is not None and not of.slowdown:
-            yield BOUND, of.bound, {**labels, "percentile": of.percentile}
+            yield BOUND_SERIES, of.bound, {**labels, "percentile": of.percentile}
 
 
-def _answering(plan: Plan, route: PlanRoute) -> Iterator[tuple[PlannedGroup, float]]:
+def _decoding_groups(plan: Plan, route: PlanRoute) -> Iterator[tuple[PlannedGroup, float]]:
     """Yield the groups whose engines generate the route's output, each with its share of the route's
     requests."""
     groups = {group.name: group for group in plan.groups}

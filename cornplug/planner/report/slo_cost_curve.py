@@ -15,7 +15,7 @@ from cornplug.planner.report.counterfactual import ExplanationBudget
 
 FACTORS: Final = (0.7, 1.5, 0.5, 2.0, 3.0)
 """Factors that multiply every bound, most important first. The plan itself has the factor 1."""
-LOOSER: Final = 1.5
+LOOSER_FACTOR: Final = 1.5
 """Factor that multiplies one application's bounds to find what the bounds cost."""
 SOLVE_WORK: Final = 2.0
 """Solver work for one plan, in the unit of `SolverOptions.work`."""
@@ -38,7 +38,7 @@ class SloSweep:
         """Plan these applications without simulation, and return the cost, or None if the remaining work does
         not suffice.
         """
-        work = min(SOLVE_WORK, self.budget.left - FORMULATION_WORK)
+        work = min(SOLVE_WORK, self.budget.remaining - FORMULATION_WORK)
         if work <= 0:
             self.skipped.append(name)
             return None
@@ -70,7 +70,7 @@ class SweepCost:
     """Dollars per hour, or None if no plan meets the bounds."""
 
 
-def curve(sweep: SloSweep, cost: float) -> list[CurvePoint]:
+def compute_curve(sweep: SloSweep, cost: float) -> list[CurvePoint]:
     """Return the cost for each factor on the bounds, in ascending order. `cost` is the cost of the plan, at
     factor 1."""
     found = {1.0: SweepCost(cost)}
@@ -98,14 +98,14 @@ def slo_prices(sweep: SloSweep, cost: float, noise: float) -> Iterator[BindingCo
     """Yield a constraint for each application whose bounds increase the cost, with the saving that looser
     bounds would bring. Savings up to `noise` are ignored."""
     for app in (applications := sweep.plan_input.applications):
-        if not bounded(applications, app.name):
+        if not has_bounds(applications, app.name):
             continue
         name = f"slo[{app.name}]"
-        found = sweep.cost(name, scaled(applications, LOOSER, app.name))
+        found = sweep.cost(name, scaled(applications, LOOSER_FACTOR, app.name))
         if found is not None and found.per_hour is not None and cost - found.per_hour > noise:
             yield BindingConstraint(
                 constraint=name,
-                text=f"with its bounds {LOOSER:g} times as loose",
+                text=f"with its bounds {LOOSER_FACTOR:g} times as loose",
                 slack=0.0,
                 saves_per_hour=cost - found.per_hour,
             )
@@ -114,15 +114,15 @@ def slo_prices(sweep: SloSweep, cost: float, noise: float) -> Iterator[BindingCo
 def scaled(applications: Iterable[Application], factor: float, app: str | None = None) -> list[Application]:
     """Return the applications with the bounds of `app`, or of every application if it is None, multiplied by
     `factor`."""
-    return [_app(a, factor) if app in (None, a.name) else a for a in applications]
+    return [_scale_app_bounds(a, factor) if app in (None, a.name) else a for a in applications]
 
 
-def bounded(applications: Iterable[Application], app: str | None = None) -> bool:
+def has_bounds(applications: Iterable[Application], app: str | None = None) -> bool:
     """Return whether `app`, or any application if it is None, has a bound."""
     apps = [a for a in applications if app in (None, a.name)]
-    return any(slo.bounded for a in apps for slo in (a.slo, *(r.slo for r in a.requests if r.slo)))
+    return any(slo.has_bounds for a in apps for slo in (a.slo, *(r.slo for r in a.requests if r.slo)))
 
 
-def _app(app: Application, factor: float) -> Application:
+def _scale_app_bounds(app: Application, factor: float) -> Application:
     requests = [r.model_copy(update={"slo": r.slo.scaled(factor)}) if r.slo else r for r in app.requests]
     return app.model_copy(update={"slo": app.slo.scaled(factor), "requests": requests})

@@ -68,7 +68,7 @@ def _groups(plan: Plan) -> Group:
         "replicas", "service", "engine", "GPU", "size", "weights", "load", "times", right=frozenset({"load"})
     )
     for g in plan.groups:
-        mark = formatting.mark(g.profile)
+        mark = formatting.profile_origin(g.profile)
         table.add_row(
             Text(f"{formatting.replicas(g)} ×"),
             Text(g.service),
@@ -79,7 +79,7 @@ def _groups(plan: Plan) -> Group:
             formatting.percent(g.utilisation),
             Text(mark, style="yellow" if mark == "ESTIMATE" else "green"),
         )
-    return Group(table, *(Text(said, style="dim") for said in formatting.paid_gpus(plan)))
+    return Group(table, *(Text(said, style="dim") for said in formatting.unneeded_gpu_notes(plan)))
 
 
 def _routes(plan: Plan) -> Table:
@@ -131,7 +131,7 @@ def _hours(plan: Plan) -> Group:
     table = _table("hours", "needed", "can be returned", "cost", right=frozenset({"cost"}))
     for part in formatting.day_parts(plan):
         table.add_row(
-            part.hours, Text(part.runs), Text(part.given_back), formatting.dollars(part.cost_per_hour)
+            part.hours, Text(part.needed), Text(part.releasable), formatting.dollars(part.cost_per_hour)
         )
     return Group(table, Text(formatting.day_cost(plan), style="dim"))
 
@@ -181,37 +181,37 @@ def _explanation(explanation: PlanExplanation) -> Iterator[tuple[str, Renderable
 
 
 class ProgressLine:
-    """Line that shows the progress. `decide` and `explain` call `phase` and `watch`."""
+    """Line that shows the progress. `decide` and `explain` call `set_phase` and `set_solver_progress`."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._task = progress.add_task("reading", total=1.0)
         self._phase = ""
 
-    def phase(self, name: str, share: float) -> None:
+    def set_phase(self, name: str, share: float) -> None:
         if name != self._phase:
             self._phase = name
             self._progress.reset(self._task, total=1.0, description=PHASES.get(name, name))
         self._progress.update(self._task, completed=min(share, 1.0))
 
-    def watch(self, at: optimization_problem.SolveProgress) -> None:
-        self._progress.update(self._task, description=solver_progress(at))
+    def set_solver_progress(self, progress: optimization_problem.SolveProgress) -> None:
+        self._progress.update(self._task, description=solver_progress(progress))
 
 
-def solver_progress(at: optimization_problem.SolveProgress) -> str:
+def solver_progress(progress: optimization_problem.SolveProgress) -> str:
     """Describe the solver's progress, as in "solving: 58.2 found, bound 57.9, gap 0.52 %"."""
-    bound = "no bound yet" if at.bound is None else f"bound {at.bound:.4g}"
-    if at.incumbent is None:
+    bound = "no bound yet" if progress.bound is None else f"bound {progress.bound:.4g}"
+    if progress.incumbent is None:
         return f"solving: no plan yet, {bound}"
-    said = f"solving: {at.incumbent:.4g} found, {bound}"
-    if at.bound is None:
+    said = f"solving: {progress.incumbent:.4g} found, {bound}"
+    if progress.bound is None:
         return said
-    gap = abs(at.incumbent - at.bound) / max(abs(at.incumbent), 1e-9)
+    gap = abs(progress.incumbent - progress.bound) / max(abs(progress.incumbent), 1e-9)
     return f"{said}, gap {formatting.percent(gap)}"
 
 
 @contextmanager
-def shown_progress(console: Console, *, quiet: bool) -> Iterator[ProgressLine]:
+def show_progress(console: Console, *, quiet: bool) -> Iterator[ProgressLine]:
     """Show a progress line for the block, and remove it at the end. Without a terminal, show nothing."""
     columns = (
         SpinnerColumn(),

@@ -17,15 +17,22 @@ from cornplug.planner.latency_forecast import RequestTimes
 from cornplug.planner.plan import PlanRoute
 from cornplug.planner.simulator.simulator import Station, StationJob, simulate
 from cornplug.planner.simulator.stations import QueuePeak
-from cornplug.planner.simulator.traffic import ClassTraffic, Delays, TrafficClass, horizon, jobs_of, traffic
+from cornplug.planner.simulator.traffic import (
+    ClassTraffic,
+    Delays,
+    TrafficClass,
+    build_traffic,
+    jobs_of,
+    simulation_window,
+)
 
 __all__ = ["Delays", "SimulatedPlan", "SimulatedTimes", "TrafficClass", "simulate_plan", "times_of"]
 
 PRECISION: Final = 0.02
 """Relative standard error of the 95th percentiles below which no further run is needed."""
-_NONE: Final = (math.nan, math.nan, math.nan)
-FEWEST_RUNS: Final = 4
-MOST_RUNS: Final = 16
+_NO_TIMES: Final = (math.nan, math.nan, math.nan)
+MIN_RUNS: Final = 4
+MAX_RUNS: Final = 16
 
 
 @dataclass(frozen=True)
@@ -86,11 +93,11 @@ def simulate_plan(
     *,
     requests: int,
     seed: int,
-    most_runs: int = MOST_RUNS,
+    max_runs: int = MAX_RUNS,
 ) -> SimulatedPlan:
     """Simulate a plan in which all classes share the stations.
 
-    There are 4 to `most_runs` runs. Each run counts about `requests` requests, divided among the classes in
+    There are 4 to `max_runs` runs. Each run counts about `requests` requests, divided among the classes in
     proportion to their rates. Requests before the first and after the last counted request are simulated but
     not counted. A request's group at a stage is chosen randomly by weight.
 
@@ -98,18 +105,18 @@ def simulate_plan(
     replica.
     """
     places = list(stations.values())
-    all_traffic = traffic(stations, routes, classes, delays)
+    all_traffic = build_traffic(stations, routes, classes, delays)
     queues = dict.fromkeys(stations, QueuePeak())
-    times = _repeated(
-        lambda run: _merged_jobs(
+    times = _repeat_runs(
+        lambda run: _simulate_run(
             places, all_traffic, requests, np.random.default_rng([1, seed, run]), queues
         ),
-        most_runs,
+        max_runs,
     )
     return SimulatedPlan(times, queues)
 
 
-def _merged_jobs(
+def _simulate_run(
     stations: Sequence[Station],
     all_traffic: Sequence[ClassTraffic],
     requests: int,
@@ -119,7 +126,7 @@ def _merged_jobs(
     """Simulate one run, return the latencies by class, and update `queues` if queues were longer."""
     if not all_traffic:
         return {}
-    counted, warm = horizon(stations, all_traffic, requests)
+    counted, warm = simulation_window(stations, all_traffic, requests)
     jobs = sorted(
         (job for kind, t in enumerate(all_traffic) for job in jobs_of(t, kind, counted + 2 * warm, rng)),
         key=lambda job: job.at_s,
@@ -135,7 +142,7 @@ def _merged_jobs(
         mine = outcome.kind == kind
         rows = mine & (at >= warm) & (at < warm + counted)
         ended = mine & (done >= warm) & (done < warm + counted)
-        times[t.of.name] = _EndToEndRun(
+        times[t.traffic_class.name] = _EndToEndRun(
             outcome.ttft[rows],
             outcome.tpot[rows],
             outcome.e2e[rows],
@@ -148,21 +155,23 @@ def _merged_jobs(
 def _idle(job: StationJob) -> tuple[float, float, float]:
     idle = job.request.idle
     if idle is None:
-        return _NONE
+        return _NO_TIMES
     return idle.ttft_s, idle.tpot_s or math.nan, idle.e2e_s
 
 
 # Repeated -----------------------------------------------------------------------------------
 
 
-def _repeated(one: Callable[[int], dict[str, _EndToEndRun]], most: int) -> dict[str, SimulatedTimes]:
-    runs = [one(0)]
-    while len(runs) < most and (len(runs) < FEWEST_RUNS or _error(runs) > PRECISION):
-        runs.append(one(len(runs)))
-    return {name: _pooled([run[name] for run in runs]) for name in runs[0]}
+def _repeat_runs(
+    run_once: Callable[[int], dict[str, _EndToEndRun]], max_runs: int
+) -> dict[str, SimulatedTimes]:
+    runs = [run_once(0)]
+    while len(runs) < max_runs and (len(runs) < MIN_RUNS or _error(runs) > PRECISION):
+        runs.append(run_once(len(runs)))
+    return {name: _pool_runs([run[name] for run in runs]) for name in runs[0]}
 
 
-def _pooled(runs: Sequence[_EndToEndRun]) -> SimulatedTimes:
+def _pool_runs(runs: Sequence[_EndToEndRun]) -> SimulatedTimes:
     times = [np.concatenate([getattr(run, what) for run in runs]) for what in ("ttft", "tpot", "e2e")]
     idle = np.concatenate([run.idle for run in runs])
     ttft, tpot, e2e = (times_of(one / idle[:, i]) for i, one in enumerate(times))

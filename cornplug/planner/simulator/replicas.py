@@ -48,10 +48,10 @@ class EventAgenda:
 
     def __init__(self) -> None:
         self.events: list[tuple[float, int, SimulatedReplica | None, int]] = []
-        self.turn: Iterator[int] = count()
+        self.sequence: Iterator[int] = count()
 
     def add(self, at: float, replica: SimulatedReplica, token: int) -> None:
-        heappush(self.events, (at, next(self.turn), replica, token))
+        heappush(self.events, (at, next(self.sequence), replica, token))
 
 
 class TokenLog:
@@ -64,18 +64,18 @@ class TokenLog:
         self.first_token = [float("nan")] * len(priority)
         self.last_token = [float("nan")] * len(priority)
 
-    def within(self, start: float, end: float) -> float:
+    def measured_overlap_s(self, start: float, end: float) -> float:
         """Return how many seconds of [start, end] are between the first and the last arrival."""
         return max(min(end, self.until) - max(start, self.since), 0.0)
 
 
-class _Unlimited:
+class _UnlimitedQueue:
     """Base class of replicas whose queue has no limit in a plan, so that no peak is reported."""
 
     queue_peak = QueuePeak()
 
 
-class SerialReplica(_Unlimited):
+class SerialReplica(_UnlimitedQueue):
     """Replica that serves one request after another: a generator, or an engine with a generator.
 
     An engine with a generator (PDG) occupies its device for a request's prefill, decode and generation, as in
@@ -100,7 +100,7 @@ class SerialReplica(_Unlimited):
             at += self._station.generate(request.units)
         self._free_at = at
         self.outstanding += 1
-        self.busy_s += self._log.within(start, at)
+        self.busy_s += self._log.measured_overlap_s(start, at)
         self._agenda.add(at, self, job)
 
     def wake(self, now: float, token: int) -> Sequence[int]:
@@ -111,7 +111,7 @@ class SerialReplica(_Unlimited):
         return max(self._free_at - now, 0.0)
 
 
-class EncoderReplica(_Unlimited):
+class EncoderReplica(_UnlimitedQueue):
     """Encoder with batches of up to `max_patches` patches, in order of arrival.
 
     Items of a request may be in the same batch or in different batches. The request leaves when all its items
@@ -120,12 +120,12 @@ class EncoderReplica(_Unlimited):
 
     def __init__(self, station: Station, agenda: EventAgenda, log: TokenLog) -> None:
         assert station.encode is not None
-        self._encode, self._most = station.encode, station.max_patches
+        self._encode, self._max_patches = station.encode, station.max_patches
         self._agenda, self._log = agenda, log
         self._items: deque[tuple[int, int]] = deque()
         self._batch: list[int] = []
         self._idle = True
-        self._left: dict[int, int] = {}
+        self._remaining_items: dict[int, int] = {}
         self._queued_s = 0.0
         self._start = self._until = 0.0
         self.outstanding = 0
@@ -137,7 +137,7 @@ class EncoderReplica(_Unlimited):
             # Add an event, because a job may leave only in `wake`.
             self._agenda.add(now, self, job)
             return
-        self._left[job] = len(request.patches)
+        self._remaining_items[job] = len(request.patches)
         for patches in request.patches:
             self._items.append((job, patches))
             self._queued_s += self._encode(patches)
@@ -151,12 +151,12 @@ class EncoderReplica(_Unlimited):
         if token >= 0:
             self.outstanding -= 1
             return (token,)
-        self.busy_s += self._log.within(self._start, now)
+        self.busy_s += self._log.measured_overlap_s(self._start, now)
         done = []
         for job in self._batch:
-            self._left[job] -= 1
-            if not self._left[job]:
-                del self._left[job]
+            self._remaining_items[job] -= 1
+            if not self._remaining_items[job]:
+                del self._remaining_items[job]
                 done.append(job)
         self._batch.clear()
         self.outstanding -= len(done)
@@ -171,7 +171,7 @@ class EncoderReplica(_Unlimited):
 
     def _begin(self, now: float) -> None:
         patches = 0
-        while self._items and (not patches or patches + self._items[0][1] <= self._most):
+        while self._items and (not patches or patches + self._items[0][1] <= self._max_patches):
             job, size = self._items.popleft()
             patches += size
             self._queued_s -= self._encode(size)
@@ -180,7 +180,7 @@ class EncoderReplica(_Unlimited):
         self._agenda.add(self._until, self, -1)
 
 
-def batches_s(station: Station, patches: Sequence[int]) -> float:
+def encode_batches_s(station: Station, patches: Sequence[int]) -> float:
     """Return the time in seconds to encode items in consecutive batches of up to `max_patches` patches."""
     if station.encode is None or not patches:
         return 0.0
@@ -207,13 +207,13 @@ def off_device_s(station: Station, request: SampledRequest) -> float:
 
 def isolated_prefill_s(station: Station, request: SampledRequest) -> float:
     """Return the time in seconds to encode and prefill one request alone."""
-    seconds = batches_s(station, request.patches) if "E" in station.tasks else 0.0
+    seconds = encode_batches_s(station, request.patches) if "E" in station.tasks else 0.0
     if station.steps is None or "P" not in station.tasks:
         return seconds
     chunk = station.chunk_tokens if station.chunked else request.computed_tokens
     whole, rest = divmod(request.computed_tokens, chunk)
-    seconds += whole * station.steps.alone(chunk) if whole else 0.0
-    return seconds + (station.steps.alone(rest) if rest else 0.0)
+    seconds += whole * station.steps.isolated_prefill(chunk) if whole else 0.0
+    return seconds + (station.steps.isolated_prefill(rest) if rest else 0.0)
 
 
 def isolated_decode_s(station: Station, request: SampledRequest) -> float:

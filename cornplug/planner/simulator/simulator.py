@@ -41,7 +41,7 @@ from cornplug.planner.simulator.replicas import (
 from cornplug.planner.simulator.stations import JobOutcomes, QueuePeak, Station, StationJob, StationVisit
 
 __all__ = ["JobOutcomes", "Station", "StationJob", "StationVisit", "simulate"]
-_BLOCK: Final = 512
+_RANDOM_BLOCK: Final = 512
 """Number of random numbers that a station draws in one call."""
 
 
@@ -59,8 +59,8 @@ def simulate(stations: Sequence[Station], jobs: Sequence[StationJob], *, seed: i
     log = TokenLog(*_span(jobs), [job.priority for job in jobs])
     rng = np.random.default_rng(seed)
     dispatches = [RouterDispatch(station, agenda, log, rng) for station in stations]
-    run = _Run(jobs, dispatches, agenda)
-    run.to_the_end()
+    run = _EventLoop(jobs, dispatches, agenda)
+    run.run()
     return _outcome(jobs, stations, dispatches, log, run)
 
 
@@ -68,23 +68,23 @@ def _span(jobs: Sequence[StationJob]) -> tuple[float, float]:
     return (jobs[0].at_s, jobs[-1].at_s) if jobs else (0.0, 0.0)
 
 
-class _Run:
+class _EventLoop:
     """Event loop of a simulation. Records the times at which each job arrived at and left its stations."""
 
     def __init__(
         self, jobs: Sequence[StationJob], dispatches: Sequence[RouterDispatch], agenda: EventAgenda
     ) -> None:
         self._jobs, self._dispatches, self._agenda = jobs, dispatches, agenda
-        self.came: list[list[float]] = [[] for _ in jobs]
-        self.left: list[list[float]] = [[] for _ in jobs]
+        self.arrivals: list[list[float]] = [[] for _ in jobs]
+        self.departures: list[list[float]] = [[] for _ in jobs]
         self.end = [float("nan")] * len(jobs)
 
-    def to_the_end(self) -> None:
+    def run(self) -> None:
         events = self._agenda.events
         for i, job in enumerate(self._jobs):
             while events and events[0][0] < job.at_s:
                 self._step()
-            self._go_on(i, job.at_s)
+            self._start_next_visit(i, job.at_s)
         while events:
             self._step()
 
@@ -94,26 +94,26 @@ class _Run:
             self._arrive(token, now)
             return
         for i in replica.wake(now, token):
-            self.left[i].append(now)
-            self._go_on(i, now)
+            self.departures[i].append(now)
+            self._start_next_visit(i, now)
 
-    def _go_on(self, i: int, now: float) -> None:
+    def _start_next_visit(self, i: int, now: float) -> None:
         """Start a job's next visit, or end the job."""
         visits = self._jobs[i].visits
-        done = len(self.left[i])
+        done = len(self.departures[i])
         if done == len(visits):
             self.end[i] = now
             return
         delay = visits[done].delay_s
         if delay or done:
-            heappush(self._agenda.events, (now + delay, next(self._agenda.turn), None, i))
+            heappush(self._agenda.events, (now + delay, next(self._agenda.sequence), None, i))
         else:
             self._arrive(i, now)
 
     def _arrive(self, i: int, now: float) -> None:
         job = self._jobs[i]
-        self.came[i].append(now)
-        self._dispatches[job.visits[len(self.left[i])].station].arrive(now, i, job.request)
+        self.arrivals[i].append(now)
+        self._dispatches[job.visits[len(self.departures[i])].station].arrive(now, i, job.request)
 
 
 def _outcome(
@@ -121,12 +121,12 @@ def _outcome(
     stations: Sequence[Station],
     dispatches: Sequence[RouterDispatch],
     log: TokenLog,
-    run: _Run,
+    loop: _EventLoop,
 ) -> JobOutcomes:
     at = np.array([job.at_s for job in jobs])
     output = np.array([job.request.output_tokens for job in jobs], dtype=np.int64)
     overhead = np.array([_overhead(job, stations) for job in jobs])
-    end, first, last = np.array(run.end), np.array(log.first_token), np.array(log.last_token)
+    end, first, last = np.array(loop.end), np.array(log.first_token), np.array(log.last_token)
     first_known = np.where(np.isnan(first), at, first)
     with np.errstate(divide="ignore", invalid="ignore"):
         tpot = np.where(output > 1, (last - first_known) / (output - 1), np.nan)
@@ -136,7 +136,7 @@ def _outcome(
         ttft=np.where(np.isnan(first), end, first) - at + overhead,
         tpot=tpot,
         e2e=end - at + overhead,
-        stage_s=_stage_times(run.came, run.left),
+        stage_s=_stage_times(loop.arrivals, loop.departures),
         busy={d.station.name: d.busy_s / (span * d.station.replicas) if span else 0.0 for d in dispatches},
         queues={d.station.name: d.queue_peak for d in dispatches},
     )
@@ -150,10 +150,10 @@ def _overhead(job: StationJob, stations: Sequence[Station]) -> float:
     return 0.0
 
 
-def _stage_times(came: list[list[float]], left: list[list[float]]) -> NDArray[np.float64]:
-    width = max((len(row) for row in came), default=0)
-    times = np.full((len(came), width), np.nan)
-    for i, (row_in, row_out) in enumerate(zip(came, left, strict=True)):
+def _stage_times(arrivals: list[list[float]], departures: list[list[float]]) -> NDArray[np.float64]:
+    width = max((len(row) for row in arrivals), default=0)
+    times = np.full((len(arrivals), width), np.nan)
+    for i, (row_in, row_out) in enumerate(zip(arrivals, departures, strict=True)):
         for k, (a, b) in enumerate(zip(row_in, row_out, strict=True)):
             times[i, k] = b - a
     return times
@@ -165,7 +165,7 @@ class RouterDispatch:
     ) -> None:
         self.station = station
         self._rng = rng
-        self._drawn: list[float] = []
+        self._random_numbers: list[float] = []
         self._replicas = [_replica(station, agenda, log) for _ in range(station.replicas)]
 
     def arrive(self, now: float, job: int, request: SampledRequest) -> None:
@@ -183,7 +183,7 @@ class RouterDispatch:
         if len(self._replicas) == 1:
             return self._replicas[0]
         if self.station.router == "random":
-            return self._replicas[self._below(len(self._replicas))]
+            return self._replicas[self._random_index(len(self._replicas))]
         if self.station.router == "power_of_two":
             return self._shorter_of_two()
         if self.station.router == "join_shortest_queue":
@@ -193,19 +193,19 @@ class RouterDispatch:
     def _shorter_of_two(self) -> SimulatedReplica:
         """Choose the less loaded of two different random replicas. On a tie, choose the replica that was
         drawn first."""
-        i, k = self._below(len(self._replicas)), self._below(len(self._replicas) - 1)
+        i, k = self._random_index(len(self._replicas)), self._random_index(len(self._replicas) - 1)
         one, other = self._replicas[i], self._replicas[k + (k >= i)]
         return one if one.outstanding <= other.outstanding else other
 
-    def _below(self, n: int) -> int:
+    def _random_index(self, n: int) -> int:
         """Return a random index below `n`.
 
         Random numbers are drawn in blocks, because a call of numpy's generator takes as long as a simulated
         request.
         """
-        if not self._drawn:
-            self._drawn = self._rng.random(_BLOCK).tolist()
-        return int(self._drawn.pop() * n)
+        if not self._random_numbers:
+            self._random_numbers = self._rng.random(_RANDOM_BLOCK).tolist()
+        return int(self._random_numbers.pop() * n)
 
     def _least_work(self, now: float) -> SimulatedReplica:
         best, least = self._replicas[0], float("inf")

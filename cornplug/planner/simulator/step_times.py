@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-ANY: Final = "*"
+ANY_CLASS: Final = "*"
 """Key of a rate that applies to every request class."""
 
 
@@ -37,7 +37,7 @@ class PiecewiseCurve:
         return cls((0.0, 1.0), (base, base + slope))
 
     @classmethod
-    def through(cls, x: Sequence[float], y: Sequence[float]) -> PiecewiseCurve:
+    def from_points(cls, x: Sequence[float], y: Sequence[float]) -> PiecewiseCurve:
         return cls(tuple(map(float, x)), tuple(map(float, y)))
 
     def __call__(self, x: float) -> float:
@@ -50,7 +50,7 @@ class PiecewiseCurve:
         y = y0 + (ys[i] - y0) * (x - x0) / (xs[i] - x0)
         return y if y > 0.0 else 0.0
 
-    def on(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
+    def evaluate(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the curve's values for an array."""
         xs, ys = np.array(self.x), np.array(self.y)
         if len(xs) == 1:
@@ -68,14 +68,14 @@ class PiecewiseCurve:
 class GroupPrefill:
     """Prefill times of an attention-DP group if the other groups have fewer tokens."""
 
-    common: PiecewiseCurve
+    shared: PiecewiseCurve
     """Time in seconds in which the groups compute experts together, including communication, by mean number
     of tokens of all groups. This time is part of `EngineStepTimes.prefill`."""
-    alone: PiecewiseCurve
+    isolated: PiecewiseCurve
     """Time in seconds of an iteration by number of prompt tokens, if the other groups have no tokens."""
 
     def scaled(self, factor: float) -> GroupPrefill:
-        return GroupPrefill(self.common.scaled(factor), self.alone.scaled(factor))
+        return GroupPrefill(self.shared.scaled(factor), self.isolated.scaled(factor))
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ class EngineStepTimes:
     """Prefill times of unequally loaded groups, or None without attention data parallelism."""
 
     @property
-    def alone(self) -> PiecewiseCurve:
+    def isolated_prefill(self) -> PiecewiseCurve:
         """Prefill times if the other attention-DP groups have no tokens. Without groups, this is
         `prefill`."""
-        return self.prefill if self.group is None else self.group.alone
+        return self.prefill if self.group is None else self.group.isolated
 
     def drain_s(self, prompt_tokens: int) -> float:
         """Return the time in seconds from the end of a prompt's last iteration to its first token.
@@ -131,7 +131,7 @@ class EngineStepTimes:
     def _prefill_s(self, tokens: int, mean: float | None) -> float:
         if self.group is None or mean is None:
             return self.prefill(tokens)
-        return in_group_s(self.prefill, self.group.common, tokens, mean)
+        return in_group_s(self.prefill, self.group.shared, tokens, mean)
 
     def corrected(self, prefill: float, decode: float) -> EngineStepTimes:
         """Return the times, multiplied by one factor for prefill and one for decode."""
@@ -148,14 +148,14 @@ class EngineStepTimes:
         return self.corrected(factor, factor)
 
 
-def in_group_s(prefill: PiecewiseCurve, common: PiecewiseCurve, tokens: float, mean: float) -> float:
+def in_group_s(prefill: PiecewiseCurve, shared: PiecewiseCurve, tokens: float, mean: float) -> float:
     """Return the time in seconds of a group's iteration with `tokens` tokens, if the mean over all groups is
     `mean`.
 
     The result is at least the time of an iteration with `mean` tokens in each group, because weights are read
     for any number of tokens.
     """
-    return max(prefill(tokens) - common(tokens) + common(mean), prefill(mean))
+    return max(prefill(tokens) - shared(tokens) + shared(mean), prefill(mean))
 
 
 @dataclass(frozen=True)
@@ -180,4 +180,4 @@ class CellHardware:
 
     def rate_of(self, demand: str) -> float | None:
         """Return the known throughput of a request class, or None."""
-        return self.requests_per_s.get(demand, self.requests_per_s.get(ANY))
+        return self.requests_per_s.get(demand, self.requests_per_s.get(ANY_CLASS))

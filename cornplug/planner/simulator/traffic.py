@@ -23,9 +23,9 @@ from cornplug.planner.simulator.simulator import Station, StationJob, StationVis
 Delays = Callable[[str, str, SampledRequest], float]
 """Function of (tasks of the previous stage, tasks of the next stage, request) that returns the seconds
 between the stages."""
-_MEANS_TO_WARM = 3.0
-_LEAST_OF_A_CLASS = 500
-_LONGER_FOR_RARE = 3.0
+_WARMUP_LATENCIES = 3.0
+_MIN_CLASS_REQUESTS = 500
+_MAX_EXTENSION = 3.0
 _SAMPLES_PER_QUANTILE = 8
 
 
@@ -55,7 +55,7 @@ class RouteStop:
     delays_s: NDArray[np.float64]
     """Delay in seconds before the stage, for each of the class's samples."""
 
-    def choose(self, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    def choose_stations(self, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
         if len(self.stations) == 1:
             return np.full(n, self.stations[0], dtype=np.int64)
         return rng.choice(np.array(self.stations, dtype=np.int64), n, p=self.weights)
@@ -71,14 +71,14 @@ class TrafficPath:
 class ClassTraffic:
     """Request class with the paths of its requests."""
 
-    of: TrafficClass
+    traffic_class: TrafficClass
     paths: tuple[TrafficPath, ...]
 
-    def choose(self, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    def choose_paths(self, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
         return rng.choice(len(self.paths), n, p=[path.share for path in self.paths])
 
 
-def traffic(
+def build_traffic(
     stations: Mapping[str, Station],
     routes: Sequence[PlanRoute],
     classes: Mapping[str, TrafficClass],
@@ -104,36 +104,46 @@ def traffic(
 
 
 def _path(
-    of: TrafficClass,
+    traffic_class: TrafficClass,
     route: PlanRoute,
     routes_of_class: Sequence[PlanRoute],
-    places: Mapping[str, int],
+    station_indices: Mapping[str, int],
     delays: Delays,
 ) -> TrafficPath:
     stops = []
     for i, stage in enumerate(route.stages):
         before = route.stages[i - 1] if i else None
-        stops.append(_stop(of, stage, before, places, delays))
+        stops.append(_stop(traffic_class, stage, before, station_indices, delays))
     return TrafficPath(route.rate / sum(r.rate for r in routes_of_class), tuple(stops))
 
 
 def _stop(
-    of: TrafficClass, stage: RouteStage, before: RouteStage | None, places: Mapping[str, int], delays: Delays
+    traffic_class: TrafficClass,
+    stage: RouteStage,
+    before: RouteStage | None,
+    station_indices: Mapping[str, int],
+    delays: Delays,
 ) -> RouteStop:
-    unknown = [group for group in stage.groups if group not in places]
+    unknown = [group for group in stage.groups if group not in station_indices]
     if unknown:
-        raise ConfigError(f"routes: {of.name}", f'no group "{unknown[0]}"', f"Known: {', '.join(places)}.")
+        raise ConfigError(
+            f"routes: {traffic_class.name}",
+            f'no group "{unknown[0]}"',
+            f"Known: {', '.join(station_indices)}.",
+        )
     total = sum(stage.groups.values())
-    between = [delays(before.tasks, stage.tasks, request) if before else 0.0 for request in of.samples]
+    between = [
+        delays(before.tasks, stage.tasks, request) if before else 0.0 for request in traffic_class.samples
+    ]
     return RouteStop(
         stage.tasks,
-        tuple(places[group] for group in stage.groups),
+        tuple(station_indices[group] for group in stage.groups),
         tuple(weight / total for weight in stage.groups.values()),
         np.array(between),
     )
 
 
-def horizon(
+def simulation_window(
     stations: Sequence[Station], all_traffic: Sequence[ClassTraffic], requests: int
 ) -> tuple[float, float]:
     """Return (time in which requests are counted, warm-up time before and after it), in seconds.
@@ -142,36 +152,40 @@ def horizon(
     time is up to 3 times longer. The warm-up is 3 times a request's mean isolated latency plus a tenth of the
     counted time, but not longer than the counted time.
     """
-    rates = [t.of.rate for t in all_traffic]
+    rates = [t.traffic_class.rate for t in all_traffic]
     counted = requests / sum(rates)
-    counted = min(max(counted, _LEAST_OF_A_CLASS / min(rates)), _LONGER_FOR_RARE * counted)
+    counted = min(max(counted, _MIN_CLASS_REQUESTS / min(rates)), _MAX_EXTENSION * counted)
     isolated_s = max(
         sum(
             weight
-            * float(np.mean([isolated_latency_s(stations[at], request) for request in t.of.samples[:100]]))
+            * float(
+                np.mean(
+                    [isolated_latency_s(stations[at], request) for request in t.traffic_class.samples[:100]]
+                )
+            )
             for stop in path.stops
             for at, weight in zip(stop.stations, stop.weights, strict=True)
         )
         for t in all_traffic
         for path in t.paths
     )
-    return counted, min(0.1 * counted + _MEANS_TO_WARM * isolated_s, counted)
+    return counted, min(0.1 * counted + _WARMUP_LATENCIES * isolated_s, counted)
 
 
 def jobs_of(t: ClassTraffic, kind: int, seconds: float, rng: np.random.Generator) -> list[StationJob]:
     """Return a class's requests in `seconds` seconds, with random samples, paths and groups."""
-    at = arrivals_within(t.of.rate, t.of.burst, seconds, rng)
+    at = arrivals_within(t.traffic_class.rate, t.traffic_class.burst, seconds, rng)
     n = len(at)
-    paths, samples = t.choose(n, rng), evenly(len(t.of.samples), n, rng)
-    chosen = [[stop.choose(n, rng).tolist() for stop in path.stops] for path in t.paths]
+    paths, samples = t.choose_paths(n, rng), sample_evenly(len(t.traffic_class.samples), n, rng)
+    chosen = [[stop.choose_stations(n, rng).tolist() for stop in path.stops] for path in t.paths]
     between = [[stop.delays_s.tolist() for stop in path.stops] for path in t.paths]
     return [
         StationJob(
             time,
             kind,
-            t.of.samples[d],
+            t.traffic_class.samples[d],
             tuple(StationVisit(to[i], delay[d]) for to, delay in zip(chosen[w], between[w], strict=True)),
-            t.of.priority,
+            t.traffic_class.priority,
         )
         for i, (time, w, d) in enumerate(zip(at.tolist(), paths.tolist(), samples.tolist(), strict=True))
     ]
@@ -197,7 +211,7 @@ def arrivals_within(
     return np.sort(at)
 
 
-def evenly(choices: int, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
+def sample_evenly(choices: int, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
     """Return `n` numbers below `choices` in random order. The numbers of their occurrences differ by at most
     one."""
     rounds = [rng.permutation(choices) for _ in range(-(-n // choices))]

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, miss
+from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, count_as_miss
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.compat import logger
 from cornplug.sglang_hooks.kv.window_pool import WindowPool
@@ -28,7 +28,7 @@ from cornplug.sglang_hooks.kv_pages.draft_pages import DraftPages
 from cornplug.sglang_hooks.kv_pages.reader import PageReader
 
 
-class PagesOnly(HiCacheStorage):
+class BatchOnlyStorage(HiCacheStorage):
     """Storage whose operations on single values do nothing, because pages are transferred only in batches."""
 
     def exists(self, key: str) -> bool:
@@ -65,7 +65,7 @@ class PagesOnly(HiCacheStorage):
         return False
 
 
-class FurtherPools(PagesOnly):
+class ExtraPools(BatchOnlyStorage):
     """Storage for the model's main pool and one additional pool.
 
     `batch_get_v1` and `batch_set_v1` copy pages of the main pool. The corresponding `v2` functions copy pages
@@ -76,13 +76,13 @@ class FurtherPools(PagesOnly):
         self._run, self._tally = runtime, tally
         self._reader: PageReader | None = None
         self._windows: WindowPool | None = None
-        self._drafter = draft_pages.announced()
-        self._draft: DraftPages | None = None
+        self._draft_model = draft_pages.get_draft_model()
+        self._draft_pages: DraftPages | None = None
 
     @property
     def lacks_draft(self) -> bool:
         """Whether this engine has a draft model whose pool SGLang has not registered."""
-        return self._drafter is not None and self._draft is None
+        return self._draft_model is not None and self._draft_pages is None
 
     @abstractmethod
     def _may_share(self) -> bool: ...
@@ -91,7 +91,7 @@ class FurtherPools(PagesOnly):
     def _may_save(self) -> bool: ...
 
     @abstractmethod
-    def _fenced(self, what: str) -> AbstractContextManager[None]:
+    def _catch_errors(self, what: str) -> AbstractContextManager[None]:
         """Return a context manager that catches and counts an unexpected error in a "lookup", "load" or
         "save".
 
@@ -114,21 +114,21 @@ class FurtherPools(PagesOnly):
             return PoolTransferResult(self.batch_exists(keys, extra_info), {})
         if self._windows is not None:
             at_start = extra_info is None or not extra_info.prefix_keys
-            return self._with_windows(self._windows, keys, pool_transfers, at_start=at_start)
-        if self._draft is None or {transfer.name for transfer in pool_transfers} != {PoolName.DRAFT}:
+            return self._lookup_with_windows(self._windows, keys, pool_transfers, at_start=at_start)
+        if self._draft_pages is None or {transfer.name for transfer in pool_transfers} != {PoolName.DRAFT}:
             return PoolTransferResult.empty()
         found, whole = 0, self.batch_exists(keys, extra_info)
-        with self._fenced("lookup"):
-            found = self._draft.present(keys[:whole])
+        with self._catch_errors("lookup"):
+            found = self._draft_pages.count_present(keys[:whole])
         return PoolTransferResult(found, {PoolName.DRAFT: found})
 
-    def _with_windows(
+    def _lookup_with_windows(
         self, windows: WindowPool, keys: list[str], transfers: list[PoolTransfer], *, at_start: bool
     ) -> PoolTransferResult:
         ends = list[int]()
         if self._reader is not None and self._may_share():
-            with self._fenced("lookup"), miss(self._tally, self._run.app, KV_PAGE):
-                ends = windows.hits(self._reader, keys, transfers, at_start=at_start)
+            with self._catch_errors("lookup"), count_as_miss(self._tally, self._run.app, KV_PAGE):
+                ends = windows.find_hits(self._reader, keys, transfers, at_start=at_start)
         if not ends:
             return PoolTransferResult.empty()
         return PoolTransferResult(ends[-1], {PoolName.KV: ends[-1], PoolName.SWA: ends[-1]}, ends)
@@ -143,12 +143,12 @@ class FurtherPools(PagesOnly):
         done = {str(transfer.name): [False] * len(transfer.keys or ()) for transfer in transfers}
         if self._windows is not None and self._may_share():
             began = time.monotonic()
-            with self._fenced("load"):
+            with self._catch_errors("load"):
                 done |= self._windows.fetch(transfers)
             self._tally.observe("cornplug_wait_seconds", time.monotonic() - began, self._run.app, KV_PAGE)
-        if self._draft is not None and self._may_share():
-            with self._fenced("load"):
-                done |= self._draft.get(transfers)
+        if self._draft_pages is not None and self._may_share():
+            with self._catch_errors("load"):
+                done |= self._draft_pages.fetch(transfers)
         return done
 
     def batch_set_v2(
@@ -160,9 +160,9 @@ class FurtherPools(PagesOnly):
         """
         kept = self._windows is not None
         if self._windows is not None and self._may_save():
-            with self._fenced("save"):
+            with self._catch_errors("save"):
                 self._windows.offer(transfers)
-        if self._draft is not None and self._may_save():
-            with self._fenced("save"):
-                return self._draft.set(transfers)
+        if self._draft_pages is not None and self._may_save():
+            with self._catch_errors("save"):
+                return self._draft_pages.offer(transfers)
         return {str(transfer.name): [kept] * len(transfer.keys or ()) for transfer in transfers}

@@ -37,7 +37,7 @@ class ArenaAllocator:
         # These are ordered dicts, because finding the first key of a dict takes time for each key that was
         # removed before it.
         self._classes: list[OrderedDict[int, None]] = []
-        self._nonempty = 0
+        self._nonempty_classes = 0
 
     def extend(self, size_bytes: int) -> None:
         """Add `size_bytes` of free memory at the end of the arena. Does nothing for 0."""
@@ -49,24 +49,24 @@ class ArenaAllocator:
 
     def allocate(self, size_bytes: int) -> int | None:
         """Return the offset of an extent of exactly `size_bytes`, or None if no hole is large enough."""
-        start = self._find(size_bytes)
+        start = self._find_hole(size_bytes)
         if start is None:
             return None
-        hole = self._take(start)
+        hole = self._remove_hole(start)
         if hole > size_bytes:
-            self._put(start + size_bytes, hole - size_bytes)
+            self._add_hole(start + size_bytes, hole - size_bytes)
         return start
 
     def free(self, start: int, size_bytes: int) -> None:
         """Free an extent, and merge it with the holes on both sides."""
         end = start + size_bytes
         if end in self._size_at:
-            end += self._take(end)
+            end += self._remove_hole(end)
         before = self._start_of_end.get(start)
         if before is not None:
-            self._take(before)
+            self._remove_hole(before)
             start = before
-        self._put(start, end - start)
+        self._add_hole(start, end - start)
 
     def hole_ending_at(self, end: int) -> int:
         """Return the size of the hole that ends at this offset, or 0."""
@@ -81,36 +81,36 @@ class ArenaAllocator:
         """Return (offset, size) of all holes, by offset. For tests and diagnosis."""
         return sorted(self._size_at.items())
 
-    def _find(self, size_bytes: int) -> int | None:
+    def _find_hole(self, size_bytes: int) -> int | None:
         own = _size_class(size_bytes)
         # Any hole of a higher class fits, so no search is needed there.
-        higher = self._nonempty >> (own + 1)
+        higher = self._nonempty_classes >> (own + 1)
         if higher:
             index = own + 1 + (higher & -higher).bit_length() - 1
             return next(iter(self._classes[index]))
-        if self._nonempty >> own & 1:
+        if self._nonempty_classes >> own & 1:
             for _, start in zip(range(_SCAN_LIMIT), self._classes[own], strict=False):
                 if self._size_at[start] >= size_bytes:
                     return start
         return None
 
-    def _put(self, start: int, size_bytes: int) -> None:
+    def _add_hole(self, start: int, size_bytes: int) -> None:
         index = _size_class(size_bytes)
         while len(self._classes) <= index:
             self._classes.append(OrderedDict())
         self._classes[index][start] = None
-        self._nonempty |= 1 << index
+        self._nonempty_classes |= 1 << index
         self._size_at[start] = size_bytes
         self._start_of_end[start + size_bytes] = start
         self.free_bytes += size_bytes
 
-    def _take(self, start: int) -> int:
+    def _remove_hole(self, start: int) -> int:
         size_bytes = self._size_at.pop(start)
         del self._start_of_end[start + size_bytes]
         index = _size_class(size_bytes)
         del self._classes[index][start]
         if not self._classes[index]:
-            self._nonempty &= ~(1 << index)
+            self._nonempty_classes &= ~(1 << index)
         self.free_bytes -= size_bytes
         return size_bytes
 

@@ -7,22 +7,22 @@ from collections import Counter
 
 import xxhash
 
-from cornplug.store.arena import sealed_memory
+from cornplug.store.arena import create_sealed_memory
 from cornplug.store.base import PayloadLocation
 from cornplug.store.entry_table import (
     BUCKETS,
-    FAR_ANSWERS,
+    FAR_UP,
+    FIRST_TICKET_WORD,
     HAS_DISK,
     MAX_META_BYTES,
-    META_AT,
+    META_OFFSET,
     ON_DISK_RECORD,
     RECORD,
     RECORD_MASK,
     RECORDS,
     SERVING,
-    TAGS,
+    TAGS_PER_BUCKET,
     TICKETS,
-    TICKETS_AT,
     UNTAGGED,
     WORD_BYTES,
     TableShape,
@@ -39,7 +39,7 @@ class EntryTableWriter:
 
     def __init__(self, shape: TableShape, *, has_disk: bool = False) -> None:
         self.shape = shape
-        self.fd, mapped = sealed_memory("cornplug-table", shape.size_bytes, others_write=False)
+        self.fd, mapped = create_sealed_memory("cornplug-table", shape.size_bytes, others_write=False)
         self._bytes = memoryview(mapped)
         self._words = self._bytes.cast("Q")
         self._words[BUCKETS], self._words[RECORDS] = shape.buckets, shape.records
@@ -47,80 +47,82 @@ class EntryTableWriter:
         self._words[SERVING] = 1
         # The content of the table is for clients. This process reads it only to choose a lane, which is one
         # word of a bucket.
-        self._places: dict[bytes, tuple[int, int]] = {}
+        self._record_and_lane: dict[bytes, tuple[int, int]] = {}
         """Record number and tag word of each entry, by key."""
         self._untagged: Counter[int] = Counter()
         """Number of entries without a tag, by the bucket's word."""
-        self._all_untagged = 0
+        self._untagged_total = 0
         self._keys: dict[int, bytes] = {}
         self._free: list[int] = []
         self._used = 0
 
     def __len__(self) -> int:
         """Return the number of entries that have a tag."""
-        return len(self._places)
+        return len(self._record_and_lane)
 
     def add(self, key: bytes, location: PayloadLocation, meta: bytes) -> None:
         """Add to the table an entry that is new, or that was on disk only. If there is no free lane or
         record, count the entry as untagged in its bucket."""
         at = self.shape.bucket_word(key)
-        lane = self._lane_for(key, at)
-        record = self._take_record() if lane is not None else 0
+        lane = self._choose_lane(key, at)
+        record = self._allocate_record() if lane is not None else 0
         if lane is None or not record:
             self._count_untagged(at, 1)
             return
-        self._places[key], self._keys[record] = (record, lane), key
+        self._record_and_lane[key], self._keys[record] = (record, lane), key
         if len(meta) <= MAX_META_BYTES:
-            self._describe(record, location, meta)
+            self._write_record(record, location, meta)
         # The tag is written last, so a reader that finds the tag finds a complete record, or detects that the
         # record is damaged.
         self._words[lane] = tag_of(key) | record
 
     def remove(self, key: bytes) -> None:
         """Remove from the table an entry that was passed to `add`."""
-        place = self._places.pop(key, None)
+        place = self._record_and_lane.pop(key, None)
         if place is None:
             self._count_untagged(self.shape.bucket_word(key), -1)
             return
         record, lane = place
         self._words[lane] = 0
-        start = self.shape.record_at(record)
-        self._bytes[start : start + META_AT] = bytes(META_AT)
+        start = self.shape.record_offset(record)
+        self._bytes[start : start + META_OFFSET] = bytes(META_OFFSET)
         del self._keys[record]
         self._free.append(record)
 
     def show_on_disk(self, key: bytes) -> None:
         """Mark an entry in the table as on disk only, unless its bucket is full or it is already marked."""
         at, word = self.shape.bucket_word(key), tag_of(key) | ON_DISK_RECORD
-        if self._lane_with(word, at) is None and (lane := self._lane_with(0, at)) is not None:
+        if self._find_lane(word, at) is None and (lane := self._find_lane(0, at)) is not None:
             self._words[lane] = word
 
     def hide_on_disk(self, key: bytes) -> None:
         """Remove the mark that an entry is on disk only, if the table has this mark."""
-        if (lane := self._lane_with(tag_of(key) | ON_DISK_RECORD, self.shape.bucket_word(key))) is not None:
+        if (lane := self._find_lane(tag_of(key) | ON_DISK_RECORD, self.shape.bucket_word(key))) is not None:
             self._words[lane] = 0
 
-    def show_far_answers(self, answers: bool) -> None:
+    def show_far_up(self, is_up: bool) -> None:
         """Show in the table whether a far store responds."""
-        self._words[FAR_ANSWERS] = answers
+        self._words[FAR_UP] = is_up
 
     def show_ticket(self, ticket: int) -> None:
         """Show in the table that the far-store lookup with this ticket is complete."""
-        self._words[TICKETS_AT + ticket % TICKETS] = ticket
+        self._words[FIRST_TICKET_WORD + ticket % TICKETS] = ticket
 
-    def _lane_with(self, word: int, at: int) -> int | None:
-        return next((i for i in range(at, at + TAGS) if self._words[i] == word), None)
+    def _find_lane(self, word: int, bucket_word: int) -> int | None:
+        return next(
+            (i for i in range(bucket_word, bucket_word + TAGS_PER_BUCKET) if self._words[i] == word), None
+        )
 
-    def _lane_for(self, key: bytes, at: int) -> int | None:
+    def _choose_lane(self, key: bytes, bucket_word: int) -> int | None:
         """Return a lane for an entry in memory, or None. The choices, in this order, are the lane that shows
         the entry as on disk, a free lane, and the lane of another entry that is on disk only."""
         if not self._words[HAS_DISK]:
-            return self._lane_with(0, at)
-        lane = self._lane_with(tag_of(key) | ON_DISK_RECORD, at)
+            return self._find_lane(0, bucket_word)
+        lane = self._find_lane(tag_of(key) | ON_DISK_RECORD, bucket_word)
         if lane is None:
-            lane = self._lane_with(0, at)
+            lane = self._find_lane(0, bucket_word)
         if lane is None:
-            lanes = range(at, at + TAGS)
+            lanes = range(bucket_word, bucket_word + TAGS_PER_BUCKET)
             lane = next((i for i in lanes if self._words[i] & RECORD_MASK == ON_DISK_RECORD), None)
         return lane
 
@@ -133,15 +135,15 @@ class EntryTableWriter:
         self._words[SERVING] = 0
         os.close(self.fd)
 
-    def _count_untagged(self, bucket_word: int, more: int) -> None:
-        self._untagged[bucket_word] += more
-        self._words[bucket_word + TAGS] = self._untagged[bucket_word]
-        self._all_untagged += more
-        self._words[UNTAGGED] = self._all_untagged
+    def _count_untagged(self, bucket_word: int, delta: int) -> None:
+        self._untagged[bucket_word] += delta
+        self._words[bucket_word + TAGS_PER_BUCKET] = self._untagged[bucket_word]
+        self._untagged_total += delta
+        self._words[UNTAGGED] = self._untagged_total
         if not self._untagged[bucket_word]:
             del self._untagged[bucket_word]
 
-    def _take_record(self) -> int:
+    def _allocate_record(self) -> int:
         """Return the number of an empty record, or 0 if there is none."""
         if self._free:
             return self._free.pop()
@@ -150,8 +152,8 @@ class EntryTableWriter:
         self._used += 1
         return self._used
 
-    def _describe(self, record: int, location: PayloadLocation, meta: bytes) -> None:
+    def _write_record(self, record: int, location: PayloadLocation, meta: bytes) -> None:
         data = RECORD.pack(0, location.generation, location.offset, location.size, len(meta)) + meta
-        start = self.shape.record_at(record)
+        start = self.shape.record_offset(record)
         self._bytes[start : start + len(data)] = data
         self._words[start // WORD_BYTES] = xxhash.xxh3_64_intdigest(data[WORD_BYTES:])

@@ -39,7 +39,7 @@ class EntryWatchers:
         from cornplug.store.disk.tier_protocols import MemoryTier
 
         assert self._table is not None, "clients see in the table which entries are on disk"
-        above = MemoryTier(index, _RoomMemory(arena, fences), index.placement.policy, self._table)
+        above = MemoryTier(index, _ArenaMemory(arena, fences), index.placement.policy, self._table)
         self.disk = DiskTier(disk, above, capacity_bytes=arena.capacity_bytes)
 
     def open_far(self, far: OpenedFar, index: StoreIndex, arena: SharedArena, fences: WriteFences) -> None:
@@ -50,45 +50,45 @@ class EntryWatchers:
         assert self._table is not None, "clients see in the table which entries were found"
         disk = self.disk
         self._far = FarTier(
-            far, MemoryTier(index, _RoomMemory(arena, fences), index.placement.policy, self._table),
-            on_disk=(lambda key: False) if disk is None else disk.holds,
-            show_answers=self._table.show_far_answers, show_ticket=self._table.show_ticket,
+            far, MemoryTier(index, _ArenaMemory(arena, fences), index.placement.policy, self._table),
+            is_on_disk=(lambda key: False) if disk is None else disk.holds,
+            show_far_up=self._table.show_far_up, show_ticket=self._table.show_ticket,
         )  # fmt: skip
 
     @property
-    def pollable(self) -> list[DiskTier | DiskWorkers]:
+    def wakeup_sources(self) -> list[DiskTier | DiskWorkers]:
         """Descriptors that are readable when `step` has work."""
         disk: list[DiskTier | DiskWorkers] = [] if self.disk is None else [self.disk]
-        return disk + ([] if self._far is None else [*self._far.pollable])
+        return disk + ([] if self._far is None else [*self._far.wakeup_sources])
 
-    def added(self, entry: StoredEntry, now_s: float) -> None:
+    def on_added(self, entry: StoredEntry, now_s: float) -> None:
         """Handle the publication of an entry."""
         if self._log is not None:
-            self._log.note("put", [entry], now_s)
+            self._log.log("put", [entry], now_s)
         if self._table is not None:
             self._table.add(entry.key, entry.location, entry.meta)
         if self.disk is not None:
-            self.disk.added(entry)
+            self.disk.on_added(entry)
         if self._far is not None:
-            self._far.added(entry)
+            self._far.on_added(entry)
 
-    def read(self, entries: Sequence[StoredEntry], now_s: float) -> None:
+    def on_read(self, entries: Sequence[StoredEntry], now_s: float) -> None:
         """Handle reads of entries."""
         if self._log is not None:
-            self._log.note("get", entries, now_s)
+            self._log.log("get", entries, now_s)
         if self.disk is not None:
-            self.disk.read(entries)
+            self.disk.on_read(entries)
         if self._far is not None:
-            self._far.read(entries)
+            self._far.on_read(entries)
 
-    def removed(self, entry: StoredEntry, cause: RemovalCause) -> None:
+    def on_removed(self, entry: StoredEntry, cause: RemovalCause) -> None:
         """Handle the removal of an entry from memory. `cause` is the reason for the removal."""
         if self._table is not None:
             self._table.remove(entry.key)
         if self.disk is not None:
-            self.disk.ended(entry.key, cause)
+            self.disk.on_removed(entry.key, cause)
         if self._far is not None:
-            self._far.ended(entry.key, cause)
+            self._far.on_removed(entry.key, cause)
 
     def recall(self, keys: Sequence[bytes], ticket: int = 0) -> None:
         """Start to read into memory the entries of `keys` that are on disk only or were found in far stores.
@@ -100,9 +100,11 @@ class EntryWatchers:
             self._far.recall(keys, ticket)
 
     @property
-    def busy(self) -> bool:
+    def has_pending_work(self) -> bool:
         """Whether `step` has more to do immediately."""
-        return (self.disk is not None and self.disk.busy) or (self._far is not None and self._far.busy)
+        return (self.disk is not None and self.disk.has_pending_work) or (
+            self._far is not None and self._far.has_pending_work
+        )
 
     def step(self) -> None:
         """Continue the background work for the disk and far stores."""
@@ -121,11 +123,11 @@ class EntryWatchers:
         if self._far is not None:
             self._far.close()
 
-    def deleted(self, key: bytes) -> bool:
+    def delete_from_tiers(self, key: bytes) -> bool:
         """Handle the deletion of an entry that is not in memory. Return whether it was on disk or found in a
         far store."""
-        was_on_disk = self.disk is not None and self.disk.forget(key, "deleted")
-        was_far = self._far is not None and self._far.forget(key)
+        was_on_disk = self.disk is not None and self.disk.delete(key, "deleted")
+        was_far = self._far is not None and self._far.delete(key)
         return was_on_disk or was_far
 
     def disk_stat(self) -> DiskStat | None:
@@ -145,7 +147,7 @@ class EntryWatchers:
         return [key for key in keys if key is not None]
 
 
-class _RoomMemory:
+class _ArenaMemory:
     """Access to the arena for the threads of the disk and far tiers. The arena stays mapped as long as a
     thread has a view."""
 
@@ -159,4 +161,4 @@ class _RoomMemory:
 
     def may_write(self, location: PayloadLocation) -> bool:
         """Return whether this location is still reserved."""
-        return self._fences.holds(location)
+        return self._fences.is_writable(location)

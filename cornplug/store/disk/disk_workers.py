@@ -21,7 +21,7 @@ from typing import Final, TypeVar
 from cornplug.store.disk.record_format import RecordDamaged
 
 _READERS: Final = 2
-_END_S: Final = 5.0
+_JOIN_TIMEOUT_S: Final = 5.0
 """Maximum wait for a thread at shutdown, in seconds, in case it hangs in a device."""
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ DiskFailure = OSError | RecordDamaged
 Job = Callable[[], None]
 _Jobs = PriorityQueue[tuple[int, int, Job | None]]
 """Queue of (rank, number, job). The number keeps jobs of one rank in order. A job of None ends the thread."""
-_WAITED_FOR, _END, _LATER = range(3)
+_FOREGROUND, _STOP, _BACKGROUND = range(3)
 """Ranks of jobs. The job with the lowest rank runs first."""
 
 
@@ -64,23 +64,28 @@ class DiskWorkers:
         return self._ready
 
     def write(
-        self, work: Callable[[], T], done: Callable[[T | DiskFailure], None], size_bytes: int = 0
+        self, work: Callable[[], T], on_done: Callable[[T | DiskFailure], None], size_bytes: int = 0
     ) -> None:
-        """Run `work`, which writes `size_bytes`, after all earlier writes. `done` is called with its result
-        or error."""
+        """Run `work`, which writes `size_bytes`, after all earlier writes. `on_done` is called with its
+        result or error."""
         pause_s = size_bytes / self._write_bytes_s if self._write_bytes_s else 0.0
-        self._writes.put((_WAITED_FOR, next(self._numbers), self._job(work, done, pause_s)))
+        self._writes.put((_FOREGROUND, next(self._numbers), self._make_job(work, on_done, pause_s)))
 
-    def read(self, work: Callable[[], T], done: Callable[[T | DiskFailure], None]) -> None:
-        """Run `work` in parallel with writes and other reads. `done` is called with its result or error."""
-        self._reads.put((_WAITED_FOR, next(self._numbers), self._job(work, done, 0.0)))
+    def read(self, work: Callable[[], T], on_done: Callable[[T | DiskFailure], None]) -> None:
+        """Run `work` in parallel with writes and other reads. `on_done` is called with its result or
+        error."""
+        self._reads.put((_FOREGROUND, next(self._numbers), self._make_job(work, on_done, 0.0)))
 
-    def read_later(self, order: int, work: Callable[[], T], done: Callable[[T | DiskFailure], None]) -> None:
+    def read_in_background(
+        self, order: int, work: Callable[[], T], on_done: Callable[[T | DiskFailure], None]
+    ) -> None:
         """Run `work` when no other read waits, in increasing `order`. `work` is not run if `close` is called
         first."""
-        self._reads.put((_LATER + order, next(self._numbers), self._job(work, done, 0.0)))
+        self._reads.put((_BACKGROUND + order, next(self._numbers), self._make_job(work, on_done, 0.0)))
 
-    def _job(self, work: Callable[[], T], done: Callable[[T | DiskFailure], None], pause_s: float) -> Job:
+    def _make_job(
+        self, work: Callable[[], T], on_done: Callable[[T | DiskFailure], None], pause_s: float
+    ) -> Job:
         def job() -> None:
             result: T | DiskFailure
             try:
@@ -89,7 +94,7 @@ class DiskWorkers:
                 # With its traceback, the error would be part of a reference cycle, and a busy daemon does not
                 # collect cycles.
                 result = e.with_traceback(None)
-            self._results.append(lambda: done(result))
+            self._results.append(lambda: on_done(result))
             os.eventfd_write(self._ready, 1)
             if pause_s:
                 self._closing.wait(pause_s)
@@ -97,7 +102,7 @@ class DiskWorkers:
         return job
 
     def collect(self) -> None:
-        """Call `done` for each available result."""
+        """Call `on_done` for each available result."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._ready)
         while self._results:
@@ -109,16 +114,16 @@ class DiskWorkers:
         poller.register(self._ready, select.POLLIN)
         poller.poll(seconds * 1e3)
 
-    def hurry(self) -> None:
+    def lift_rate_limit(self) -> None:
         """Stop limiting the write rate."""
         self._closing.set()
 
-    def close(self, *, within_s: float = _END_S) -> None:
+    def close(self, *, within_s: float = _JOIN_TIMEOUT_S) -> None:
         """End the threads after their queued writes and reads. Results are discarded. Waits for each thread
         for at most `within_s` seconds."""
-        self.hurry()
+        self.lift_rate_limit()
         for queue in self._queues:
-            queue.put((_END, next(self._numbers), None))
+            queue.put((_STOP, next(self._numbers), None))
         for thread in self._threads:
             thread.join(within_s)
         if not any(thread.is_alive() for thread in self._threads):

@@ -11,7 +11,7 @@ from cornplug.errors import ConfigError
 from cornplug.store.disk.segment_files import SegmentFiles
 
 _SETTING: Final = "store.disk_path"
-LEAST_BYTES: Final = 1 << 20
+MIN_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ def open_disk(
     files = SegmentFiles(path, secret, setting=_SETTING)
     try:
         if size_bytes is None:
-            own = sum(used for _, used in files.existing())
+            own = sum(used for _, used in files.list_segments())
             size_bytes = (files.free_bytes() + own) // 2
     except OSError as e:
         files.close()
         raise ConfigError(_SETTING, f"{path}: {e.strerror}", "Use a folder on a local disk.") from e
-    if size_bytes < LEAST_BYTES:
+    if size_bytes < MIN_BYTES:
         files.close()
         raise ConfigError(
             "store.disk_size_bytes", f"{size_bytes} bytes are too few for entries", "Use 1 GiB or more."

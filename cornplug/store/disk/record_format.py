@@ -35,21 +35,21 @@ TAG_BYTES: Final = 16
 SALT_BYTES: Final = 16
 MAGIC: Final = b"CPDR"
 VERSION: Final = 1
-STATE_AT: Final = 6
+STATE_OFFSET: Final = 6
 """Byte offset of the state in a record."""
-DEAD: Final = b"\x01\x00"
-_FIXED: Final = struct.Struct("<4sHHQIHdd32s16s")
-_MOST_APP_BYTES: Final = 1024
-MOST_HEADER_BYTES: Final = _FIXED.size + _MOST_APP_BYTES + TAG_BYTES
+DEAD_STATE: Final = b"\x01\x00"
+_FIXED_FIELDS: Final = struct.Struct("<4sHHQIHdd32s16s")
+_MAX_APP_BYTES: Final = 1024
+MAX_HEADER_BYTES: Final = _FIXED_FIELDS.size + _MAX_APP_BYTES + TAG_BYTES
 """Maximum size of a header in bytes. A header is always within the first ALIGN_BYTES of its record."""
-_MOST_META_BYTES: Final = 1 << 24
+_MAX_META_BYTES: Final = 1 << 24
 
 Authenticate = Callable[[bytes], bytes]
 """Function that returns the tag of a header's bytes."""
 _RECORD_DOMAIN: Final = b"cornplug disk record 1"
 _HEADER_DOMAIN: Final = b"cornplug disk header 1"
 _KEY_BYTES: Final = 32
-_META_NUMBER: Final = 0
+_META_PIECE: Final = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +65,22 @@ class RecordHeader:
     """Unix time at which the entry was written, so that the time to live of a namespace applies after a
     restart too."""
     salt: bytes
-    dead: bool = False
+    is_dead: bool = False
 
     @property
     def header_bytes(self) -> int:
         """Size of the header with its tag in bytes."""
-        return _FIXED.size + len(self.app.encode()) + TAG_BYTES
+        return _FIXED_FIELDS.size + len(self.app.encode()) + TAG_BYTES
 
     @property
-    def chunks(self) -> int:
+    def chunk_count(self) -> int:
         """Number of sealed chunks of the payload."""
         return -(-self.payload_bytes // CHUNK_BYTES)
 
     @property
     def used_bytes(self) -> int:
         """Size of the record without its padding in bytes."""
-        sealed = self.meta_bytes + self.payload_bytes + TAG_BYTES * (1 + self.chunks)
+        sealed = self.meta_bytes + self.payload_bytes + TAG_BYTES * (1 + self.chunk_count)
         return self.header_bytes + sealed
 
     @property
@@ -97,33 +97,33 @@ class RecordHeader:
 def encode_record_header(header: RecordHeader, authenticate: Authenticate) -> bytes:
     """Return the header's bytes with state 0, and its tag. Raises ValueError if a field does not fit."""
     app = header.app.encode()
-    if len(app) > _MOST_APP_BYTES or header.meta_bytes > _MOST_META_BYTES:
+    if len(app) > _MAX_APP_BYTES or header.meta_bytes > _MAX_META_BYTES:
         raise ValueError(
             f"an app name of {len(app)} bytes, or a header of {header.meta_bytes} bytes, is too long"
         )
     fields = (header.payload_bytes, header.meta_bytes, len(app), header.cost_s, header.written_s)
-    body = _FIXED.pack(MAGIC, VERSION, 0, *fields, header.key, header.salt) + app
+    body = _FIXED_FIELDS.pack(MAGIC, VERSION, 0, *fields, header.key, header.salt) + app
     return body + authenticate(body)
 
 
 def decode_record_header(data: bytes, authenticate: Authenticate) -> RecordHeader | None:
     """Return the header at the start of `data`. Returns None if the header is incomplete, has another format
     or was written with another secret."""
-    if len(data) < _FIXED.size or data[:4] != MAGIC:
+    if len(data) < _FIXED_FIELDS.size or data[:4] != MAGIC:
         return None
     _, version, state, payload_bytes, meta_bytes, app_bytes, cost_s, written_s, key, salt = (
-        _FIXED.unpack_from(data)
+        _FIXED_FIELDS.unpack_from(data)
     )
-    end = _FIXED.size + app_bytes
-    if version != VERSION or app_bytes > _MOST_APP_BYTES or len(data) < end + TAG_BYTES:
+    end = _FIXED_FIELDS.size + app_bytes
+    if version != VERSION or app_bytes > _MAX_APP_BYTES or len(data) < end + TAG_BYTES:
         return None
-    body = data[:STATE_AT] + b"\0\0" + data[STATE_AT + 2 : end]
+    body = data[:STATE_OFFSET] + b"\0\0" + data[STATE_OFFSET + 2 : end]
     if authenticate(body) != data[end : end + TAG_BYTES]:
         return None
-    app = data[_FIXED.size : end].decode(errors="replace")
+    app = data[_FIXED_FIELDS.size : end].decode(errors="replace")
     if not math.isfinite(cost_s) or not math.isfinite(written_s):
         return None
-    return RecordHeader(key, app, payload_bytes, meta_bytes, cost_s, written_s, salt, dead=state != 0)
+    return RecordHeader(key, app, payload_bytes, meta_bytes, cost_s, written_s, salt, is_dead=state != 0)
 
 
 class RecordDamaged(Exception):
@@ -162,24 +162,24 @@ class RecordCipher:
 
     def seal_meta(self, meta: bytes) -> bytes:
         """Seal the entry's meta."""
-        return self._cipher.encrypt(_nonce(_META_NUMBER), meta, self._header)
+        return self._cipher.encrypt(_nonce(_META_PIECE), meta, self._header)
 
     def open_meta(self, sealed: bytes | memoryview) -> bytes:
         """Open the entry's sealed meta. Raises RecordDamaged if it does not match its tag."""
         try:
-            return self._cipher.decrypt(_nonce(_META_NUMBER), sealed, self._header)
+            return self._cipher.decrypt(_nonce(_META_PIECE), sealed, self._header)
         except self._damaged as e:
             raise RecordDamaged from e
 
-    def seal_chunk(self, number: int, payload: memoryview, into: memoryview) -> None:
-        """Seal a chunk of the payload into `into`, which is larger by TAG_BYTES."""
-        self._cipher.encrypt_into(_nonce(1 + number), payload, self._header, into)
+    def seal_chunk(self, number: int, payload: memoryview, target: memoryview) -> None:
+        """Seal a chunk of the payload into `target`, which is larger by TAG_BYTES."""
+        self._cipher.encrypt_into(_nonce(1 + number), payload, self._header, target)
 
-    def open_chunk(self, number: int, sealed: memoryview, into: memoryview) -> None:
+    def open_chunk(self, number: int, sealed: memoryview, target: memoryview) -> None:
         """Open a chunk into the payload's memory. Raises RecordDamaged if the chunk does not match its tag.
         The content of the memory is then undefined."""
         try:
-            self._cipher.decrypt_into(_nonce(1 + number), sealed, self._header, into)
+            self._cipher.decrypt_into(_nonce(1 + number), sealed, self._header, target)
         except self._damaged as e:
             raise RecordDamaged from e
 

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from cornplug.settings import NamespaceConfig
 from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, ReserveTerms
 
-TIER_OWNER: Final = 0
+DISK_OWNER: Final = 0
 """Owner number of the disk tier's reservations. Clients have other numbers."""
 FAR_OWNER: Final = -1
 """Owner number of the far tier's reservations."""
@@ -50,12 +50,12 @@ class TieredIndex(Protocol):
         terms: ReserveTerms,
         *,
         now_s: float,
-        promotes: bool = False,
+        is_promotion: bool = False,
     ) -> list[Reservation | ReserveRefusal]:
         """Reserve memory for each (key, size), or return the reason why there is no memory.
 
         Args:
-            promotes: Whether the entries are on disk or in a far store.
+            is_promotion: Whether the entries are on disk or in a far store.
         """
 
     def commit(self, owner: int, token: int, meta: bytes, *, age_s: float = 0.0) -> bool:
@@ -68,7 +68,7 @@ class TieredIndex(Protocol):
 class NamespaceRules(Protocol):
     """Rules of the namespaces."""
 
-    def name_of(self, app: str) -> str:
+    def namespace_of(self, app: str) -> str:
         """Return the namespace of an app."""
 
     @property
@@ -96,7 +96,7 @@ class DiskMarks(Protocol):
         """Remove the mark of an entry."""
 
 
-class RoomMemory(Protocol):
+class EntryMemory(Protocol):
     """Memory of entries and reservations."""
 
     def view(self, location: PayloadLocation) -> memoryview:
@@ -111,6 +111,6 @@ class MemoryTier:
     """Parts of the daemon that the disk tier and the far tier use."""
 
     index: TieredIndex
-    memory: RoomMemory
+    memory: EntryMemory
     rules: NamespaceRules
     marks: DiskMarks

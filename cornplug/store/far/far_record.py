@@ -40,7 +40,7 @@ _SECRET_DOMAIN: Final = b"cornplug far secret 1"
 _PREFIX: Final = struct.Struct("<4sH4s16sI")
 _MAGIC: Final = b"CPFR"
 _VERSION: Final = 2
-_MOST_HEAD_BYTES: Final = 1 << 24
+_MAX_HEAD_BYTES: Final = 1 << 24
 
 
 class RecordHead(msgspec.Struct, frozen=True, array_like=True):
@@ -66,35 +66,35 @@ class FarRecord:
     _cipher: RecordCipher
     _chunks: memoryview
 
-    def open_into(self, room: memoryview) -> None:
-        """Decrypt the payload into `room`. Raises RecordDamaged if the record was changed. The content of
-        `room` is then undefined."""
-        if room.nbytes != self.head.payload_bytes:
+    def open_into(self, target: memoryview) -> None:
+        """Decrypt the payload into `target`. Raises RecordDamaged if the record was changed. The content of
+        `target` is then undefined."""
+        if target.nbytes != self.head.payload_bytes:
             raise RecordDamaged("the target has another size")
-        for number in range(_chunk_count(room.nbytes)):
+        for number in range(_chunk_count(target.nbytes)):
             start = number * (CHUNK_BYTES + TAG_BYTES)
             sealed = self._chunks[start : start + CHUNK_BYTES + TAG_BYTES]
-            self._cipher.open_chunk(number, sealed, room[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
+            self._cipher.open_chunk(number, sealed, target[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
 
 
 class FarSealer:
     """Names, seals and opens records of one sharing domain. Thread-safe."""
 
-    def __init__(self, secret: bytes, sealing: Sequence[bytes] = ()) -> None:
+    def __init__(self, secret: bytes, sealing_secrets: Sequence[bytes] = ()) -> None:
         """Create a sealer.
 
         Args:
             secret: Secret from which the names of records are derived.
-            sealing: Secrets with which records can be opened. The first of them seals new records. If empty,
-                `secret` opens and seals records.
+            sealing_secrets: Secrets with which records can be opened. The first of them seals new records. If
+                empty, `secret` opens and seals records.
         """
         self._name_key = derive_key(secret, salt=None, info=_NAME_DOMAIN)
-        self._sealing = {
-            derive_key(one, salt=None, info=_SECRET_DOMAIN)[:4]: one for one in sealing or (secret,)
+        self._secrets_by_id = {
+            derive_key(one, salt=None, info=_SECRET_DOMAIN)[:4]: one for one in sealing_secrets or (secret,)
         }
-        self._newest = next(iter(self._sealing))
+        self._newest_id = next(iter(self._secrets_by_id))
 
-    def name(self, key: bytes) -> str:
+    def record_name(self, key: bytes) -> str:
         """Return the name of an entry's record."""
         return "cp1/" + hmac.digest(self._name_key, key, hashlib.sha256).hex()
 
@@ -105,8 +105,8 @@ class FarSealer:
     def seal(self, key: bytes, head: RecordHead, payload: memoryview) -> bytes:
         """Return the sealed record of an entry."""
         salt, body = new_salt(), _encoder.encode(head)
-        prefix = _PREFIX.pack(_MAGIC, _VERSION, self._newest, salt, len(body) + TAG_BYTES)
-        cipher = _cipher(self._sealing[self._newest], key, salt, prefix)
+        prefix = _PREFIX.pack(_MAGIC, _VERSION, self._newest_id, salt, len(body) + TAG_BYTES)
+        cipher = _cipher(self._secrets_by_id[self._newest_id], key, salt, prefix)
         record = bytearray(_PREFIX.size + len(body) + TAG_BYTES + _sealed_bytes(payload.nbytes))
         at = _PREFIX.size + len(body) + TAG_BYTES
         record[:at] = prefix + cipher.seal_meta(body)
@@ -125,9 +125,9 @@ class FarSealer:
             raise RecordDamaged("the record is too short")
         magic, version, sealed_by, salt, head_bytes = _PREFIX.unpack_from(record)
         end = _PREFIX.size + head_bytes
-        if (magic, version) != (_MAGIC, _VERSION) or not TAG_BYTES <= head_bytes <= _MOST_HEAD_BYTES:
+        if (magic, version) != (_MAGIC, _VERSION) or not TAG_BYTES <= head_bytes <= _MAX_HEAD_BYTES:
             raise RecordDamaged("the bytes are not a record of this format")
-        secret = self._sealing.get(sealed_by)
+        secret = self._secrets_by_id.get(sealed_by)
         if secret is None:
             raise RecordDamaged("the record is sealed with a secret that this host does not have")
         data = memoryview(record)

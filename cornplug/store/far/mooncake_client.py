@@ -18,15 +18,15 @@ from typing import Any, Final
 
 import msgspec
 
-from cornplug.store.far.client_process import Answer, Question, client_settings, serve
+from cornplug.store.far.client_process import FarReply, FarRequest, read_settings, serve
 
-MOST_BYTES: Final = 32 << 20
-_BUFFER_BYTES: Final = 4 * MOST_BYTES
+MAX_RECORD_BYTES: Final = 32 << 20
+_BUFFER_BYTES: Final = 4 * MAX_RECORD_BYTES
 """Size in bytes of the memory for records in transfer. It is enough for two reads and one write, and for the
 gaps between them."""
-_LONGEST_S: Final = 10
+_SETUP_TIMEOUT_S: Final = 10
 """Time limit of setup and of shutdown in seconds, after which the process is killed."""
-_ABSENT: Final = -704
+_NOT_FOUND_CODE: Final = -704
 
 
 class ClientSettings(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ def main(settings: ClientSettings, descriptors: Sequence[int]) -> None:
         from mooncake.store import MooncakeDistributedStore
     except ImportError as e:
         sys.exit(f"cornplug: cannot import Mooncake's client: {e}. On Debian, run: apt install libibverbs1")
-    signal.alarm(_LONGEST_S)
+    signal.alarm(_SETUP_TIMEOUT_S)
     client = MooncakeDistributedStore()
     code = client.setup(
         settings.host or _own_address(settings.master), settings.metadata, settings.segment_bytes,
@@ -59,11 +59,11 @@ def main(settings: ClientSettings, descriptors: Sequence[int]) -> None:
     if code:
         sys.exit(f"cornplug: Mooncake's client for master {settings.master} did not start: error {code}")
     signal.alarm(0)
-    serve(functools.partial(_answer, client), descriptors)
+    serve(functools.partial(_handle_call, client), descriptors)
     # The shutdown takes 2 s, and a process that reads the daemon's log until its end should not wait for
     # that.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-    signal.alarm(_LONGEST_S)
+    signal.alarm(_SETUP_TIMEOUT_S)
     client.close()
 
 
@@ -75,28 +75,32 @@ def _own_address(master: str) -> str:
     return address
 
 
-def _answer(client: Any, question: Question) -> Answer:
-    names = list(question.names)
-    match question.call:
+def _handle_call(client: Any, request: FarRequest) -> FarReply:
+    names = list(request.names)
+    match request.call:
         case "exists":
             codes = client.batch_is_exist(names)
-            return _unless_failed(codes, Answer(there=[code == 1 for code in codes]))
+            return _reply_or_failure(codes, FarReply(there=[code == 1 for code in codes]))
         case "get":
             # The result is empty for a name that does not exist, and if the master does not reply.
             record = client.get(names[0])
-            return Answer(record=record) if record else _unless_failed([client.get_size(names[0])], Answer())
+            return (
+                FarReply(record=record)
+                if record
+                else _reply_or_failure([client.get_size(names[0])], FarReply())
+            )
         case "put":
             # `put` would not replace an older record.
-            return _unless_failed([client.upsert(names[0], question.record)], Answer())
+            return _reply_or_failure([client.upsert(names[0], request.record)], FarReply())
         case "delete":
             # Force the deletion, because otherwise a record that was read within the last 10 s stays.
-            return _unless_failed(client.batch_remove(names, True), Answer())
+            return _reply_or_failure(client.batch_remove(names, True), FarReply())
 
 
-def _unless_failed(codes: Sequence[int], answer: Answer) -> Answer:
-    code = next((code for code in codes if code < 0 and code != _ABSENT), 0)
-    return Answer(failure=f"Mooncake's error {code}") if code else answer
+def _reply_or_failure(codes: Sequence[int], reply: FarReply) -> FarReply:
+    code = next((code for code in codes if code < 0 and code != _NOT_FOUND_CODE), 0)
+    return FarReply(failure=f"Mooncake's error {code}") if code else reply
 
 
 if __name__ == "__main__":
-    main(client_settings(ClientSettings), [int(number) for number in sys.argv[1:]])
+    main(read_settings(ClientSettings), [int(number) for number in sys.argv[1:]])

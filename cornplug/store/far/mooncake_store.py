@@ -15,8 +15,8 @@ from pydantic import BaseModel, ByteSize
 
 from cornplug.errors import ConfigError
 from cornplug.store.far.client_process import ProcessFarStore
-from cornplug.store.far.mooncake_client import MOST_BYTES, ClientSettings
-from cornplug.store.far.open_far import fields_of, label_of
+from cornplug.store.far.mooncake_client import MAX_RECORD_BYTES, ClientSettings
+from cornplug.store.far.open_far import label_of, parse_query
 
 _SETTING: Final = "store.far"
 _PORT: Final = 50051
@@ -39,7 +39,7 @@ def open_mooncake_url(url: str) -> ProcessFarStore:
         if not parts.hostname or parts.path.strip("/"):
             raise ValueError("it must contain one master and no path")
         master = f"{parts.hostname}:{parts.port or _PORT}"
-        options = fields_of(url, _Options)
+        options = parse_query(url, _Options)
     except ValueError as e:
         raise ConfigError(
             _SETTING, f"{label_of(url)!r}: {e}",
@@ -47,6 +47,6 @@ def open_mooncake_url(url: str) -> ProcessFarStore:
         ) from e  # fmt: skip
     settings = ClientSettings(master, options.metadata, int(options.segment), options.device, options.host)
     return ProcessFarStore(
-        "cornplug.store.far.mooncake_client", settings, most_bytes=MOST_BYTES,
+        "cornplug.store.far.mooncake_client", settings, max_bytes=MAX_RECORD_BYTES,
         variables={"MC_LOG_LEVEL": "ERROR"},  # log only errors, unless the operator sets another level
     )  # fmt: skip

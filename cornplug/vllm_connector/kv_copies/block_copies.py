@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from cornplug.vllm_connector.kv_copies.cache_blocks import CacheBlocks, PageShape, Table
-from cornplug.vllm_connector.kv_copies.copy_sides import CopySide, CpuSide, CudaSide, TokenIndex
+from cornplug.vllm_connector.kv_copies.copy_sides import CopyBackend, CpuBackend, CudaBackend, TokenIndex
 from cornplug.vllm_connector.kv_copies.layout import BlockLayout
 
 _DIRECT_TOKENS = 128
@@ -36,35 +36,35 @@ class _Staging:
     """Host memory, device memory and token positions for one slab in transfer. All memory is allocated on
     first use and reused, because new memory would cost a page fault per 4 KiB."""
 
-    def __init__(self, side: CopySide, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, backend: CopyBackend, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Prepare memory for a slab of `shape`: (pages, heads, layers, planes, tokens, dim)."""
-        self._side, self._shape, self._dtype = side, shape, dtype
+        self._backend, self._shape, self._dtype = backend, shape, dtype
         self.end: Any = None
         """Event at the end of the last copies that use this memory, or None if no copy is in flight."""
-        self._there: torch.Tensor | None = None
-        self.index = TokenIndex(side, shape[0] * shape[4])
+        self._device_buffer: torch.Tensor | None = None
+        self.index = TokenIndex(backend, shape[0] * shape[4])
 
     @cached_property
     def host(self) -> torch.Tensor:
-        return self._side.host(self._shape, self._dtype)
+        return self._backend.allocate_host(self._shape, self._dtype)
 
-    def on(self, device: torch.device) -> torch.Tensor:
-        """Return the slab's device memory. It is allocated on first use. Call this within `CopySide.after`,
-        so that the allocator assigns the memory to that stream."""
-        if self._there is None:
-            self._there = torch.empty(tuple(self._shape), dtype=self._dtype, device=device)
-        return self._there
+    def device_buffer(self, device: torch.device) -> torch.Tensor:
+        """Return the slab's device memory. It is allocated on first use. Call this within
+        `CopyBackend.start_after`, so that the allocator assigns the memory to that stream."""
+        if self._device_buffer is None:
+            self._device_buffer = torch.empty(tuple(self._shape), dtype=self._dtype, device=device)
+        return self._device_buffer
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until the slab's copies have completed."""
         if self.end is not None:
             end, self.end = self.end, None
-            self._side.wait(end)
+            self._backend.wait(end)
 
 
 class Slab:
-    """Several KV pages in transfer between a device and host memory, returned by `BlockCopies.begin_out` or
-    `BlockCopies.slab`."""
+    """Several KV pages in transfer between a device and host memory, returned by `BlockCopies.begin_copy_out`
+    or `BlockCopies.slab`."""
 
     def __init__(self, staging: _Staging, pages: int) -> None:
         self._staging, self._pages = staging, pages
@@ -74,9 +74,9 @@ class Slab:
         """Host memory of the pages, shape (pages, heads, layers, planes, tokens, dim)."""
         return self._staging.host[: self._pages]
 
-    def arrived(self) -> torch.Tensor:
+    def wait_host(self) -> torch.Tensor:
         """Wait until the pages have been copied to host memory, and return `host`."""
-        self._staging.settle()
+        self._staging.wait()
         return self.host
 
 
@@ -90,24 +90,24 @@ class BlockCopies:
         layouts: Sequence[BlockLayout],
         shape: PageShape,
         *,
-        side: CopySide | None = None,
+        backend: CopyBackend | None = None,
         direct: bool | None = None,
         urgent: bool = False,
-        share: float = 1.0,
+        slab_share: float = 1.0,
     ) -> None:
-        """Prepare copies. `side` and `direct` are derived from the caches' device, unless a test sets them.
-        `share` is the fraction of the maximum slab size that these copies use."""
-        self._share = share
+        """Prepare copies. `backend` and `direct` are derived from the caches' device, unless a test sets
+        them. `slab_share` is the fraction of the maximum slab size that these copies use."""
+        self._slab_share = slab_share
         self._caches, self._layouts, self._shape = caches, layouts, shape
         self.blocks = CacheBlocks(caches, layouts, shape)
         self._device, self._dtype = self.blocks.device, self.blocks.dtype
         self._direct = (self._device.type == "cpu" and self.blocks.is_affine) if direct is None else direct
-        if side is None:
-            side = CpuSide() if self._device.type == "cpu" else CudaSide(self._device, urgent=urgent)
-        self.side = side
+        if backend is None:
+            backend = CpuBackend() if self._device.type == "cpu" else CudaBackend(self._device, urgent=urgent)
+        self.backend = backend
         stagings = 1 if self._direct else 2
         self._stagings = deque(
-            _Staging(side, (self.slab_pages, *shape), self._dtype) for _ in range(stagings)
+            _Staging(backend, (self.slab_pages, *shape), self._dtype) for _ in range(stagings)
         )
 
     @property
@@ -115,57 +115,57 @@ class BlockCopies:
         """Maximum number of pages in a slab. The pages of a slab are copied together."""
         heads, layers, planes, tokens, dim = self._shape
         page_bytes = heads * layers * planes * tokens * dim * self._dtype.itemsize
-        most = max(1, int(_STAGED_BYTES * self._share) // page_bytes)
+        most = max(1, int(_STAGED_BYTES * self._slab_share) // page_bytes)
         # A page of recurrent states has a single row of many bytes.
         return max(1, min(_DIRECT_TOKENS // tokens, most)) if self._direct else most
 
     @property
-    def ahead(self) -> int:
+    def slabs_ahead(self) -> int:
         """Number of slabs that can be in transfer while the host reads or fills another slab."""
         return len(self._stagings) - 1
 
-    def slab(self, pages: int) -> Slab:
+    def next_slab(self, pages: int) -> Slab:
         """Return a slab with host memory for `pages` pages, at most `slab_pages`. Waits for earlier copies
         that use the same memory."""
         self._stagings.rotate(-1)
         staging = self._stagings[-1]
-        staging.settle()
+        staging.wait()
         return Slab(staging, pages)
 
-    def begin_out(self, pages: Sequence[tuple[Table, int]], mark: Any) -> Slab:
+    def begin_copy_out(self, pages: Sequence[tuple[Table, int]], mark: Any) -> Slab:
         """Start to copy pages from vLLM's blocks to host memory. Each page is given as (block table of its
         request, index of the page in the request).
 
-        The slab's host memory is reused after `ahead` further slabs.
+        The slab's host memory is reused after `slabs_ahead` further slabs.
         """
-        slab, size = self.slab(len(pages)), self._shape[3]
-        with self._begun(slab, mark):
+        slab, size = self.next_slab(len(pages)), self._shape[3]
+        with self._copy_context(slab, mark):
             if self._direct:
                 for host, (table, page) in zip(slab.host, pages, strict=True):
                     self.blocks.read(table, page * size, host)
             else:
                 staging = slab._staging
-                there = staging.on(self._device)[: len(pages)]
-                index = staging.index.send(*self.blocks.where_pages(pages), self._device)
+                there = staging.device_buffer(self._device)[: len(pages)]
+                index = staging.index.send(*self.blocks.locate_pages(pages), self._device)
                 self.blocks.gather(there, *index)
                 slab.host.copy_(there, non_blocking=True)
         return slab
 
-    def begin_in(
+    def begin_copy_in(
         self, slab: Slab, table: Table, first_page: int, pages: int, tokens: tuple[int, int], mark: Any
     ) -> None:
         """Start to copy a request's tokens, from `tokens[0]` to before `tokens[1]`, from `slab` to the
         request's blocks.
 
         The slab's host memory begins with `pages` pages of the request, starting with page `first_page`. The
-        tokens are in the blocks after `settle` returns.
+        tokens are in the blocks after `wait` returns.
         """
         host, size = slab.host[:pages], self._shape[3]
         first = first_page * size
         start, end = max(tokens[0], first), min(tokens[1], first + pages * size)
         if start >= end:
             return
-        with self._begun(slab, mark):
+        with self._copy_context(slab, mark):
             if self._direct:
                 for row, part_of in enumerate(host):
                     at = first + row * size
@@ -174,23 +174,23 @@ class BlockCopies:
                         self.blocks.write(table, low, part_of[:, :, :, low - at : high - at])
             else:
                 staging = slab._staging
-                there = staging.on(self._device)[:pages]
+                there = staging.device_buffer(self._device)[:pages]
                 there.copy_(host, non_blocking=True)
-                where = self.blocks.where(table, np.arange(start, end))
+                where = self.blocks.locate_tokens(table, np.arange(start, end))
                 index = staging.index.send(*where, self._device)
                 self.blocks.scatter(there, slice(start - first, end - first), *index)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until all started copies have completed."""
         for staging in self._stagings:
-            staging.settle()
+            staging.wait()
 
     @contextmanager
-    def _begun(self, slab: Slab, mark: Any) -> Iterator[None]:
+    def _copy_context(self, slab: Slab, mark: Any) -> Iterator[None]:
         """Enter a context in which copies start after `mark`. When the context exits, even by an exception,
         record the end of these copies in the slab."""
         try:
-            with self.side.after(mark):
+            with self.backend.start_after(mark):
                 yield
         finally:
-            slab._staging.end = self.side.begun()
+            slab._staging.end = self.backend.record_end()

@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 def leave_compute_cores() -> None:
     """Move the calling thread to cores of the same NUMA node to which no thread of this process is pinned.
     From then on, PyTorch runs this thread's operations only in this thread."""
-    _run_alone()
+    _limit_to_one_thread()
     with suppress(OSError):
         allowed, pinned = os.sched_getaffinity(os.getppid()), _pinned_cores()
-        free, nodes = allowed - pinned, {_node(core) for core in pinned}
-        os.sched_setaffinity(0, {core for core in free if _node(core) in nodes} or free or allowed)
+        free, nodes = allowed - pinned, {_numa_node(core) for core in pinned}
+        os.sched_setaffinity(0, {core for core in free if _numa_node(core) in nodes} or free or allowed)
 
 
 def _pinned_cores() -> set[int]:
@@ -45,12 +45,12 @@ def _pinned_cores() -> set[int]:
     return pinned
 
 
-def _node(core: int) -> str:
+def _numa_node(core: int) -> str:
     """Return the name of the NUMA node of a core, or "" if the kernel does not report it."""
     return next((node.name for node in Path(f"/sys/devices/system/cpu/cpu{core}").glob("node[0-9]*")), "")
 
 
-def _run_alone() -> None:
+def _limit_to_one_thread() -> None:
     # torch.set_num_threads would also change the main thread's number of threads, and vLLM replaces that
     # function. PyTorch sets the number of threads of a new thread at the thread's first use of PyTorch. Use
     # PyTorch once before changing the number.
@@ -59,34 +59,34 @@ def _run_alone() -> None:
         ctypes.CDLL(None).omp_set_num_threads(1)
 
 
-class CopySide(Protocol):
+class CopyBackend(Protocol):
     """Interface to the device or stream on which copies run in parallel with the engine's own work."""
 
     def enter_thread(self) -> None:
         """Set the device of the calling thread. Call this before anything else in that thread."""
 
     def mark(self) -> Any:
-        """Return a mark for the current position in the engine's work, as an argument for `after`."""
+        """Return a mark for the current position in the engine's work, as an argument for `start_after`."""
 
-    def after(self, mark: Any) -> AbstractContextManager[None]:
+    def start_after(self, mark: Any) -> AbstractContextManager[None]:
         """Return a context. Copies that start within the context begin after the engine's work has reached
         `mark`."""
 
-    def begun(self) -> Any:
-        """Return an event that occurs when all copies that have been started within `after` have
+    def record_end(self) -> Any:
+        """Return an event that occurs when all copies that have been started within `start_after` have
         completed."""
 
     def wait(self, end: Any) -> None:
-        """Wait for the event `end`, which `begun` returned."""
+        """Wait for the event `end`, which `record_end` returned."""
 
-    def done(self, end: Any) -> bool:
-        """Return whether the event `end`, which `begun` returned, has occurred."""
+    def is_done(self, end: Any) -> bool:
+        """Return whether the event `end`, which `record_end` returned, has occurred."""
 
-    def host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def allocate_host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Allocate host memory that the device can access directly."""
 
 
-class CpuSide:
+class CpuBackend:
     """Synchronous copies, for a device without streams."""
 
     def enter_thread(self) -> None:
@@ -96,23 +96,23 @@ class CpuSide:
         return None
 
     @contextmanager
-    def after(self, mark: None) -> Iterator[None]:
+    def start_after(self, mark: None) -> Iterator[None]:
         yield
 
-    def begun(self) -> None:
+    def record_end(self) -> None:
         return None
 
     def wait(self, end: None) -> None:
         """Do nothing, because copies are synchronous."""
 
-    def done(self, end: None) -> bool:
+    def is_done(self, end: None) -> bool:
         return True
 
-    def host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def allocate_host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
 
 
-class CudaSide:
+class CudaBackend:
     """Asynchronous copies on a separate CUDA stream. `mark` returns an event on the engine's stream."""
 
     def __init__(self, device: torch.device, *, urgent: bool = False) -> None:
@@ -131,12 +131,12 @@ class CudaSide:
         return event
 
     @contextmanager
-    def after(self, mark: torch.cuda.Event) -> Iterator[None]:
+    def start_after(self, mark: torch.cuda.Event) -> Iterator[None]:
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(mark)
             yield
 
-    def begun(self) -> torch.cuda.Event:
+    def record_end(self) -> torch.cuda.Event:
         # With a blocking event, the waiting thread sleeps and does not occupy a core that the engine needs.
         event = torch.cuda.Event(blocking=True)
         event.record(self._stream)
@@ -145,10 +145,10 @@ class CudaSide:
     def wait(self, end: torch.cuda.Event) -> None:
         end.synchronize()
 
-    def done(self, end: torch.cuda.Event) -> bool:
+    def is_done(self, end: torch.cuda.Event) -> bool:
         return end.query()
 
-    def host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def allocate_host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
 
@@ -156,25 +156,25 @@ class TokenIndex:
     """Buffers for the block and slot numbers of a slab's tokens, on the host and on the device. They are
     allocated on first use and reused."""
 
-    def __init__(self, side: CopySide, tokens: int) -> None:
+    def __init__(self, backend: CopyBackend, tokens: int) -> None:
         """Prepare buffers for at most `tokens` tokens."""
-        self._side, self._tokens = side, tokens
-        self._there: torch.Tensor | None = None
+        self._backend, self._tokens = backend, tokens
+        self._device_buffer: torch.Tensor | None = None
 
     @cached_property
-    def _here(self) -> torch.Tensor:
-        return self._side.host((2 * self._tokens,), torch.int64)
+    def _host_buffer(self) -> torch.Tensor:
+        return self._backend.allocate_host((2 * self._tokens,), torch.int64)
 
     def send(
-        self, blocks: NDArray[np.int64], slots: NDArray[np.int64], to: torch.device
+        self, blocks: NDArray[np.int64], slots: NDArray[np.int64], device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy the block and slot numbers of n tokens to the device, and return both as tensors of shape
-        (n,). Call this within `CopySide.after`. Do not call it again until the slab's copies have
+        (n,). Call this within `CopyBackend.start_after`. Do not call it again until the slab's copies have
         completed."""
-        if self._there is None:
-            self._there = torch.empty_like(self._here, device=to)
-        n, there = len(blocks), self._there
-        here = self._here[: 2 * n]
+        if self._device_buffer is None:
+            self._device_buffer = torch.empty_like(self._host_buffer, device=device)
+        n, there = len(blocks), self._device_buffer
+        here = self._host_buffer[: 2 * n]
         here.copy_(torch.from_numpy(np.concatenate([blocks, slots])))
         there[: 2 * n].copy_(here, non_blocking=True)
         return there[:n], there[n : 2 * n]

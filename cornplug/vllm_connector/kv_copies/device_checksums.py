@@ -23,7 +23,7 @@ from triton import language as tl
 BLOCK_BYTES: Final = 1024
 """Size in bytes of an XXH3 block. A segment's size must be a multiple of this size. All but the smallest
 layers meet this condition."""
-STATE: Final = 8
+STATE_WORDS: Final = 8
 """Number of 64-bit words that the kernels compute for each segment."""
 _SECRET: Final = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
@@ -101,7 +101,7 @@ class DeviceChecksums:
 
     def begin(self, data: torch.Tensor, segment_bytes: int) -> torch.Tensor:
         """Start to compute checksums, and return words of shape (segments, STATE) on the device, which
-        `folded` converts to checksums.
+        `fold_checksums` converts to checksums.
 
         `data` is contiguous and holds segments of `segment_bytes` bytes, a multiple of BLOCK_BYTES.
         """
@@ -109,25 +109,25 @@ class DeviceChecksums:
         blocks = segment_bytes // BLOCK_BYTES
         total = words.numel() * 8 // BLOCK_BYTES
         sums = torch.empty(total * _LANES, dtype=torch.int64, device=data.device)
-        state = torch.empty(total // blocks, STATE, dtype=torch.int64, device=data.device)
+        state = torch.empty(total // blocks, STATE_WORDS, dtype=torch.int64, device=data.device)
         self._sum[(-(-total // self.ROWS),)](words, self._keys, sums, blocks, total, ROWS=self.ROWS)
         self._chain[(total // blocks,)](sums, self._keys, state, blocks, num_warps=1)
         return state
 
 
-def folded(state: torch.Tensor, segment_bytes: int) -> list[int]:
+def fold_checksums(state: torch.Tensor, segment_bytes: int) -> list[int]:
     """Return one checksum per segment. `state` has shape (segments, STATE) and contains the words from
     `DeviceChecksums.begin`, copied to the host. Each segment has `segment_bytes` bytes."""
     mixed = state.numpy().view(np.uint64) ^ _MERGE_KEYS
     start = np.array([segment_bytes * _PRIMES_64[0] & _MASK_64], np.uint64)
-    digest = start + _multiplied(mixed[:, ::2], mixed[:, 1::2]).sum(axis=1, dtype=np.uint64)
+    digest = start + _multiply_fold(mixed[:, ::2], mixed[:, 1::2]).sum(axis=1, dtype=np.uint64)
     digest ^= digest >> np.uint64(37)
     digest *= np.uint64(0x165667919E3779F9)
     found: list[int] = (digest ^ (digest >> np.uint64(32))).tolist()
     return found
 
 
-def _multiplied(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _multiply_fold(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Multiply two arrays of 64-bit words, and return the low word xor the high word of each 128-bit
     product."""
     half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
@@ -155,4 +155,4 @@ def _key_table() -> NDArray[np.int64]:
     return np.array(rows, np.uint64).ravel().view(np.int64)
 
 
-_MERGE_KEYS: Final = np.array(_secret_words([11 + 8 * i for i in range(STATE)]), np.uint64)
+_MERGE_KEYS: Final = np.array(_secret_words([11 + 8 * i for i in range(STATE_WORDS)]), np.uint64)

@@ -48,7 +48,7 @@ def test_che_uniform_popularity_hits_cached_share() -> None:
 
 def test_che_bins_match_exact_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     binned = cache_sizes.lru_hit_rate(60_000, 0.8, 9_000)
-    monkeypatch.setattr(cache_sizes, "_EACH", 60_000)
+    monkeypatch.setattr(cache_sizes, "_ITEMS_WITH_OWN_BIN", 60_000)
     cache_sizes.lru_hit_rate.cache_clear()
     assert binned == pytest.approx(cache_sizes.lru_hit_rate(60_000, 0.8, 9_000), abs=1e-4)
 

@@ -7,9 +7,9 @@ from planner.made_inputs import two_apps
 
 from cornplug.planner.candidates.timed_configs import (
     corrected_times,
-    corrections_by_place,
+    corrections_by_key,
     merged_corrections,
-    place,
+    profile_key,
 )
 from cornplug.planner.pipeline.formulate import formulate
 from cornplug.planner.plan import TimesCorrection
@@ -59,9 +59,9 @@ def test_formulate_correction_lowers_capacity_of_its_footprint_only() -> None:
         if name in slower.cells and slower.cells[name].cell.capacity != spec.cell.capacity
     }
     assert changed
-    at = set(corrections_by_place([correction("H100", 1, 1, "fp8")]))
+    at = set(corrections_by_key([correction("H100", 1, 1, "fp8")]))
     for name in changed:
         spec = plain.cells[name]
-        assert place(spec.service, spec.footprint) in at
+        assert profile_key(spec.service, spec.footprint) in at
         for u, rate in slower.cells[name].cell.capacity.items():
             assert rate < spec.cell.capacity[u]

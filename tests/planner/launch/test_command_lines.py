@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from cornplug.config import load
-from cornplug.encoder_service.server_flags import parser as encoder_parser
+from cornplug.encoder_service.server_flags import build_parser as encoder_parser
 from cornplug.errors import ConfigError
 from cornplug.planner.launch.command_lines import LaunchCommand, commands, name_of
 from cornplug.planner.launch.command_list import write

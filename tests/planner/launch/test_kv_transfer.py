@@ -65,8 +65,8 @@ def test_buffer_bytes_any_geometry_are_least_that_fits(
 
 def test_vllm_together_two_connectors_become_multi_connector() -> None:
     nixl = kv_transfer.vllm_config("P", "nixl")
-    assert kv_transfer.vllm_together(nixl) == nixl
-    both = kv_transfer.vllm_together(nixl, {"kv_connector": "CornplugConnector"})
+    assert kv_transfer.combine_vllm_connectors(nixl) == nixl
+    both = kv_transfer.combine_vllm_connectors(nixl, {"kv_connector": "CornplugConnector"})
     assert both["kv_connector"] == "MultiConnector"
     assert [c["kv_connector"] for c in both["kv_connector_extra_config"]["connectors"]] == [
         "NixlConnector",

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from cornplug.planner.inputs.field_types import RouterPolicy
-from cornplug.planner.launch.addresses import sites
+from cornplug.planner.launch.addresses import replica_addresses
 from cornplug.planner.launch.command_lines import LaunchCommand, commands, files
 from cornplug.planner.launch.routers import routers
 from cornplug.planner.plan import Plan, PlanRoute, QueueForecast, RouteStage
@@ -209,7 +209,7 @@ def test_routers_pairs_of_two_engines_stay_apart() -> None:
             ],
         }
     )
-    made = routers(mixed, sites(mixed), transfer="nixl")
+    made = routers(mixed, replica_addresses(mixed), transfer="nixl")
     assert {router.pool.engine for router in made} == {"vllm", "sglang"}
     for router in made:
         assert all(name.startswith(router.pool.engine) for name in router.pool.groups)

@@ -130,11 +130,11 @@ def test_rounds_find_the_optimum_and_never_bound_beyond_it(pool: OptimizationPro
     best = Incumbent(model, money, SolverLimits(0.001, 20.0, work=20.0), seen.append)
     bounds_before = {name: (x.lowBound, x.upBound) for name, x in model.x.items()}
     parts = [milp.build(subproblem(pool, part)) for part in service_groups(pool)]
-    decomposition.rounds(best, parts, money + 0.1 * lpSum(model.x.values()))
+    decomposition.run_rounds(best, parts, money + 0.1 * lpSum(model.x.values()))
     assert exact - 1e-6 <= best.dollars <= 1.03 * exact
     assert {name: (x.lowBound, x.upBound) for name, x in model.x.items()} == bounds_before
     best.improve(money, 1.0)
-    assert (best.run().status, best.dollars) == ("optimal", pytest.approx(exact, rel=1e-3))
+    assert (best.combined_run().status, best.dollars) == ("optimal", pytest.approx(exact, rel=1e-3))
     assert best.bound <= exact + 1e-6
     costs = [p.incumbent for p in seen if p.incumbent is not None]
     bounds = [p.bound for p in seen if p.bound is not None]
@@ -149,7 +149,7 @@ def test_rounds_at_other_prices_bound_as_truly(pool: OptimizationProblem) -> Non
     model = milp.build(pool)
     money = objectives.cost_objective(model).expression
     best = Incumbent(model, money, SolverLimits(0.0, 20.0, work=2.0), None)
-    decomposition.rounds(
+    decomposition.run_rounds(
         best, [milp.build(subproblem(pool, part)) for part in service_groups(pool)], 1.1 * money
     )
     assert best.bound <= exact + 1e-6

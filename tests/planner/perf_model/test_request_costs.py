@@ -13,8 +13,8 @@ from cornplug.planner.simulator.stations import Station
 from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
 
 STEPS = EngineStepTimes(
-    PiecewiseCurve.through([1, 100, 400], [0.01, 0.02, 0.1]),
-    PiecewiseCurve.through([1, 8], [0.01, 0.02]),
+    PiecewiseCurve.from_points([1, 100, 400], [0.01, 0.02, 0.1]),
+    PiecewiseCurve.from_points([1, 8], [0.01, 0.02]),
     kv_token_s=1e-6,
 )
 DRAWS = st.lists(
@@ -40,7 +40,7 @@ def test_request_costs_of_lone_request_match_simulator(
         1,
         tasks,
         steps=STEPS,
-        encode=PiecewiseCurve.through([1000], [0.1]),
+        encode=PiecewiseCurve.from_points([1000], [0.1]),
         generate=PiecewiseCurve.line(0.1, 1.0) if "G" in tasks else None,
         chunk_tokens=chunk,
         max_patches=1000,

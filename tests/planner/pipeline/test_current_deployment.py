@@ -45,7 +45,7 @@ def test_adopt_current_other_tier_of_same_process_is_free() -> None:
     taken, known = current_deployment.adopt_current(pool, cells, ChangeRules(plan="x"), plan, now=1e9)
     one, other = cells
     assert taken.current is not None
-    assert taken.current.free == {(one, other), (other, one)}
+    assert taken.current.free_switches == {(one, other), (other, one)}
     assert known[one].cell.switches_with == (other,)
     assert sum(taken.current.replicas.values()) == 1
     # $3.67 an hour for 300 s
@@ -71,8 +71,8 @@ def test_keep_current_running_dominated_cell_is_kept() -> None:
 
 def test_limited_to_known_cells_drops_others() -> None:
     runs = CurrentState({"a": 2, "b": 1}, {"b": 1})
-    assert current_deployment.limited_to(runs, ["a"]) == CurrentState({"a": 2}, {})
-    assert current_deployment.limited_to(None, ["a"]) is None
+    assert current_deployment.limit_to_cells(runs, ["a"]) == CurrentState({"a": 2}, {})
+    assert current_deployment.limit_to_cells(None, ["a"]) is None
 
 
 @pytest.mark.parametrize(("free", "changes"), [(True, 0), (False, 1)])
@@ -90,7 +90,7 @@ def test_current_deployment_free_switch_is_outside_change_budget(free: bool, cha
             start_cost={"tight": 2.0},
             switch_cost=0.5,
             max_changes=changes,
-            free=frozenset({("loose", "tight")}) if free else frozenset(),
+            free_switches=frozenset({("loose", "tight")}) if free else frozenset(),
         ),
     )
     found = milp.solve(pool, EXACT)

@@ -41,7 +41,7 @@ def test_with_hours_plan_carries_highest_and_gives_back_the_rest() -> None:
     assert plan.cost_per_hour == 8.0
     assert [h.nodes["h"] for h in plan.hours] == [1] * 8 + [8] * 12 + [3] * 4
     assert [h.cost_per_hour for h in plan.hours] == NIGHT_AND_DAY
-    assert [(p.hours, p.runs, p.given_back) for p in formatting.day_parts(plan)] == [
+    assert [(p.hours, p.needed, p.releasable) for p in formatting.day_parts(plan)] == [
         ("00 to 08 h", "1 × h", "7 × h"),
         ("08 to 20 h", "8 × h", "–"),
         ("20 to 24 h", "3 × h", "5 × h"),

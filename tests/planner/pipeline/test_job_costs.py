@@ -12,14 +12,14 @@ from rich.console import Console
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs import toml_reader
 from cornplug.planner.inputs.schema import PlanInput
-from cornplug.planner.inputs.slo import SENT
+from cornplug.planner.inputs.slo import SEND_SHARE
 from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.report import plan_folder, terminal
 
 from ..sample_input import given
 
 HOURS = 8.0
-FOUR_A_SECOND = round(4 * SENT * 3600 * HOURS)
+FOUR_A_SECOND = round(4 * SEND_SHARE * 3600 * HOURS)
 """112,896 requests."""
 RULES = {"n_plus_one": False, "simulate": False, "use_idle_gpus": False, "max_utilisation": 1.0}
 
@@ -75,7 +75,7 @@ def test_job_is_done_when_its_last_answer_is() -> None:
     assert job is not None
     assert job.done_hours is not None
     assert forecast.e2e.p99 is not None
-    assert job.done_hours == pytest.approx(SENT * HOURS + forecast.e2e.p99 / 3600, rel=1e-6)
+    assert job.done_hours == pytest.approx(SEND_SHARE * HOURS + forecast.e2e.p99 / 3600, rel=1e-6)
     assert job.done_hours < HOURS
     (bound,) = forecast.slo_also
     assert (bound.percentile, bound.e2e_s) == ("p99", pytest.approx(0.02 * HOURS * 3600))

@@ -37,7 +37,7 @@ def test_arrivals_bursty_process_starts_at_mean_rate() -> None:
 
 
 def test_evenly_draws_each_as_often_as_any_other() -> None:
-    got = traffic.evenly(7, 24, np.random.default_rng(0))
+    got = traffic.sample_evenly(7, 24, np.random.default_rng(0))
     assert sorted(np.bincount(got, minlength=7)) == [3, 3, 3, 3, 4, 4, 4]
     assert sorted(got) != list(got)
-    assert len(traffic.evenly(7, 0, np.random.default_rng(0))) == 0
+    assert len(traffic.sample_evenly(7, 0, np.random.default_rng(0))) == 0

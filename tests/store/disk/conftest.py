@@ -33,7 +33,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
     opened, scan = Event(), SegmentFiles.scan
 
     def slow(files: SegmentFiles, segment: int) -> Iterator[FoundRecord | None]:
-        if segment != files.existing()[-1][0]:
+        if segment != files.list_segments()[-1][0]:
             while not opened.is_set():
                 time.sleep(1e-3)
                 yield None
