@@ -42,8 +42,8 @@ from cornplug.config import EncoderConfig
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.executor import BatchResult, EncodeBatch, InProcessExecutor
 from cornplug.encoder_service.execution.result_cache import ResultCache
+from cornplug.encoder_service.http.access_control import DrainState
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.http.drain import DrainState
 from cornplug.encoder_service.media import image
 from cornplug.encoder_service.media.image import RgbPixels
 from cornplug.encoder_service.model_registry import LoadedModel, ModelRegistry

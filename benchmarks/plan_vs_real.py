@@ -28,7 +28,7 @@ from driver.stage import options
 from driver.two_cores import APPS, GPU, OUTPUT_TOKENS, App, Profiles, plan_input
 
 from cornplug.planner.launch import launcher
-from cornplug.planner.launch.command_process import CommandProcess
+from cornplug.planner.launch.launcher import CommandProcess
 from cornplug.planner.plan import Plan, ReplicaGroup
 from devkit.checkpoints import CLIP_L_336
 

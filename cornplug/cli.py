@@ -31,15 +31,11 @@ COMMANDS: Mapping[str, CliCommand] = {
     ),
     "plan": CliCommand("cornplug.planner.plan_command:main", "compute a deployment from SLOs and prices"),
     "launch": CliCommand("cornplug.commands.launch_command:main", "run an apps file or a plan on this host"),
-    "replan": CliCommand(
-        "cornplug.planner.replan.replan_command:main", "compare the observed load with a plan"
-    ),
+    "replan": CliCommand("cornplug.planner.replan_command:main", "compare the observed load with a plan"),
     "replay": CliCommand(
         "cornplug.replay:main", "simulate stores of other sizes or rules with a recorded trace"
     ),
-    "profile": CliCommand(
-        "cornplug.planner.profiler.profile_command:main", "measure a component on this host"
-    ),
+    "profile": CliCommand("cornplug.planner.profile_command:main", "measure a component on this host"),
     "fingerprint": CliCommand(
         "cornplug.commands.fingerprint:main", "print fingerprints of checkpoints and the parts they share"
     ),

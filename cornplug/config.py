@@ -6,7 +6,7 @@ other relative path is relative to the working directory.
 
 Every setting is read here. Three other modules read CORNPLUG_* variables that are not settings:
 `sglang_hooks/activation.py` (variables that SGLang's processes pass to their children),
-`planner/launch/command_process.py` (paths of programs in other environments) and `private_paths.py` (folder
+`planner/launch/launcher.py` (paths of programs in other environments) and `private_paths.py` (folder
 for sockets).
 
 The docstring of a setting is its entry in `docs/configuration.md`, which `script/docs` writes.

@@ -12,12 +12,12 @@ from typing import Any, Final
 
 import msgspec
 
-from cornplug.encoder_service.wire.handshake import ServiceHandshake
 from cornplug.encoder_service.wire.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     DescribeReply,
     EncodeReply,
+    ServiceHandshake,
     WireTensor,
 )
 from cornplug.local_socket import encode_frame, receive_frame

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from reference_docs import metrics, troubleshooting
 
-from cornplug.planner.replan import observed_load
+from cornplug.planner import observed_load
 from cornplug.planner.report import plan_folder
 
 TREE = Path(__file__).parents[1]

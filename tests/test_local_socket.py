@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from cornplug import local_socket
-from cornplug.encoder_service.wire import handshake
+from cornplug.encoder_service.wire import messages
 from cornplug.encoder_service.wire.messages import DescribeRequest
 from cornplug.errors import ConfigError, ProtocolError, SocketInUse
 from cornplug.local_socket import (
@@ -92,9 +92,9 @@ STORE = {
     "RequestFault": (store_messages.RequestFault("why"), 7),
 }
 ENCODER: dict[str, msgspec.Struct] = {  # the version is a field: another one changes one byte
-    "EngineHello": handshake.EngineHello(version=2, nonce=NONCE),
-    "ServiceChallenge": handshake.ServiceChallenge(version=2, nonce=b"m" * 32, proof=PROOF),
-    "EngineProof": handshake.EngineProof(proof=PROOF),
+    "EngineHello": messages.EngineHello(version=2, nonce=NONCE),
+    "ServiceChallenge": messages.ServiceChallenge(version=2, nonce=b"m" * 32, proof=PROOF),
+    "EngineProof": messages.EngineProof(proof=PROOF),
     "DescribeRequest": DescribeRequest(version=2),
 }
 

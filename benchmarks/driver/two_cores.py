@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from cornplug.planner.inputs import profile_tables
-from cornplug.planner.simulator.step_times import PiecewiseCurve
+from cornplug.planner.perf_model.engine_spec import PiecewiseCurve
 
 GPU: Final = "cpu-core"
 IMAGE_TOKENS: Final = 256

@@ -27,9 +27,8 @@ from cornplug.store.base import Leases, PayloadLocation, encode_location
 from cornplug.vllm_connector.kv.metadata import PageLoad, PageSave, PageWrite
 from cornplug.vllm_connector.kv.worker import KVWorker
 from cornplug.vllm_connector.kv_copies import block_copies
-from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies
+from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, CopyBackend, CpuBackend
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes
-from cornplug.vllm_connector.kv_copies.copy_sides import CopyBackend, CpuBackend
 
 LAYERS, HEADS, BLOCK, PAGE = 32, 8, 16, 64
 """Llama 3 8B's cache at TP 1."""

@@ -29,7 +29,7 @@ from cornplug.encoder_service.client import endpoints
 from cornplug.encoder_service.client.retry import CircuitBreakers
 from cornplug.errors import ConfigError
 from cornplug.host import tls_context
-from cornplug.planner.replan.observed_load import PRESENT_METRICS, WAITING_METRICS
+from cornplug.planner.observed_load import PRESENT_METRICS, WAITING_METRICS
 
 INTERVAL_S: Final = 1.0
 _TIMEOUT_S: Final = 1.0

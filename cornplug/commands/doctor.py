@@ -25,7 +25,7 @@ from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import CheckpointError, ConfigError, EncoderError, EncoderUnavailable, StoreError
 from cornplug.private_paths import folder_problem, read_secret, secret_problem
 from cornplug.store.arena import choose_store_size, host_memory
-from cornplug.store.backends import is_host_store, open_store
+from cornplug.store.client import is_host_store, open_store
 from cornplug.store.store_stats import StoreStat
 
 _REPLY_TIMEOUT_S = 2.0

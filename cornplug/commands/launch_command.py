@@ -24,21 +24,28 @@ from rich.table import Table
 
 from cornplug.apps import AppsFile, deployment_of
 from cornplug.errors import ProcessFailed
-from cornplug.planner.launch.command_lines import LaunchCommand, name_of
-from cornplug.planner.launch.command_list import shell_line
-from cornplug.planner.launch.command_process import READY_S, CommandProcess, RestartPolicy
-from cornplug.planner.launch.encoder_links import common_secret
-from cornplug.planner.launch.launcher import CommandSelection, local_commands, run_commands
+from cornplug.planner.launch.command_lines import LaunchCommand, name_of, shell_line
+from cornplug.planner.launch.connections import common_secret
+from cornplug.planner.launch.launcher import (
+    READY_S,
+    CommandProcess,
+    CommandSelection,
+    RestartPolicy,
+    local_commands,
+    run_commands,
+)
 from cornplug.planner.launch.session import (
     CURRENT_PLAN_FILE,
     ControlSocket,
     LaunchSession,
     LaunchWaits,
+    RenderCommands,
     RunFolder,
+    Transition,
     control_socket,
     send_deployment,
+    transition,
 )
-from cornplug.planner.launch.transition import RenderCommands, Transition, transition
 from cornplug.planner.plan import Deployment, PlannedApplication
 from cornplug.private_paths import runtime_dir
 from cornplug.processes import ManagedProcess

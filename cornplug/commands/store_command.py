@@ -15,8 +15,8 @@ import msgspec
 
 from cornplug import config
 from cornplug.errors import ConfigError, StoreUnavailable
-from cornplug.store.backends import is_host_store, open_store
 from cornplug.store.base import PurgeCount, PurgeRule, Store
+from cornplug.store.client import is_host_store, open_store
 
 REPLY_TIMEOUT_S: Final = 2.0
 _UNITS_S: Final = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}

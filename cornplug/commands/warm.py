@@ -25,8 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from cornplug import config
-from cornplug.commands.warm_engine import StoreCounts, WarmedEngine
-from cornplug.commands.warm_file import LineError, WarmLine, read_warm_file
+from cornplug.commands.warm_engine import LineError, StoreCounts, WarmedEngine, WarmLine, read_warm_file
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.encoder_service.client.sync_client import EncoderClient
 from cornplug.encoder_service.wire.messages import DECODINGS, DEFAULT_DECODING, Decoding

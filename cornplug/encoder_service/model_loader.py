@@ -26,8 +26,14 @@ from cornplug import identity
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service import towers
-from cornplug.encoder_service.towers.base import Projector, Tower, TowerInput, TowerItem, float_dtype
-from cornplug.encoder_service.towers.tower_turn import between_layers
+from cornplug.encoder_service.towers.base import (
+    Projector,
+    Tower,
+    TowerInput,
+    TowerItem,
+    between_layers,
+    float_dtype,
+)
 from cornplug.encoder_service.wire.messages import ServedModality, ServedModel
 from cornplug.errors import CheckpointError
 

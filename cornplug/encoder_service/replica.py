@@ -27,7 +27,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from cornplug.encoder_service import replica_ipc
+from cornplug.encoder_service import replica_main
 from cornplug.encoder_service.execution.executor import BatchResult, EncodeBatch
 from cornplug.encoder_service.model_loader import LoadedModel
 from cornplug.errors import CheckpointError, ConfigError, ReplicaLost
@@ -64,7 +64,7 @@ class ReplicaExecutor:
         "not_started"."""
         self._settings = settings
         self._lock = threading.Lock()  # guards the control socket and the fields below
-        self._models: dict[bytes, replica_ipc.ModelSpec] = {}
+        self._models: dict[bytes, replica_main.ModelSpec] = {}
         self._process: ReplicaProcess | None = None
         self._ready = threading.Event()
         self._attempted = threading.Event()
@@ -125,17 +125,17 @@ class ReplicaExecutor:
     def load(self, models: Sequence[LoadedModel]) -> None:
         new = tuple(map(_model_spec, models))
         with self._lock:
-            answer = self._send_control(replica_ipc.LoadModel(new))
+            answer = self._send_control(replica_main.LoadModel(new))
             problem = (
                 answer.message
-                if isinstance(answer, replica_ipc.ReplicaFailed)
+                if isinstance(answer, replica_main.ReplicaFailed)
                 else answer.problem
                 if answer
                 else ""
             )
             if problem:
                 self._send_control(
-                    replica_ipc.DropModel(tuple(m.identity for m in new if m.identity not in self._models))
+                    replica_main.DropModel(tuple(m.identity for m in new if m.identity not in self._models))
                 )
                 raise CheckpointError(f"replica on {self.device}: {problem}", reason="replica")
             # A process that is not ready now will load these models when it starts.
@@ -145,7 +145,7 @@ class ReplicaExecutor:
         with self._lock:
             gone = tuple(loaded.served.identity for loaded in models)
             self._models = {k: v for k, v in self._models.items() if k not in gone}
-            self._send_control(replica_ipc.DropModel(gone))
+            self._send_control(replica_main.DropModel(gone))
 
     def close(self) -> None:
         self._closing.set()
@@ -156,8 +156,8 @@ class ReplicaExecutor:
             self._supervisor.join()
 
     def _send_control(
-        self, message: replica_ipc.LoadModel | replica_ipc.DropModel
-    ) -> replica_ipc.FromReplica | None:
+        self, message: replica_main.LoadModel | replica_main.DropModel
+    ) -> replica_main.FromReplica | None:
         """Send a control message to the process and return the reply. Return None if the process is not ready
         or does not reply."""
         process = self._process
@@ -214,19 +214,19 @@ class ReplicaExecutor:
         settings = self._settings
         try:
             answer = process.send_control(
-                replica_ipc.OpenModels(
+                replica_main.OpenModels(
                     wanted, settings.dtype, self.device, settings.threads, settings.compile
                 )
             )
         except OSError as e:
             self.problem = f"it ended or hung while it loaded: {e}"
             return False
-        self.problem = answer.message if isinstance(answer, replica_ipc.ReplicaFailed) else answer.problem
-        return isinstance(answer, replica_ipc.ReplicaReady)
+        self.problem = answer.message if isinstance(answer, replica_main.ReplicaFailed) else answer.problem
+        return isinstance(answer, replica_main.ReplicaReady)
 
 
-def _model_spec(loaded: LoadedModel) -> replica_ipc.ModelSpec:
-    return replica_ipc.ModelSpec(str(loaded.checkpoint.path), loaded.served.identity)
+def _model_spec(loaded: LoadedModel) -> replica_main.ModelSpec:
+    return replica_main.ModelSpec(str(loaded.checkpoint.path), loaded.served.identity)
 
 
 def _exit_reason(status: int) -> str:
@@ -247,7 +247,7 @@ class WorkerChannel:
     def __init__(self) -> None:
         self._sock, self._child_end = socket.socketpair()
         self._sock.settimeout(RUN_TIMEOUT_S)
-        self._inputs, self._outputs = replica_ipc.SharedBuffer.new(), replica_ipc.SharedBuffer.new()
+        self._inputs, self._outputs = replica_main.SharedBuffer.new(), replica_main.SharedBuffer.new()
         self.fds = (self._child_end.fileno(), self._inputs.fd, self._outputs.fd)
 
     def close_child_end(self) -> None:
@@ -267,17 +267,18 @@ class WorkerChannel:
         rows = iter(self._inputs.write([*tensors, *kept]))
         inputs = [tuple(next(rows) for _ in item.tensors) for item in batch.items]
         media = tuple(
-            replica_ipc.MediaTensors(
+            replica_main.MediaTensors(
                 inputs[i], item.tokens, item.geometry, None if batch.features[i] is None else next(rows)
             )
             for i, item in enumerate(batch.items)
         )
         wanted = tuple((model.identity, index) for model, index in batch.targets)
-        replica_ipc.send(
-            self._sock, replica_ipc.RunBatch(media, wanted, batch.returns_features, batch.urgent, batch.share)
+        replica_main.send(
+            self._sock,
+            replica_main.RunBatch(media, wanted, batch.returns_features, batch.urgent, batch.share),
         )
-        answer: replica_ipc.BatchReply = replica_ipc.receive(self._sock, replica_ipc.BatchReply)
-        if isinstance(answer, replica_ipc.ReplicaFailed):
+        answer: replica_main.BatchReply = replica_main.receive(self._sock, replica_main.BatchReply)
+        if isinstance(answer, replica_main.ReplicaFailed):
             raise ReplicaLost(answer.message) if answer.kind == "absent" else RuntimeError(answer.message)
         # Copy the tensors, because the next batch overwrites their memory.
         result = BatchResult(
@@ -316,13 +317,13 @@ class ReplicaProcess:
             self.idle_channels.put(channel)
 
     def send_control(
-        self, message: replica_ipc.OpenModels | replica_ipc.LoadModel | replica_ipc.DropModel
-    ) -> replica_ipc.FromReplica:
+        self, message: replica_main.OpenModels | replica_main.LoadModel | replica_main.DropModel
+    ) -> replica_main.FromReplica:
         """Send a control message and return the reply. Raises OSError if the process has ended or does not
         reply.
         """
-        replica_ipc.send(self._control, message)
-        answer: replica_ipc.FromReplica = replica_ipc.receive(self._control, replica_ipc.FromReplica)
+        replica_main.send(self._control, message)
+        answer: replica_main.FromReplica = replica_main.receive(self._control, replica_main.FromReplica)
         return answer
 
     def terminate(self) -> None:

@@ -29,8 +29,8 @@ from cornplug.config import Config, EncoderConfig, load
 from cornplug.encoder_service.access import AuditLog, check_exposure
 from cornplug.encoder_service.execution.encoder import MAX_BATCH_TOKENS, EncoderCore, EncoderLimits
 from cornplug.encoder_service.execution.result_cache import ResultCache
+from cornplug.encoder_service.http.access_control import DrainState
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.http.drain import DrainState
 from cornplug.encoder_service.http.url_fetcher import UrlRules
 from cornplug.encoder_service.model_registry import ModelRegistry, Report
 from cornplug.encoder_service.replica import (
@@ -50,7 +50,7 @@ from cornplug.local_socket import SocketClaim
 from cornplug.private_paths import read_secret
 from cornplug.qos import QosClasses
 from cornplug.store.arena import host_memory
-from cornplug.store.backends import open_store
+from cornplug.store.client import open_store
 
 HEADER_TIMEOUT_S: Final = 10.0
 """Minimum seconds after which a connection without complete request headers is closed. It is closed after at

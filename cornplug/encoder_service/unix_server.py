@@ -16,14 +16,10 @@ import msgspec
 
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.scheduling.batcher import EncodeResult
-from cornplug.encoder_service.wire.handshake import (
-    HANDSHAKE_TIMEOUT_S,
-    MAX_HANDSHAKE_BYTES,
-    ServiceHandshake,
-    UntrustedPeer,
-)
 from cornplug.encoder_service.wire.messages import (
+    HANDSHAKE_TIMEOUT_S,
     MAX_FRAME_BYTES,
+    MAX_HANDSHAKE_BYTES,
     PROTOCOL_VERSION,
     DescribeReply,
     DescribeRequest,
@@ -31,6 +27,8 @@ from cornplug.encoder_service.wire.messages import (
     EncodeRequest,
     Reply,
     Request,
+    ServiceHandshake,
+    UntrustedPeer,
 )
 from cornplug.errors import ProtocolError
 from cornplug.local_socket import encode_frame, foreign_peer_uid, read_frame, read_frame_length

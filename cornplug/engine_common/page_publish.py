@@ -12,6 +12,7 @@ from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry, PageSize
 from cornplug.metrics import Tally
+from cornplug.store.arena import align_up
 from cornplug.store.base import (
     CompletedRequest,
     PostedRequest,
@@ -20,7 +21,6 @@ from cornplug.store.base import (
     ReserveTerms,
     WriterPart,
 )
-from cornplug.store.daemon.allocator import align_up
 from cornplug.store.messages import MAX_COST_S
 
 T = TypeVar("T")

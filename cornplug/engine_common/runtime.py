@@ -14,8 +14,8 @@ from cornplug.errors import ConfigError, CornplugError, StoreUnavailable
 from cornplug.kv_page import PageSize
 from cornplug.metrics import Tally
 from cornplug.private_paths import read_secret
-from cornplug.store.backends import open_store
 from cornplug.store.base import Leases, PayloadLocation, Reservation, ReserveRefusal, ReserveTerms, Store
+from cornplug.store.client import open_store
 from cornplug.store.store_stats import StoreStat
 
 KV_PAGE: Final = "kv_page"

@@ -20,7 +20,7 @@ from typing import Final
 from cornplug.errors import ConfigError
 from cornplug.planner.candidates.replica_configs import TP_WITHOUT_NVLINK
 from cornplug.planner.inputs import gpu_catalog, toml_reader
-from cornplug.planner.inputs.component_shapes import weights_bytes
+from cornplug.planner.inputs.component_shapes import StartingModel, starting_model, weights_bytes
 from cornplug.planner.inputs.components import TP_DEGREES
 from cornplug.planner.inputs.field_types import suggest_known_name
 from cornplug.planner.inputs.gpu_catalog import GpuPrice
@@ -32,7 +32,6 @@ from cornplug.planner.inputs.schema import (
     RooflineProfile,
     TowerShape,
 )
-from cornplug.planner.known_models import StartingModel, starting_model
 from cornplug.planner.perf_model.roofline import compute_efficiency
 
 _MODEL_LEN: Final = 8192

@@ -10,6 +10,14 @@ map it read-only. Each reservation has a slot in the table. The slot contains th
 memory as long as writers may write it. The store cannot revoke the mapping of a late writer, which may be
 another process than the one that reserved. `view` therefore checks the slot first. A writer that passes the
 check can finish its write during the quarantine.
+
+`ArenaAllocator` allocates 64-byte aligned extents of the arena in segregated size classes, and coalesces them
+when they are freed. Free extents are in a two-level table (powers of two, with eight steps each, as in TLSF),
+so an allocation costs the same with ten or a hundred thousand holes. The allocator computes with offsets and
+sizes, and accesses no memory.
+
+    |<-- extent -->|<- free ->|<------ extent ------>|<------ free ------>| end
+    0                                                                     end_bytes
 """
 
 from __future__ import annotations
@@ -21,6 +29,7 @@ import logging
 import mmap
 import os
 import secrets
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -42,6 +51,11 @@ _MFD_NOEXEC_SEAL: Final = 8
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _log = logging.getLogger("cornplug.store")
 _REMEDY: Final = "Reduce store.size_bytes (--size), or add memory to this host or container."
+ALIGN: Final = 64
+_STEP_BITS: Final = 3
+_SCAN_LIMIT: Final = 64
+"""Maximum number of holes that an allocation examines in its own size class, whose holes may be too small.
+Examining more holes would make a batch miss its deadline."""
 
 
 def create_sealed_memory(name: str, size_bytes: int, *, others_write: bool) -> tuple[int, mmap.mmap]:
@@ -115,10 +129,6 @@ class MappedFences:
         return _is_writable(self._table, location)
 
 
-def _is_writable(table: memoryview, location: PayloadLocation) -> bool:
-    return 0 <= location.fence < FENCE_SLOTS and table[location.fence] == location.generation
-
-
 class MemoryLimit(NamedTuple):
     """Memory limit of this host or of a cgroup."""
 
@@ -134,48 +144,6 @@ def host_memory(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> MemoryLimit:
 
     Raises OSError if /proc is not mounted."""
     return min([_host_limit(proc), *_cgroup_limits(proc, cgroups)], key=lambda memory: memory.available_bytes)
-
-
-def _host_limit(proc: Path) -> MemoryLimit:
-    found = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines() if ":" in line)
-    total, available = (int(found[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
-    return MemoryLimit(total, available, "this host's memory")
-
-
-def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[MemoryLimit]:
-    for line in (proc / "self" / "cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            # Processes beyond "high" are not killed, but their allocations are slowed down.
-            for limit in ("memory.max", "memory.high"):
-                yield from _walk_cgroups(cgroups, path, limit, "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _walk_cgroups(cgroups / "memory", path, *names)
-
-
-def _walk_cgroups(root: Path, path: str, limit: str, usage: str, cache: str) -> Iterator[MemoryLimit]:
-    """Yield the limits of a cgroup and of the cgroups that contain it. In a container, `path` may be the
-    cgroup's path on the host. Then only the root is visible, which is the container's own cgroup."""
-    at = root / path.lstrip("/")
-    for group in [at, *at.parents]:
-        # "No limit" is the text "max" in version 2, and the largest number of pages in version 1.
-        with contextlib.suppress(OSError, ValueError):
-            total = int((group / limit).read_text())
-            used = int((group / usage).read_text())
-            if total < 1 << 60:
-                spare = _read_field(group / "memory.stat", cache)
-                yield MemoryLimit(total, max(0, total - used + spare), f"the limit of cgroup {group}")
-        if group == root:
-            return
-
-
-def _read_field(path: Path, name: str) -> int:
-    for line in path.read_text().splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            return int(value)
-    return 0
 
 
 def choose_store_size(size_bytes: int | None, *, clamp: bool, memory: MemoryLimit | None = None) -> int:
@@ -206,11 +174,6 @@ def choose_store_size(size_bytes: int | None, *, clamp: bool, memory: MemoryLimi
         return free // 2
     problem = f"the store needs {size_bytes >> 20} MiB, but {memory.limit_name} has {free >> 20} MiB left"
     raise ConfigError("store.size_bytes", problem, _REMEDY)
-
-
-def _headroom_bytes(memory: MemoryLimit) -> int:
-    """Return the number of bytes that a store leaves free, so that the kernel does not kill processes."""
-    return memory.total_bytes // 20
 
 
 class SharedArena:
@@ -267,16 +230,6 @@ class SharedArena:
         os.close(self.fd)
 
 
-def _create_memfd() -> int:
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    try:
-        return os.memfd_create("cornplug-store", flags | _MFD_NOEXEC_SEAL)
-    except OSError as e:
-        if e.errno != errno.EINVAL:
-            raise
-        return os.memfd_create("cornplug-store", flags)  # Linux before 6.3
-
-
 class MappedArena:
     """A client's map of the whole arena. Pages become available as the daemon allocates them."""
 
@@ -302,3 +255,167 @@ class MappedArena:
         """Return bytes of the arena, without checking which entry they belong to."""
         view = memoryview(self._map)[offset : offset + size]
         return view if writable else view.toreadonly()
+
+
+def align_up(size_bytes: int) -> int:
+    """Return the number of bytes that a payload takes in the arena. This is its size rounded up to a multiple
+    of 64, and at least 64."""
+    return max(ALIGN, (size_bytes + ALIGN - 1) & -ALIGN)
+
+
+class ArenaAllocator:
+    """Allocator of extents in [0, end_bytes). Sizes are multiples of 64."""
+
+    def __init__(self) -> None:
+        self.end_bytes = 0
+        self.free_bytes = 0
+        self._size_at: dict[int, int] = {}
+        self._start_of_end: dict[int, int] = {}
+        # These are ordered dicts, because finding the first key of a dict takes time for each key that was
+        # removed before it.
+        self._classes: list[OrderedDict[int, None]] = []
+        self._nonempty_classes = 0
+
+    def extend(self, size_bytes: int) -> None:
+        """Add `size_bytes` of free memory at the end of the arena. Does nothing for 0."""
+        if not size_bytes:
+            return
+        start = self.end_bytes
+        self.end_bytes += size_bytes
+        self.free(start, size_bytes)
+
+    def allocate(self, size_bytes: int) -> int | None:
+        """Return the offset of an extent of exactly `size_bytes`, or None if no hole is large enough."""
+        start = self._find_hole(size_bytes)
+        if start is None:
+            return None
+        hole = self._remove_hole(start)
+        if hole > size_bytes:
+            self._add_hole(start + size_bytes, hole - size_bytes)
+        return start
+
+    def free(self, start: int, size_bytes: int) -> None:
+        """Free an extent, and merge it with the holes on both sides."""
+        end = start + size_bytes
+        if end in self._size_at:
+            end += self._remove_hole(end)
+        before = self._start_of_end.get(start)
+        if before is not None:
+            self._remove_hole(before)
+            start = before
+        self._add_hole(start, end - start)
+
+    def hole_ending_at(self, end: int) -> int:
+        """Return the size of the hole that ends at this offset, or 0."""
+        start = self._start_of_end.get(end)
+        return 0 if start is None else end - start
+
+    def hole_at(self, start: int) -> int:
+        """Return the size of the hole that begins at this offset, or 0."""
+        return self._size_at.get(start, 0)
+
+    def holes(self) -> list[tuple[int, int]]:
+        """Return (offset, size) of all holes, by offset. For tests and diagnosis."""
+        return sorted(self._size_at.items())
+
+    def _find_hole(self, size_bytes: int) -> int | None:
+        own = _size_class(size_bytes)
+        # Any hole of a higher class fits, so no search is needed there.
+        higher = self._nonempty_classes >> (own + 1)
+        if higher:
+            index = own + 1 + (higher & -higher).bit_length() - 1
+            return next(iter(self._classes[index]))
+        if self._nonempty_classes >> own & 1:
+            for _, start in zip(range(_SCAN_LIMIT), self._classes[own], strict=False):
+                if self._size_at[start] >= size_bytes:
+                    return start
+        return None
+
+    def _add_hole(self, start: int, size_bytes: int) -> None:
+        index = _size_class(size_bytes)
+        while len(self._classes) <= index:
+            self._classes.append(OrderedDict())
+        self._classes[index][start] = None
+        self._nonempty_classes |= 1 << index
+        self._size_at[start] = size_bytes
+        self._start_of_end[start + size_bytes] = start
+        self.free_bytes += size_bytes
+
+    def _remove_hole(self, start: int) -> int:
+        size_bytes = self._size_at.pop(start)
+        del self._start_of_end[start + size_bytes]
+        index = _size_class(size_bytes)
+        del self._classes[index][start]
+        if not self._classes[index]:
+            self._nonempty_classes &= ~(1 << index)
+        self.free_bytes -= size_bytes
+        return size_bytes
+
+
+def _is_writable(table: memoryview, location: PayloadLocation) -> bool:
+    return 0 <= location.fence < FENCE_SLOTS and table[location.fence] == location.generation
+
+
+def _host_limit(proc: Path) -> MemoryLimit:
+    found = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines() if ":" in line)
+    total, available = (int(found[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
+    return MemoryLimit(total, available, "this host's memory")
+
+
+def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[MemoryLimit]:
+    for line in (proc / "self" / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            # Processes beyond "high" are not killed, but their allocations are slowed down.
+            for limit in ("memory.max", "memory.high"):
+                yield from _walk_cgroups(cgroups, path, limit, "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _walk_cgroups(cgroups / "memory", path, *names)
+
+
+def _walk_cgroups(root: Path, path: str, limit: str, usage: str, cache: str) -> Iterator[MemoryLimit]:
+    """Yield the limits of a cgroup and of the cgroups that contain it. In a container, `path` may be the
+    cgroup's path on the host. Then only the root is visible, which is the container's own cgroup."""
+    at = root / path.lstrip("/")
+    for group in [at, *at.parents]:
+        # "No limit" is the text "max" in version 2, and the largest number of pages in version 1.
+        with contextlib.suppress(OSError, ValueError):
+            total = int((group / limit).read_text())
+            used = int((group / usage).read_text())
+            if total < 1 << 60:
+                spare = _read_field(group / "memory.stat", cache)
+                yield MemoryLimit(total, max(0, total - used + spare), f"the limit of cgroup {group}")
+        if group == root:
+            return
+
+
+def _read_field(path: Path, name: str) -> int:
+    for line in path.read_text().splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
+
+
+def _headroom_bytes(memory: MemoryLimit) -> int:
+    """Return the number of bytes that a store leaves free, so that the kernel does not kill processes."""
+    return memory.total_bytes // 20
+
+
+def _create_memfd() -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create("cornplug-store", flags | _MFD_NOEXEC_SEAL)
+    except OSError as e:
+        if e.errno != errno.EINVAL:
+            raise
+        return os.memfd_create("cornplug-store", flags)  # Linux before 6.3
+
+
+def _size_class(size_bytes: int) -> int:
+    units = size_bytes // ALIGN
+    power = units.bit_length() - 1
+    if power < _STEP_BITS:
+        return units
+    return ((power - _STEP_BITS + 1) << _STEP_BITS) + (units >> (power - _STEP_BITS)) - (1 << _STEP_BITS)

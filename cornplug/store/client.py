@@ -5,11 +5,17 @@ thread tries to connect (`daemon_link.py`).
 
 `find_in_table` reads an entry from the store's table in shared memory, without a message to the daemon and
 without a lease. `FarLookups` remembers absent keys that this process has looked up in far stores.
+
+`open_store` opens the store that the setting `store.backend` selects, NAME or NAME:ADDRESS. `pool` is the
+host's store. A package provides another store with an entry point in the group `cornplug.stores`. The entry
+point is a callable with the arguments and result of `open_store`. It reads the address from
+`config.backend`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import os
 import secrets
@@ -18,10 +24,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Final
 
 from cornplug.config import StoreConfig
-from cornplug.errors import StoreUnavailable
+from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store import messages
 from cornplug.store.arena import MappedArena
 from cornplug.store.base import (
@@ -39,7 +46,7 @@ from cornplug.store.base import (
 )
 from cornplug.store.connection import DaemonConnection
 from cornplug.store.daemon_link import IDLE_EXIT_S, DaemonLink, PostedCommit, PostedReserve
-from cornplug.store.entry_table import ABSENT, PRESENT, UNLISTED, EntryRecord, MappedEntryTable
+from cornplug.store.entry_table import ABSENT, PRESENT, UNLISTED, ClientNotes, EntryRecord, MappedEntryTable
 from cornplug.store.messages import (
     check_entries,
     check_keys,
@@ -49,7 +56,6 @@ from cornplug.store.messages import (
     check_ttl,
 )
 from cornplug.store.store_stats import StoreStat
-from cornplug.store.use_notes import ClientNotes
 
 FAR_LOOKUP_INTERVAL_S: Final = 1.0
 """Minimum seconds between two lookups of the same key in far stores."""
@@ -59,6 +65,9 @@ FAR_LOOKUP_TIMEOUT_S: Final = 0.5
 _MAX_KEYS: Final = 1 << 14
 _NO_LOOKUP: Final = (-math.inf, 0)
 _UNLISTED_AS_PRESENT: Final = bytes.maketrans(bytes([UNLISTED]), bytes([PRESENT]))
+ENTRY_POINT_GROUP: Final = "cornplug.stores"
+_HOST_STORE: Final = "pool"
+_UPDATE_REMEDY: Final = "Update the package that provides it."
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +368,45 @@ class PoolStore(Store):
 
     def close(self) -> None:
         self._link.close()
+
+
+def is_host_store(config: StoreConfig) -> bool:
+    """Return whether the settings select the host's store, which has a socket, a daemon and a secret."""
+    return config.backend == _HOST_STORE
+
+
+def open_store(
+    config: StoreConfig, *, autostart: bool | None = None, connect_timeout_s: float | None = None
+) -> Store:
+    """Connect to the store selected by `store.backend`.
+
+    Args:
+        autostart: Whether to start a store if no store is running. None: use the setting.
+        connect_timeout_s: Maximum seconds that this call waits for a connection. None: the store's default.
+
+    Raises ConfigError for an unknown name or an object that is not a `Store`, and the backend's own errors
+    for settings that it rejects.
+    """
+    if is_host_store(config):
+        return PoolStore(config, autostart=autostart, connect_timeout_s=connect_timeout_s)
+    name = config.backend.partition(":")[0]
+    offered = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+    if name not in offered:
+        raise ConfigError(
+            "store.backend",
+            f"no installed package provides a store {name!r}",
+            f"Available stores: {', '.join(sorted({_HOST_STORE, *offered}))}.",
+        )
+    create = offered[name].load()
+    if inspect.isabstract(create):
+        lacks = ", ".join(sorted(create.__abstractmethods__))
+        raise ConfigError("store.backend", f"store {name!r} lacks the methods {lacks}", _UPDATE_REMEDY)
+    store = create(config, autostart=autostart, connect_timeout_s=connect_timeout_s)
+    if not isinstance(store, Store):
+        raise ConfigError(
+            "store.backend", f"store {name!r} does not inherit from cornplug.store.base.Store", _UPDATE_REMEDY
+        )
+    return store
 
 
 def _decode_leases(connection: DaemonConnection, keys: Sequence[bytes], reply: messages.LeaseReply) -> Leases:

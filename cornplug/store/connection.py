@@ -31,8 +31,7 @@ from cornplug.local_socket import foreign_peer_uid
 from cornplug.store import messages
 from cornplug.store.arena import MappedArena, MappedFences
 from cornplug.store.base import Reservation
-from cornplug.store.entry_table import MappedEntryTable
-from cornplug.store.use_notes import NO_NOTES_PAGE, ClientNotes
+from cornplug.store.entry_table import NO_NOTES_PAGE, ClientNotes, MappedEntryTable
 
 _CHUNK_BYTES: Final = 256 << 10
 _WELCOME_FDS: Final = 4

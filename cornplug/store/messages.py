@@ -121,7 +121,7 @@ class DaemonWelcome(msgspec.Struct, frozen=True, array_like=True, tag=10):
     arena_id: bytes
     capacity_bytes: int
     notes_page: int
-    """Page in which this client notes its reads (`use_notes.py`), or -1 if there is no free page. Without a
+    """Page in which this client notes its reads (`UseNotes`), or -1 if there is no free page. Without a
     page, each read needs a message."""
 
 

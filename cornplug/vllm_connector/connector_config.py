@@ -18,8 +18,7 @@ from cornplug.engine_common.shared_flags import load_settings
 from cornplug.sharing_verdict import summarize_error
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
-from cornplug.vllm_connector.media import partial_models
-from cornplug.vllm_connector.several_connectors import (
+from cornplug.vllm_connector.flags import (
     add_offloading,
     all_our_settings,
     child_connectors,
@@ -27,6 +26,7 @@ from cornplug.vllm_connector.several_connectors import (
     is_ours,
     our_settings,
 )
+from cornplug.vllm_connector.media import partial_models
 
 _RECOMPUTE_POLICY: Final = "recompute"
 _PRODUCER_ROLE: Final = "ec_producer"

@@ -27,13 +27,12 @@ from cornplug.sharing_verdict import (
     verdict_of_checks,
 )
 from cornplug.vllm_connector.connector_config import kv_refusal
-from cornplug.vllm_connector.flags import NAME
+from cornplug.vllm_connector.flags import NAME, has_ours, our_settings
 from cornplug.vllm_connector.kv.cache_geometry import checkpoint_scales, rank_slice
 from cornplug.vllm_connector.kv.page_kinds import DRAFT_PREFIX, page_kinds
 from cornplug.vllm_connector.media import mm_identifiers
 from cornplug.vllm_connector.media.encoder_requests import MEDIA_IN_WORKERS_ONLY, is_media_in_workers_only
 from cornplug.vllm_connector.model.model_config import draft_config_with_kv, kv_identity, tower_identity
-from cornplug.vllm_connector.several_connectors import has_ours, our_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

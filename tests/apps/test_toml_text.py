@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cornplug.apps.apps_file import format_toml
+from cornplug.apps.deployment import format_toml
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from cornplug import cli
 from cornplug.commands import warm, warm_engine
-from cornplug.commands.warm_file import LineError, read_warm_file
+from cornplug.commands.warm_engine import LineError, read_warm_file
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.errors import EncoderRefused
 

@@ -9,8 +9,8 @@ import httpx
 
 from cornplug.config import Config
 from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.http.access_control import DrainState
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.http.drain import DrainState
 
 from .conftest import SECRET
 

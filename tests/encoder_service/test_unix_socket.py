@@ -26,14 +26,15 @@ from cornplug.encoder_service.client.sync_client import EncoderClient
 from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.unix_server import UnixServer
-from cornplug.encoder_service.wire.handshake import EngineHandshake, ServiceChallenge
 from cornplug.encoder_service.wire.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     DescribeRequest,
     EncodeReply,
     EncodeRequest,
+    EngineHandshake,
     Reply,
+    ServiceChallenge,
 )
 from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable
 from cornplug.local_socket import SocketClaim, receive_frame

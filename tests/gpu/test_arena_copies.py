@@ -20,10 +20,14 @@ import xxhash
 
 pytest.importorskip("triton")
 
-from cornplug.vllm_connector.kv_copies.arena_copies import ArenaCopies, CopyBatch
+from cornplug.vllm_connector.kv_copies.arena_copies import (
+    ArenaCopies,
+    CopyBatch,
+    DeviceChecksums,
+    fold_checksums,
+)
+from cornplug.vllm_connector.kv_copies.block_copies import CudaBackend
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks, kernel_table
-from cornplug.vllm_connector.kv_copies.copy_sides import CudaBackend
-from cornplug.vllm_connector.kv_copies.device_checksums import DeviceChecksums, fold_checksums
 from cornplug.vllm_connector.kv_copies.layout import derive_layout
 from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory
 

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies
+from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, CudaBackend
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, kernel_table
-from cornplug.vllm_connector.kv_copies.copy_sides import CudaBackend
 from cornplug.vllm_connector.kv_copies.layout import derive_layout
 
 pytestmark = pytest.mark.gpu

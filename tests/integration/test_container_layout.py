@@ -58,7 +58,7 @@ ENGINE = """
 import json, sys
 from cornplug.commands.doctor import describe_encoder
 from cornplug.config import load
-from cornplug.store.backends import open_store
+from cornplug.store.client import open_store
 from cornplug.store.payload import get_payload
 config = load()
 models = describe_encoder(config)

@@ -15,7 +15,7 @@ from planner.plans import Case, plan
 from prometheus_client.parser import text_string_to_metric_families
 
 from cornplug.host import free_port
-from cornplug.planner.launch import addresses
+from cornplug.planner.launch import connections
 from cornplug.planner.launch.launcher import CommandSelection, local_commands, run_commands
 from devkit import checkpoints
 from devkit.engines import photos, wait_until
@@ -33,8 +33,8 @@ def embeddings_hit(url: str) -> float:
 
 def test_plan_of_two_hosts_pulls_embeddings_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both hosts are this machine; each has its own folder, store and sockets, and a copy of the secret."""
-    monkeypatch.setattr(addresses, "ENGINE_PORT", free_port())
-    monkeypatch.setattr(addresses, "ENCODER_PORT", free_port())
+    monkeypatch.setattr(connections, "ENGINE_PORT", free_port())
+    monkeypatch.setattr(connections, "ENCODER_PORT", free_port())
     monkeypatch.setenv("CORNPLUG_STORE_LOAD_WHEN", "always")
     monkeypatch.setenv("CORNPLUG_ENCODER_DEADLINE_S", "60")
     made = plan(Case("E+PD", gpu="cpu-core", hosts=2, model=str(checkpoints.qwen2_vl(tmp_path / "model"))))

@@ -296,7 +296,7 @@ def change(module):
     module.CpuSide.after = late
 """
 """Makes each copy of KV between an engine's blocks and the store begin 0.2 s late."""
-COPIES: Final = "cornplug.vllm_connector.kv_copies.copy_sides"
+COPIES: Final = "cornplug.vllm_connector.kv_copies.block_copies"
 
 
 def test_pages_saved_beside_preemptions_are_right(

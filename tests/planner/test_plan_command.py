@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from cornplug import cli
-from cornplug.planner.inputs.json_schema import plan_schema
+from cornplug.planner import plan_command
+from cornplug.planner.inputs.schema import plan_schema
 from cornplug.planner.optimizer.optimization_problem import SolveProgress
 from cornplug.planner.plan import Plan
-from cornplug.planner.report import plan_folder, terminal
+from cornplug.planner.report import plan_folder
 
 from .sample_plan import plan
 
@@ -182,7 +183,7 @@ def test_plan_command_foreign_file_is_left(tmp_path: Path) -> None:
     ],
 )
 def test_progress_line_shows_incumbent_bound_and_gap(at: SolveProgress, said: str) -> None:
-    assert terminal.solver_progress(at) == said
+    assert plan_command.solver_progress(at) == said
 
 
 def test_plan_command_schema_prints_json_schema(capsys: pytest.CaptureFixture[str]) -> None:

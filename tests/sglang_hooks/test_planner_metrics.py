@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from cornplug.planner.replan import observed_load
+from cornplug.planner import observed_load
 
 
 def test_sglang_metric_names_of_replan_exist() -> None:

@@ -12,7 +12,7 @@ from cornplug.config import StoreConfig, load
 from cornplug.encoder_service.client.endpoints import open_local_store
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import ConfigError
-from cornplug.store.backends import open_store
+from cornplug.store.client import open_store
 from cornplug.testing import StoreContract
 from cornplug.testing.store import StoreStage, contains, fill
 

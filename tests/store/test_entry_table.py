@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cornplug.errors import StoreUnavailable
 from cornplug.store.base import PayloadLocation
-from cornplug.store.daemon.entry_table_writer import EntryTableWriter
+from cornplug.store.daemon.entry_watchers import EntryTableWriter
 from cornplug.store.entry_table import (
     ABSENT,
     MAX_META_BYTES,

@@ -26,13 +26,12 @@ from cornplug.store.arena import WriteFences
 from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms
 from cornplug.store.client import PoolStore
 from cornplug.store.connection import CircuitBreaker
-from cornplug.store.daemon.entry_table_writer import EntryTableWriter
+from cornplug.store.daemon.entry_watchers import EntryTableWriter
 from cornplug.store.daemon.index import SWEEP_LIMIT, StoreIndex
 from cornplug.store.daemon.placement import MAX_EXAMINED_ENTRIES
 from cornplug.store.daemon.reservations import ExpiryBuckets, ReservationTimes
-from cornplug.store.entry_table import TableShape
+from cornplug.store.entry_table import NO_NOTES_PAGE, TableShape
 from cornplug.store.store_stats import OTHER_APPS
-from cornplug.store.use_notes import NO_NOTES_PAGE
 from cornplug.testing.store import fill, key_of, lease, reserve
 
 from .conftest import eventually

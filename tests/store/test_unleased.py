@@ -17,8 +17,8 @@ from cornplug.errors import CodecError
 from cornplug.store import payload as payloads
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
+from cornplug.store.entry_table import NO_NOTES_PAGE
 from cornplug.store.payload import NewPayload, get_payload, get_payload_into, put_payload
-from cornplug.store.use_notes import NO_NOTES_PAGE
 from cornplug.testing.store import contains, key_of
 
 from .conftest import eventually
@@ -98,7 +98,7 @@ def test_read_unleased_large_header_takes_a_lease(
 def test_read_unleased_client_without_a_page_takes_a_lease(
     connect: Connect, serve_in_thread: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cornplug.store.use_notes.UseNotes.open_page", lambda notes: NO_NOTES_PAGE)
+    monkeypatch.setattr("cornplug.store.entry_table.UseNotes.open_page", lambda notes: NO_NOTES_PAGE)
     serve_in_thread()
     store = connect()
     keep(store, 1)

@@ -10,12 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from cornplug.store.base import Reservation, ReserveTerms
-from cornplug.store.daemon.entry_table_writer import EntryTableWriter
-from cornplug.store.daemon.entry_watchers import EntryWatchers
+from cornplug.store.daemon.entry_watchers import EntryTableWriter, EntryWatchers
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import ReservationTimes
-from cornplug.store.entry_table import TableShape
-from cornplug.store.use_notes import (
+from cornplug.store.entry_table import (
     MAX_COUNT_INCREASE,
     NO_NOTES_PAGE,
     NOTES_PAGE_BYTES,
@@ -23,6 +21,7 @@ from cornplug.store.use_notes import (
     RING_NOTES,
     ClientNotes,
     NotedReads,
+    TableShape,
     UseNotes,
 )
 from cornplug.testing.store import key_of

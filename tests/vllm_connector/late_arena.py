@@ -13,10 +13,9 @@ import torch
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.vllm_connector.kv.arena_moves import ArenaTransfers
 from cornplug.vllm_connector.kv.metadata import TransferReports
-from cornplug.vllm_connector.kv_copies import device_checksums
-from cornplug.vllm_connector.kv_copies.arena_copies import ArenaCopies
+from cornplug.vllm_connector.kv_copies import arena_copies
+from cornplug.vllm_connector.kv_copies.arena_copies import BLOCK_BYTES, STATE_WORDS, ArenaCopies
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks
-from cornplug.vllm_connector.kv_copies.device_checksums import BLOCK_BYTES, STATE_WORDS
 from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory
 
 from .late_device import LateDevice
@@ -31,7 +30,7 @@ class NumpyChecksums:
         with torch.utils._python_dispatch._disable_current_modes():
             words = data.flatten().view(torch.int64).numpy().view(np.uint64)
         blocks = words.reshape(-1, segment_bytes // BLOCK_BYTES, 16, 8)
-        keys = device_checksums._key_table().view(np.uint64)
+        keys = arena_copies._key_table().view(np.uint64)
         acc = np.broadcast_to(keys[256:264], (len(blocks), STATE_WORDS)).copy()
         low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
         for i in range(blocks.shape[1]):

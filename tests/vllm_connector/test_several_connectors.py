@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from cornplug.config import EMBEDDINGS_BY_VALUE
 from cornplug.vllm_connector import plugin
-from cornplug.vllm_connector.several_connectors import add_offloading, has_ours, our_settings
+from cornplug.vllm_connector.flags import add_offloading, has_ours, our_settings
 from devkit import checkpoints
 from devkit.vllm_cli import parse_serve
 

@@ -16,8 +16,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from cornplug.config import Config
 from cornplug.engine_common.shared_flags import load_settings
 from cornplug.vllm_connector import plugin
-from cornplug.vllm_connector.flags import transfer_configs
-from cornplug.vllm_connector.several_connectors import our_settings
+from cornplug.vllm_connector.flags import our_settings, transfer_configs
 from devkit import checkpoints
 from devkit.vllm_cli import parse_serve
 

@@ -1,11 +1,14 @@
-"""Families whose tower is CLIP or SigLIP: LLaVA 1.5, LLaVA-NeXT, LLaVA-OneVision and Gemma 3.
+"""Families whose tower is CLIP, SigLIP or InternVL's ViT: LLaVA 1.5, LLaVA-NeXT, LLaVA-OneVision, Gemma 3 and
+InternVL (the -hf checkpoints).
 
 In the LLaVA families, the tower's output is taken at `vision_feature_layer`, before the final norm.
+InternVL's tower encodes tiles, and its projector joins 2x2 patches.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final
@@ -367,4 +370,89 @@ GEMMA3: Final[ModelFamily] = replace(
     before_cut=lambda _config, name: not name.startswith("head.") and not name.endswith("position_ids"),
 )
 
-FAMILIES: Final = (LLAVA, LLAVA_NEXT, LLAVA_ONEVISION, GEMMA3)
+
+# -- InternVL: a ViT that encodes tiles, then a projector that joins 2x2 patches ------------------
+
+_INTERNVL_VISION: Final[Json] = {
+    "model_type": "internvl_vision",
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "attention_bias": False,
+    "use_qk_norm": False,
+    "intermediate_size": 4096,
+    "hidden_act": "gelu",
+    "norm_type": "layer_norm",
+    "layer_norm_eps": 1e-06,
+    "image_size": [448, 448],
+    "patch_size": [14, 14],
+    "num_channels": 3,
+    "use_mask_token": False,
+    "use_absolute_position_embeddings": True,
+    "layer_scale_init_value": 0.1,
+    "use_mean_pooling": True,
+}
+_INTERNVL_PIXELS: Final[Json] = {
+    "size": {"height": 384, "width": 384},
+    "crop_to_patches": False,
+    "min_patches": 1,
+    "max_patches": 12,
+}
+# Fields that are read only in training, or with a mask.
+_UNREAD: Final = ("hidden_dropout_prob", "projection_dropout", "layer_scale_init_value", "use_mask_token")
+
+
+def _internvl_vision(config: Json) -> Spec:
+    return {**_INTERNVL_VISION, **(config.get("vision_config") or {})}
+
+
+def _internvl_tower(config: Json) -> Spec:
+    chosen = config.get("vision_feature_layer", -1), config.get("vision_feature_select_strategy", "default")
+    if chosen != (-1, "default"):
+        # vLLM reads neither field, so its embeddings would differ from transformers' embeddings.
+        raise CheckpointError(
+            f"internvl with vision_feature_layer and vision_feature_select_strategy {chosen} is not "
+            "supported; use (-1, 'default').",
+            reason="unknown_family",
+        )
+    vision = without_inert(_internvl_vision(config))
+    for name in _UNREAD:
+        vision.pop(name, None)
+    for name in ("image_size", "patch_size"):
+        sides = vision[name]
+        vision[name] = list(sides) if isinstance(sides, Sequence) else [sides, sides]
+    return vision | {"downsample_ratio": config.get("downsample_ratio", 0.5)}
+
+
+def _internvl_projector(config: Json) -> Spec:
+    return {"hidden_act": config.get("projector_hidden_act", "gelu")}
+
+
+def _internvl_preprocess(preprocessor: Json) -> Spec:
+    spec = pixel_spec(preprocessor, "GotOcr2ImageProcessor", _INTERNVL_PIXELS)
+    if not spec.get("crop_to_patches"):
+        for name in ("min_patches", "max_patches"):
+            spec.pop(name, None)
+    return drop_null_sides(spec)
+
+
+def _internvl_before_cut(config: Json, name: str) -> bool:
+    if name.startswith("layernorm."):
+        return not _internvl_vision(config)["use_mean_pooling"]
+    return name != "embeddings.mask_token"
+
+
+INTERNVL: Final[ModelFamily] = replace(
+    LLAVA,
+    name="internvl",
+    tower_class="llava:InternVl",
+    tower_prefixes=("vision_tower.", "model.vision_tower."),
+    shares_features=False,
+    tower_spec=_internvl_tower,
+    projector_spec=_internvl_projector,
+    preprocess_spec=_internvl_preprocess,
+    processor_defaults={"image": {"crop_to_patches": True}},
+    before_cut=_internvl_before_cut,
+)
+
+FAMILIES: Final = (LLAVA, LLAVA_NEXT, LLAVA_ONEVISION, GEMMA3, INTERNVL)

@@ -156,19 +156,12 @@ def _qwen2_5_projector(config: Json) -> Spec:
     return {k: vision[k] for k in ("hidden_size", "out_hidden_size", "spatial_merge_size")}
 
 
-QWEN2_5_VL: Final = ModelFamily(
+QWEN2_5_VL: Final[ModelFamily] = replace(
+    QWEN2_VL,
     name="qwen2_5_vl",
     tower_class="qwen2_vl:Qwen25Vl",
-    inputs=_INPUTS,
-    tower_prefixes=("visual.", "model.visual."),
-    projector_prefixes=("visual.merger.", "model.visual.merger."),
-    language_model_prefixes=_LANGUAGE_MODEL,
-    shares_features=False,
     tower_spec=_qwen2_5_tower,
     projector_spec=_qwen2_5_projector,
-    preprocess_spec=_image_spec,
-    other_preprocess_specs={"video": _video_spec},
-    before_cut=lambda _config, name: not name.endswith("inv_freq"),
 )
 
 
@@ -227,23 +220,18 @@ def _qwen3_video(preprocessor: Json) -> Spec:
     return drop_null_sides(spec)
 
 
-QWEN3_VL: Final = ModelFamily(
+QWEN3_VL: Final[ModelFamily] = replace(
+    QWEN2_VL,
     name="qwen3_vl",
     tower_class="qwen3_vl:Qwen3Vl",
-    inputs=_INPUTS,
-    tower_prefixes=("visual.", "model.visual."),
     projector_prefixes=tuple(
         f"{model}visual.{merger}."
         for model in ("", "model.")
         for merger in ("merger", "deepstack_merger_list")
     ),
-    language_model_prefixes=_LANGUAGE_MODEL,
-    shares_features=False,
     tower_spec=_qwen3_tower,
     projector_spec=_qwen3_projector,
-    preprocess_spec=_image_spec,
     other_preprocess_specs={"video": _qwen3_video},
-    before_cut=lambda _config, name: not name.endswith("inv_freq"),
 )
 
 QWEN3_VL_MOE: Final[ModelFamily] = replace(QWEN3_VL, name="qwen3_vl_moe")

@@ -38,7 +38,7 @@ from cornplug.encoder_service.client.retry import (
     RetrySequence,
     SendAttempt,
 )
-from cornplug.encoder_service.wire import embedding_file, messages
+from cornplug.encoder_service.wire import engine_seal, messages
 from cornplug.encoder_service.wire.messages import Decoding
 from cornplug.errors import CornplugError, EncoderError, EncoderUnavailable, MediaError
 from cornplug.host import tls_context
@@ -98,7 +98,7 @@ class AsyncEncoderClient:
             near = self._own_store = open_local_store(config)
             self._stores = {url: near if is_local_url(url) else None for url in self._services}
         self.circuits = CircuitBreakers(self._services, random.random)
-        headers = {"accept": embedding_file.MEDIA_TYPE, "accept-encoding": "identity"}
+        headers = {"accept": engine_seal.EMBEDDING_MEDIA_TYPE, "accept-encoding": "identity"}
         if api_key is not None:
             headers["authorization"] = f"Bearer {api_key}"
         if app is not None:

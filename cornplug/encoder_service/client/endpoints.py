@@ -26,8 +26,8 @@ from cornplug.config import Config
 from cornplug.encoder_service.client.retry import HttpResponse
 from cornplug.errors import ConfigError, EncoderUnavailable
 from cornplug.host import reachable_address
-from cornplug.store.backends import is_host_store, open_store
 from cornplug.store.base import Store
+from cornplug.store.client import is_host_store, open_store
 
 _HASH_RANGE: Final = float(1 << 53)
 

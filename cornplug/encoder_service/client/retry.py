@@ -22,7 +22,7 @@ from typing import Any, Final
 import msgspec
 
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef, from_store
-from cornplug.encoder_service.wire import embedding_file
+from cornplug.encoder_service.wire import engine_seal
 from cornplug.errors import EncoderRefused, EncoderUnavailable
 from cornplug.store.base import Store
 
@@ -250,8 +250,8 @@ def parse_embedding(response: HttpResponse, store: Store | None) -> EmbeddingRef
     """
     raise_for_status(response)
     try:
-        if response.headers.get("content-type", "").startswith(embedding_file.MEDIA_TYPE):
-            meta, data = embedding_file.unpack(response.body)
+        if response.headers.get("content-type", "").startswith(engine_seal.EMBEDDING_MEDIA_TYPE):
+            meta, data = engine_seal.unpack_embedding(response.body)
             return EmbeddingRef.from_response(
                 key=bytes.fromhex(meta["key"]),
                 shape=tuple(meta["shape"]),

@@ -7,7 +7,7 @@ or dies.
     submit ──> outbox ──> [thread: select] ──> service
     future <── pending by id <──────────────── replies in any order
 
-Requests are sent only after the service has proved that it has the secret (`handshake`).
+Requests are sent only after the service has proved that it has the secret (`wire/messages.py`).
 """
 
 from __future__ import annotations
@@ -25,22 +25,20 @@ from typing import Final, Self, cast
 
 import msgspec
 
-from cornplug.encoder_service.wire.handshake import (
-    HANDSHAKE_TIMEOUT_S,
-    MAX_HANDSHAKE_BYTES,
-    EngineHandshake,
-    check_user,
-)
 from cornplug.encoder_service.wire.messages import (
+    HANDSHAKE_TIMEOUT_S,
     MAX_FRAME_BYTES,
+    MAX_HANDSHAKE_BYTES,
     DescribeReply,
     DescribeRequest,
     EncodeRefusal,
     EncodeReply,
     EncodeRequest,
+    EngineHandshake,
     Reply,
     Request,
     ServedModel,
+    check_user,
 )
 from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable, ProtocolError
 from cornplug.local_socket import FrameBuffer, encode_frame

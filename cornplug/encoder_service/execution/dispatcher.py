@@ -30,8 +30,7 @@ from cornplug.encoder_service.model_registry import LoadedModel
 from cornplug.encoder_service.request_observer import RequestObserver
 from cornplug.encoder_service.scheduling.admission import EncodeAdmission
 from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
-from cornplug.encoder_service.towers.base import TowerItem
-from cornplug.encoder_service.towers.tower_turn import PassAbandoned
+from cornplug.encoder_service.towers.base import PassAbandoned, TowerItem
 from cornplug.encoder_service.wire.messages import (
     INTERNAL_ERROR_MESSAGE,
     EncodeRefusal,

@@ -22,9 +22,8 @@ import msgspec
 from cornplug import identity
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.execution.dispatcher import BatchDispatcher, JobPayload, ReplySender
-from cornplug.encoder_service.execution.executor import BatchExecutor, InProcessExecutor
+from cornplug.encoder_service.execution.executor import BatchExecutor, InProcessExecutor, WeightReloader
 from cornplug.encoder_service.execution.result_cache import ResultCache
-from cornplug.encoder_service.execution.weight_reload import WeightReloader
 from cornplug.encoder_service.model_registry import LoadedModel, ModelRegistry
 from cornplug.encoder_service.preprocess.decode_lanes import (
     BudgetShare,

@@ -31,8 +31,13 @@ from cornplug.encoder_service.access import AuditLog
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake
 from cornplug.encoder_service.http import openapi
-from cornplug.encoder_service.http.access_control import AccessControlMiddleware, require_json
-from cornplug.encoder_service.http.drain import DRAINING_REFUSAL, DrainMiddleware, DrainState
+from cornplug.encoder_service.http.access_control import (
+    DRAINING_REFUSAL,
+    AccessControlMiddleware,
+    DrainMiddleware,
+    DrainState,
+    require_json,
+)
 from cornplug.encoder_service.http.encode import EncodeRoute, EngineRoute
 from cornplug.encoder_service.http.models import (
     ModelList,

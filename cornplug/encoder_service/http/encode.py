@@ -45,8 +45,13 @@ from cornplug.encoder_service.preprocess.preparer import (
     unknown_model_error,
 )
 from cornplug.encoder_service.wire import messages
-from cornplug.encoder_service.wire.embedding_file import HANDLE_LIFETIME_S, EmbeddingHandle
-from cornplug.encoder_service.wire.engine_seal import MEDIA_TYPE, EngineSeal, InvalidSeal
+from cornplug.encoder_service.wire.engine_seal import (
+    HANDLE_LIFETIME_S,
+    MEDIA_TYPE,
+    EmbeddingHandle,
+    EngineSeal,
+    InvalidSeal,
+)
 from cornplug.encoder_service.wire.messages import (
     PROTOCOL_VERSION,
     Decoding,

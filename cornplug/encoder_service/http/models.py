@@ -34,7 +34,7 @@ from cornplug.config import EncoderConfig
 from cornplug.encoder_service.access import AuditLog
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.http import openapi
-from cornplug.encoder_service.http.drain import DrainState
+from cornplug.encoder_service.http.access_control import DrainState
 from cornplug.encoder_service.http.requests import MODALITIES
 from cornplug.encoder_service.model_registry import ModelRegistry
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediaSource, PreprocessedMedia

@@ -14,7 +14,7 @@ from pydantic.json_schema import models_json_schema
 from cornplug.encoder_service.http.access_control import OPEN_PATHS
 from cornplug.encoder_service.http.requests import MODALITIES, EncodeBody
 from cornplug.encoder_service.http.responses import ErrorAnswer
-from cornplug.encoder_service.wire import embedding_file
+from cornplug.encoder_service.wire import engine_seal
 
 Responses = Mapping[int | str, Mapping[str, Any]]
 _REF: Final = "#/components/schemas/"
@@ -35,7 +35,7 @@ ENCODE: Final[Responses] = {
     200: {
         "description": "The embedding. A safetensors file has it as tensor `embedding`, and the other fields "
         "of EncodeAnswer as JSON in its metadata, under `cornplug`.",
-        "content": {embedding_file.MEDIA_TYPE: {"schema": _BINARY}},
+        "content": {engine_seal.EMBEDDING_MEDIA_TYPE: {"schema": _BINARY}},
     },
     403: _error(
         "The caller sent a salt without a tenant's key, or the request came from a web page of another site."

@@ -11,7 +11,7 @@ import pydantic
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
-from cornplug.encoder_service.wire import embedding_file
+from cornplug.encoder_service.wire import engine_seal
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, status_of
 from cornplug.errors import EncoderRefused, MediaError
 
@@ -105,9 +105,10 @@ def build_response(outcome: Outcome, accept: str) -> Response:
     if isinstance(outcome, HttpRefusal):
         return refusal_response(outcome)
     tensor = outcome.reply.tensor
-    if embedding_file.MEDIA_TYPE in accept and tensor is not None:
+    if engine_seal.EMBEDDING_MEDIA_TYPE in accept and tensor is not None:
         return Response(
-            embedding_file.pack(outcome.metadata_fields(), tensor), media_type=embedding_file.MEDIA_TYPE
+            engine_seal.pack_embedding(outcome.metadata_fields(), tensor),
+            media_type=engine_seal.EMBEDDING_MEDIA_TYPE,
         )
     return JSONResponse(outcome.fields())
 

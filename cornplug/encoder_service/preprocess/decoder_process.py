@@ -24,7 +24,7 @@ import numpy as np
 from cornplug.encoder_service.media.audio import MAX_SAMPLES, AudioSamples
 from cornplug.encoder_service.media.image import RgbPixels
 from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, VideoLimits
-from cornplug.encoder_service.preprocess import decoder_ipc, jail
+from cornplug.encoder_service.preprocess import decoders, jail
 from cornplug.encoder_service.preprocess.decoders import MediaHeader, OnHeader, choose_frames
 from cornplug.encoder_service.wire.messages import DEFAULT_DECODING, Decoding
 from cornplug.errors import EncoderRefused, MediaError
@@ -91,7 +91,7 @@ class DecoderProcess:
                 env=_environment(),
             )
         try:
-            ready, _ = decoder_ipc.receive(service_end, decoder_ipc.DecoderReady)
+            ready, _ = decoders.receive(service_end, decoders.DecoderReady)
         except (OSError, msgspec.MsgspecError) as e:
             self._discard()
             raise EncoderRefused(f"the decoding process does not start: {e}", reason="internal") from e
@@ -99,7 +99,7 @@ class DecoderProcess:
 
     def assign_job(
         self,
-        job: decoder_ipc.Job,
+        job: decoders.Job,
         contents: Sequence[bytes],
         *,
         end_s: float,
@@ -115,9 +115,9 @@ class DecoderProcess:
         for fresh in (False, True):
             self.start()
             assert self._sock is not None
-            memory = decoder_ipc.create_memfd(contents)
+            memory = decoders.create_memfd(contents)
             try:
-                decoder_ipc.send(self._sock, job, memory)
+                decoders.send(self._sock, job, memory)
                 return AssignedJob(self, end_s, limit_s, is_needed)
             except OSError:
                 self._discard()  # The process died while idle. Retry once with a new process.
@@ -169,16 +169,16 @@ class AssignedJob:
         """Kill the process, because its results cannot be trusted. The next job gets a new process."""
         self._process.kill("crashed")
 
-    def send_decision(self, message: decoder_ipc.DecodeGo | decoder_ipc.DecodeStop) -> None:
+    def send_decision(self, message: decoders.DecodeGo | decoders.DecodeStop) -> None:
         """Send the decision whether to decode the media item. Raises MediaError("crashed") if the process has
         ended, or EncoderRefused("overloaded") if the service is stopping."""
         assert self._process._sock is not None
         try:
-            decoder_ipc.send(self._process._sock, message)
+            decoders.send(self._process._sock, message)
         except OSError:
             raise self._crash_error() from None
 
-    def receive_message(self) -> tuple[decoder_ipc.DecodeHeader | decoder_ipc.DecodeDone, int | None]:
+    def receive_message(self) -> tuple[decoders.DecodeHeader | decoders.DecodeDone, int | None]:
         """Wait for the next message. Return (message, descriptor of its memfd or None). The caller must close
         it.
 
@@ -187,7 +187,7 @@ class AssignedJob:
         cancelled.
         """
         message, fd = self._receive()
-        if isinstance(message, decoder_ipc.DecodeFailed):
+        if isinstance(message, decoders.DecodeFailed):
             if fd is not None:
                 os.close(fd)
             raise MediaError(message.message, reason=message.reason)
@@ -205,8 +205,8 @@ class AssignedJob:
                 raise EncoderRefused("the request was cancelled", reason="too_late")
             sock.settimeout(min(left, _POLL_S))
             try:
-                return decoder_ipc.receive(
-                    sock, decoder_ipc.DecodeHeader | decoder_ipc.DecodeDone | decoder_ipc.DecodeFailed
+                return decoders.receive(
+                    sock, decoders.DecodeHeader | decoders.DecodeDone | decoders.DecodeFailed
                 )
             except TimeoutError:
                 continue
@@ -273,7 +273,7 @@ class SandboxedDecoder:
         *,
         decoding: Decoding = DEFAULT_DECODING,
     ) -> RgbPixels:
-        job = decoder_ipc.ImageJob(max_pixels=max_pixels, decoding=decoding, limit_s=self._job_limit_s())
+        job = decoders.ImageJob(max_pixels=max_pixels, decoding=decoding, limit_s=self._job_limit_s())
         assigned = self._assign_job(job, [data])
         opened = _read_header(assigned)
         if not 0 < opened.width * opened.height <= max_pixels:
@@ -286,7 +286,7 @@ class SandboxedDecoder:
         return RgbPixels(shape[1], shape[0], memoryview(pixels))
 
     def decode_audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples:
-        assigned = self._assign_job(decoder_ipc.AudioJob(max_s=max_s, limit_s=self._job_limit_s()), [data])
+        assigned = self._assign_job(decoders.AudioJob(max_s=max_s, limit_s=self._job_limit_s()), [data])
         opened = _read_header(assigned)
         if opened.rate <= 0 or not 0 <= opened.seconds <= max_s:
             raise _reject(assigned)
@@ -302,7 +302,7 @@ class SandboxedDecoder:
         limits: VideoLimits,
         on_header: OnHeader,
     ) -> VideoFrames:
-        job = decoder_ipc.VideoJob(
+        job = decoders.VideoJob(
             max_s=limits.max_s,
             max_frames=limits.max_frames,
             max_pixels=limits.max_pixels,
@@ -319,7 +319,7 @@ class SandboxedDecoder:
         *,
         decoding: Decoding = DEFAULT_DECODING,
     ) -> VideoFrames:
-        job = decoder_ipc.FramesJob(
+        job = decoders.FramesJob(
             sizes=tuple(map(len, images)),
             fps=fps,
             max_frames=limits.max_frames,
@@ -331,7 +331,7 @@ class SandboxedDecoder:
 
     def _run_video_job(
         self,
-        job: decoder_ipc.VideoJob | decoder_ipc.FramesJob,
+        job: decoders.VideoJob | decoders.FramesJob,
         contents: Sequence[bytes],
         choose: Callable[[VideoHeader], Sequence[int]],
         limits: VideoLimits,
@@ -358,17 +358,17 @@ class SandboxedDecoder:
     def _job_limit_s(self) -> float:
         return max(min(self._limit_s, self._end_s - time.monotonic()), 0.01)
 
-    def _assign_job(self, job: decoder_ipc.Job, contents: Sequence[bytes]) -> AssignedJob:
+    def _assign_job(self, job: decoders.Job, contents: Sequence[bytes]) -> AssignedJob:
         return self._process.assign_job(
             job, contents, end_s=self._end_s, limit_s=self._limit_s, is_needed=self._is_needed
         )
 
 
-def _read_header(assigned: AssignedJob) -> decoder_ipc.DecodeHeader:
+def _read_header(assigned: AssignedJob) -> decoders.DecodeHeader:
     message, fd = assigned.receive_message()
     if fd is not None:
         os.close(fd)
-    if not isinstance(message, decoder_ipc.DecodeHeader):
+    if not isinstance(message, decoders.DecodeHeader):
         raise _reject(assigned)
     return message
 
@@ -380,7 +380,7 @@ def _send_decision(assigned: AssignedJob, accept: Callable[[], None], indices: S
         accept()
         going = True
     finally:
-        assigned.send_decision(decoder_ipc.DecodeGo(tuple(indices)) if going else decoder_ipc.DecodeStop())
+        assigned.send_decision(decoders.DecodeGo(tuple(indices)) if going else decoders.DecodeStop())
 
 
 def _read_result(
@@ -390,14 +390,14 @@ def _read_result(
     if fd is None:
         raise _reject(assigned)
     if (
-        not isinstance(message, decoder_ipc.DecodeDone)
+        not isinstance(message, decoders.DecodeDone)
         or min(message.shape, default=0) < 1
         or not fits(message.shape)
     ):
         os.close(fd)
         raise _reject(assigned)
     try:
-        return message.shape, decoder_ipc.seal_and_map(fd, math.prod(message.shape) * itemsize)
+        return message.shape, decoders.seal_and_map(fd, math.prod(message.shape) * itemsize)
     except (OSError, ValueError):
         raise _reject(assigned) from None
 

@@ -9,16 +9,27 @@ architecture.
 
 Modules are created on the meta device, and `fill_weights` reads only the tensors that they contain. Therefore
 the LLM and unused layers take no memory.
+
+`PassScheduler` runs one tower pass at a time on a device. A pass can be paused or ended between two layers.
+Without pauses, a pass for one huge image, which may take minutes, would block all other passes.
+
+    pass of a worse class   layer layer ┆ ─ paused ─ ┆ layer layer          abandoned by all its callers: ends
+    pass of a better class              ┆layer…layer ┆
+
+A paused pass continues before the next urgent pass if it has run for less than its class's share of the time.
 """
 
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,6 +44,7 @@ from cornplug.identity import array_digest
 _MAX_NAMES_SHOWN = 5
 TowerInput: TypeAlias = WireTensor | torch.Tensor
 """Input of a tower: a tensor as bytes from another process, or a tensor from this process."""
+_thread: Final = threading.local()
 
 
 def fill_weights(
@@ -80,30 +92,6 @@ def fill_weights(
         )
     module.load_state_dict(loaded, assign=True)
     module.eval().requires_grad_(False)
-
-
-def _read_tensors(
-    file: Path, names: list[tuple[str, str]], dtype: torch.dtype, device: torch.device
-) -> dict[str, torch.Tensor]:
-    out: dict[str, torch.Tensor] = {}
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            for name, stored in names:
-                tensor = tensors.get_tensor(stored)
-                if not tensor.is_floating_point():
-                    raise CheckpointError(
-                        f"{stored} is {tensor.dtype}: quantised towers and projectors are not supported",
-                        reason="bad_tensors",
-                    )
-                out[name] = tensor.to(device=device, dtype=dtype, copy=True)
-    except (OSError, SafetensorError) as e:
-        raise CheckpointError(f"cannot read {file}: {e}", reason="unreadable") from e
-    return out
-
-
-def _format_names(names: list[str]) -> str:
-    more = len(names) - _MAX_NAMES_SHOWN
-    return ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,10 +161,6 @@ class TowerArchitecture(Protocol):
     def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Projector: ...
 
 
-def _digest_of(tensor: torch.Tensor) -> bytes:
-    return array_digest(dtype_name(tensor.dtype), tuple(tensor.shape), raw_bytes(tensor))
-
-
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -185,8 +169,14 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
     "int32": torch.int32,
     "bool": torch.bool,
 }
+
+
 FLOAT_DTYPES: Final = ("float32", "float16", "bfloat16")
+
+
 INTEGER_DTYPES: Final = ("int64", "int32")
+
+
 BOOL_DTYPE: Final = "bool"
 
 
@@ -254,6 +244,152 @@ def from_wire(field: str, tensor: WireTensor, accepted: tuple[str, ...]) -> torc
     return out
 
 
+def concat_on_device(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return all parts concatenated on the device.
+
+    For CUDA, `InProcessExecutor` has already copied the parts through pinned memory, so `to` does not copy.
+    """
+    return torch.cat([part.to(device) for part in tensors])
+
+
+def tensor_from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor that uses these bytes without a copy. Raises ValueError if the bytes do not fill the
+    shape."""
+    if len(data) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes do not fill {shape} of {dtype}")
+    return torch.frombuffer(data, dtype=dtype).reshape(shape)
+
+
+class PassAbandoned(Exception):
+    """Raised to end a pass for which no caller waits any more."""
+
+
+def between_layers(*_: Any) -> None:
+    """Allow this thread's pass to be paused or ended. Registered as a forward pre-hook of a tower's layers.
+
+    Raises PassAbandoned if no caller waits for the pass any more.
+    """
+    current: TowerPass | None = getattr(_thread, "current", None)
+    if current is not None:
+        current.between_layers()
+
+
+class TowerPass:
+    """Running or paused pass of a tower."""
+
+    def __init__(
+        self, scheduler: PassScheduler, *, urgent: bool, share: float, is_abandoned: Callable[[], bool]
+    ) -> None:
+        self._scheduler = scheduler
+        self._share = share
+        self._is_abandoned = is_abandoned
+        self._began_s = scheduler.clock()
+        self.urgent: Final = urgent
+        self.waited_s = 0.0
+        """Seconds for which the pass waited for the device before it began."""
+        self.paused_s = 0.0
+        """Seconds for which the pass was paused while urgent passes ran."""
+
+    def between_layers(self) -> None:
+        """Pause while urgent passes run. Raises PassAbandoned if no caller waits for this pass any more."""
+        if self._is_abandoned():
+            raise PassAbandoned("no request waits for this pass")
+        if not self.urgent:
+            self._scheduler.yield_to_urgent(self)
+
+    @property
+    def is_below_share(self) -> bool:
+        """Whether the pass has run for less than its share of the time since it began."""
+        whole_s = self._scheduler.clock() - self._began_s
+        return whole_s - self.paused_s < self._share * whole_s
+
+
+class PassScheduler:
+    """Schedules the passes on one device. Thread-safe. At most one urgent pass at a time may wait or run."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock: Final = clock
+        self._changed = threading.Condition()
+        self._busy = False
+        self._paused = False
+        self._granted = False
+        """Whether a pass has paused for an urgent pass that has not begun yet."""
+        self._urgent = 0
+        """Number of urgent passes that wait for the device."""
+
+    @contextmanager
+    def acquire(self, *, urgent: bool, share: float, is_abandoned: Callable[[], bool]) -> Iterator[TowerPass]:
+        """Wait for the device, and occupy the device for this thread's pass for the duration of the context.
+
+        Args:
+            urgent: Whether this pass overtakes waiting passes, and pauses the running pass between two
+                layers.
+            share: Fraction of the time that this pass gets while urgent passes run.
+            is_abandoned: Function that returns whether no caller waits for this pass any more.
+        """
+        asked_s = self.clock()
+        with self._changed:
+            self._urgent += urgent
+            self._changed.wait_for(self._can_start_urgent if urgent else self._can_start)
+            self._urgent -= urgent
+            self._granted = False
+            self._busy = True
+        _thread.current = current = TowerPass(self, urgent=urgent, share=share, is_abandoned=is_abandoned)
+        current.waited_s = self.clock() - asked_s
+        try:
+            yield current
+        finally:
+            _thread.current = None
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def yield_to_urgent(self, current: TowerPass) -> None:
+        """Let waiting urgent passes run on their threads, and return when this pass may continue."""
+        with self._changed:
+            while self._urgent and not current.is_below_share:
+                began_s = self.clock()
+                self._busy, self._paused, self._granted = False, True, True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: not self._busy and not self._granted)
+                self._busy, self._paused = True, False
+                current.paused_s += self.clock() - began_s
+
+    def _can_start(self) -> bool:
+        return not (self._busy or self._paused or self._urgent)
+
+    def _can_start_urgent(self) -> bool:
+        return not self._busy and (self._granted or not self._paused)
+
+
+def _read_tensors(
+    file: Path, names: list[tuple[str, str]], dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    out: dict[str, torch.Tensor] = {}
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name, stored in names:
+                tensor = tensors.get_tensor(stored)
+                if not tensor.is_floating_point():
+                    raise CheckpointError(
+                        f"{stored} is {tensor.dtype}: quantised towers and projectors are not supported",
+                        reason="bad_tensors",
+                    )
+                out[name] = tensor.to(device=device, dtype=dtype, copy=True)
+    except (OSError, SafetensorError) as e:
+        raise CheckpointError(f"cannot read {file}: {e}", reason="unreadable") from e
+    return out
+
+
+def _format_names(names: list[str]) -> str:
+    more = len(names) - _MAX_NAMES_SHOWN
+    return ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _digest_of(tensor: torch.Tensor) -> bytes:
+    return array_digest(dtype_name(tensor.dtype), tuple(tensor.shape), raw_bytes(tensor))
+
+
 def _check_dtype(field: str, dtype: str, accepted: tuple[str, ...]) -> None:
     if dtype not in accepted:
         raise bad_input(field, f"dtype must be one of {', '.join(accepted)}, not {dtype!r}")
@@ -271,19 +407,3 @@ def _check_finite(field: str, tensor: torch.Tensor) -> None:
     least, greatest = torch.aminmax(tensor)
     if not (math.isfinite(least) and math.isfinite(greatest)):
         raise bad_input(field, "has NaN or infinite values")
-
-
-def concat_on_device(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return all parts concatenated on the device.
-
-    For CUDA, `InProcessExecutor` has already copied the parts through pinned memory, so `to` does not copy.
-    """
-    return torch.cat([part.to(device) for part in tensors])
-
-
-def tensor_from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor that uses these bytes without a copy. Raises ValueError if the bytes do not fill the
-    shape."""
-    if len(data) != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{len(data)} bytes do not fill {shape} of {dtype}")
-    return torch.frombuffer(data, dtype=dtype).reshape(shape)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from cornplug.encoder_service.towers.tower_turn import between_layers
+from cornplug.encoder_service.towers.base import between_layers
 
 _MAX_HEAD_DIM: Final = 256
 _HALVES: Final = (torch.float16, torch.bfloat16)

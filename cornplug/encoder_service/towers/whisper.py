@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from torch import nn
@@ -39,8 +39,7 @@ class Ultravox:
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> UltravoxTower:
-        encoder = WhisperEncoder.load(checkpoint, dtype, device)
-        return UltravoxTower(encoder, WhisperShape.from_checkpoint(checkpoint), dtype=dtype, device=device)
+        return UltravoxTower.load(checkpoint, dtype, device)
 
     @staticmethod
     def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> StackingProjector:
@@ -57,9 +56,8 @@ class Ultravox:
         return ChunkedLogMel(preprocessor)
 
 
-class UltravoxTower:
-    """Tower for `audio_features` (chunks, bins, frames) and `audio_lens` (chunks,)
-    -> (chunks x rows, width)."""
+class _WhisperTower:
+    """Whisper's encoder on one device, the common part of the towers."""
 
     def __init__(
         self, encoder: WhisperEncoder, shape: WhisperShape, *, dtype: torch.dtype, device: torch.device
@@ -68,6 +66,16 @@ class UltravoxTower:
         self._shape = shape
         self._dtype = dtype
         self._device = device
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Self:
+        encoder = WhisperEncoder.load(checkpoint, dtype, device)
+        return cls(encoder, WhisperShape.from_checkpoint(checkpoint), dtype=dtype, device=device)
+
+
+class UltravoxTower(_WhisperTower):
+    """Tower for `audio_features` (chunks, bins, frames) and `audio_lens` (chunks,)
+    -> (chunks x rows, width)."""
 
     def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
         base.check_input_names(inputs, ("audio_features", "audio_lens"))
@@ -278,8 +286,7 @@ class Qwen2Audio:
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Qwen2AudioTower:
-        encoder = WhisperEncoder.load(checkpoint, dtype, device)
-        return Qwen2AudioTower(encoder, WhisperShape.from_checkpoint(checkpoint), dtype=dtype, device=device)
+        return Qwen2AudioTower.load(checkpoint, dtype, device)
 
     @staticmethod
     def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LinearProjector:
@@ -296,17 +303,9 @@ class Qwen2Audio:
         return PaddedLogMel(preprocessor)
 
 
-class Qwen2AudioTower:
+class Qwen2AudioTower(_WhisperTower):
     """Tower for `input_features` (bins, frames) and `feature_attention_mask` (frames,)
     -> (rows / 2, width)."""
-
-    def __init__(
-        self, encoder: WhisperEncoder, shape: WhisperShape, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._encoder = encoder
-        self._shape = shape
-        self._dtype = dtype
-        self._device = device
 
     def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
         base.check_input_names(inputs, ("input_features", "feature_attention_mask"))

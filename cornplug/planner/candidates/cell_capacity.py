@@ -17,23 +17,32 @@ from math import ceil
 from statistics import fmean
 from typing import Final
 
-from cornplug.planner.candidates.cache_sizes import CacheScenario
-from cornplug.planner.candidates.cells import MAX_TIERS, CellSpec, LatencyTier, TierChain, make_cell
-from cornplug.planner.candidates.replica_configs import MAX_BATCH, ReplicaConfig, engine_settings, footprints
-from cornplug.planner.candidates.samples import Samples, mean_idle_times
-from cornplug.planner.candidates.services import Service
-from cornplug.planner.candidates.timed_configs import (
+from cornplug.planner.candidates.cells import (
+    MAX_TIERS,
     PREFERRED_ENGINE,
+    CellSpec,
+    LatencyTier,
     ProfileKey,
+    TierChain,
     TimedConfig,
     corrected_times,
     drop_dominated_configs,
     drop_redundant_estimates,
+    make_cell,
     profile_key,
     service_times,
 )
+from cornplug.planner.candidates.replica_configs import (
+    MAX_BATCH,
+    ReplicaConfig,
+    Service,
+    engine_settings,
+    footprints,
+)
+from cornplug.planner.candidates.samples import CacheScenario, Samples, mean_idle_times
 from cornplug.planner.inputs import component_shapes, request_sampling
-from cornplug.planner.inputs.request_classes import RequestClass, SampledRequest
+from cornplug.planner.inputs.request_sampling import RequestClass, SampledRequest
+from cornplug.planner.inputs.request_tables import stage_bound
 from cornplug.planner.inputs.schema import (
     Component,
     GpuSpec,
@@ -47,9 +56,8 @@ from cornplug.planner.inputs.schema import (
 )
 from cornplug.planner.perf_model import profile_lookup as measured
 from cornplug.planner.perf_model.capacity import capacity
-from cornplug.planner.perf_model.latency_bound import stage_bound
+from cornplug.planner.perf_model.engine_spec import CellHardware
 from cornplug.planner.plan import TimesCorrection
-from cornplug.planner.simulator.step_times import CellHardware
 
 WORKLOADS_BY_URGENCY: Final[tuple[Workload, ...]] = ("online", "semi-online", "offline")
 UNFAVOURED_ENGINE_PENALTY: Final = 0.02

@@ -11,7 +11,7 @@ from cornplug.errors import ConfigError
 from cornplug.planner.inputs import component_shapes, gpu_catalog, profile_tables, request_sampling
 from cornplug.planner.inputs.field_types import InputError, Location, suggest_known_name
 from cornplug.planner.inputs.llm_shape import text_config
-from cornplug.planner.inputs.request_classes import request_classes
+from cornplug.planner.inputs.request_sampling import request_classes
 from cornplug.planner.inputs.schema import (
     Application,
     Component,

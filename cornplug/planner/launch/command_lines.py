@@ -3,6 +3,7 @@
 Commands contain the engines' own flags, and variables that `LaunchCommand.substitute` substitutes:
 `${HOST_n}` (a host without a name), `${RUN_DIR}` (folder for the host's sockets and logs), `${PLAN_DIR}`
 (folder with the deployment's files) and `${SECRET_FILE}` (a file of 32 bytes that is the same on all hosts).
+The file `commands.txt` lists the command lines of all processes, for reading and copying.
 """
 
 from __future__ import annotations
@@ -10,28 +11,39 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+import shlex
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from string import Template
 from typing import Final, Literal, assert_never
 
 from cornplug.host import reachable_address
-from cornplug.planner.launch import kv_transfer as transfers
+from cornplug.planner.launch import connections as transfers
 from cornplug.planner.launch import sglang_flags, vllm_flags
-from cornplug.planner.launch.addresses import ReplicaAddress, accepts_remote_hosts, replica_addresses
-from cornplug.planner.launch.encoder_links import SECRET_ENV, encoder_links, encoder_socket
-from cornplug.planner.launch.group_context import (
+from cornplug.planner.launch.connections import (
+    SECRET_ENV,
+    ReplicaAddress,
+    Transfer,
+    accepts_remote_hosts,
+    encoder_links,
+    encoder_socket,
+    hosts,
+    replica_addresses,
+)
+from cornplug.planner.launch.engine_groups import (
     STORE_SOCKET,
     GroupContext,
+    RouterCommand,
     bind_address,
     caches_for,
     context_for,
     is_cpu,
     role_of,
+    route_entries,
+    routers,
     store_size_flags,
 )
-from cornplug.planner.launch.kv_transfer import Transfer
-from cornplug.planner.launch.routers import RouterCommand, route_entries, routers
 from cornplug.planner.plan import Deployment
 
 _CLOSED_REMARK: Final = (
@@ -405,3 +417,89 @@ def _has_namespaces(deployment: Deployment) -> bool:
 def _round_down(share: float) -> float:
     """Round a share down to four digits, because the sum of all classes' shares must not exceed 1."""
     return math.floor(share * 1e4) / 1e4
+
+
+FILE_NAME: Final = "commands.txt"
+_VARIABLE: Final = re.compile(r"\$\{[A-Z0-9_]+\}")
+
+
+def write(deployment: Deployment, folder: Path, *, transfer: Transfer = "nixl") -> list[Path]:
+    """Write commands.txt and the files to which its commands refer, and return the paths of all files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {FILE_NAME: render(deployment, transfer=transfer), **files(deployment, transfer=transfer)}
+    for name, content in found.items():
+        (folder / name).write_text(content)
+    return [folder / name for name in found]
+
+
+def render(deployment: Deployment, *, transfer: Transfer = "nixl") -> str:
+    """Return the text of commands.txt: the commands of each host in start order, and then the routers."""
+    every = commands(deployment, transfer=transfer)
+    lines = [
+        f"# Processes of the plan {_one_line(deployment.name)!r}, in start order.",
+        "# `cornplug launch plan.json` starts them, waits until they are ready, and stops them in order.",
+        *_variables(every),
+    ]
+    for host in dict.fromkeys(hosts(deployment).values()):
+        local = [c for c in every if c.host == host and c.kind != "router"]
+        lines += ["", f"# Host {host.strip('${}')}", *_lines(local)] if local else []
+    routers = [c for c in every if c.kind == "router"]
+    lines += ["", "# Routers, to be started when all hosts are ready", *_lines(routers)] if routers else []
+    return "\n".join(lines) + "\n"
+
+
+def shell_line(command: LaunchCommand) -> str:
+    """Return a command as a line for a shell, with its environment, cores and arguments."""
+    words = ["env", *(f"{name}={quote(value)}" for name, value in sorted(command.env.items()))]
+    words = words if command.env else []
+    if command.cores:
+        words += ["taskset", "--cpu-list", ",".join(map(str, command.cores))]
+    return " ".join([*words, *map(quote, command.argv)])
+
+
+def quote(word: str) -> str:
+    """Quote a word for a shell, so that the shell expands only the variables of commands in the word."""
+    if not _VARIABLE.search(word):
+        return shlex.quote(word)
+    parts = _VARIABLE.split(word)
+    escaped = [re.sub(r'([\\\\"`$])', r"\\\1", part) for part in parts]
+    filled = "".join(a + b for a, b in zip(escaped, [*_VARIABLE.findall(word), ""], strict=True))
+    return f'"{filled}"'
+
+
+def unresolved_hosts(command: LaunchCommand) -> list[str]:
+    """Return the names of hosts ("HOST_1") for which the command still contains variables."""
+    texts = (*command.argv, *command.env.values(), command.health or "")
+    found = {name.strip("${}") for text in texts for name in _VARIABLE.findall(text)}
+    return sorted(name for name in found if name.startswith("HOST_"))
+
+
+def _variables(all_commands: Sequence[LaunchCommand]) -> Iterator[str]:
+    texts = [text for c in all_commands for text in (*c.argv, *c.env.values())]
+    known = {
+        "RUN_DIR": "a folder for sockets, the same for all processes of a host",
+        "PLAN_DIR": "the folder of this file",
+        "SECRET_FILE": "a file of 32 bytes, the same on all hosts",
+        **dict.fromkeys(sorted({n for c in all_commands for n in unresolved_hosts(c)}), "a host's address"),
+    }
+    used = [name for name in known if any(f"${{{name}}}" in text for text in texts)]
+    if used:
+        yield "# To run a command by hand, first set these variables:"
+        yield from (f"#   {name}: {known[name]}" for name in used)
+    if "SECRET_FILE" in used:
+        yield "# Engines use encoder services on other hosts. The secret seals their messages."
+        yield "# Create it once:"
+        yield "#   head -c 32 /dev/urandom > secret && chmod 600 secret"
+        yield "# Copy it to each host with its mode (scp -p), and run there: pip install 'cornplug[remote]'"
+
+
+def _lines(some: Sequence[LaunchCommand]) -> Iterator[str]:
+    for command in some:
+        yield "\n".join(["", f"# {name_of(command)}", *(f"# {_one_line(r)}" for r in command.remarks)])
+        if command.argv:
+            yield shell_line(command)
+
+
+def _one_line(text: str) -> str:
+    """Return a text on a single line, for a comment."""
+    return " ".join(text.split())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from cornplug.planner.launch import kv_transfer
-from cornplug.planner.launch.addresses import ReplicaAddress
-from cornplug.planner.launch.group_context import QUEUE_MARGIN, STORE_SOCKET, GroupContext, is_cpu
+from cornplug.planner.launch import connections
+from cornplug.planner.launch.connections import ReplicaAddress
+from cornplug.planner.launch.engine_groups import QUEUE_MARGIN, STORE_SOCKET, GroupContext, is_cpu
 from cornplug.planner.launch.vllm_flags import backend_of, settings_of
 from cornplug.planner.plan import EngineSettings, ReplicaGroup
 
@@ -49,7 +49,7 @@ def env(site: ReplicaAddress, context: GroupContext) -> dict[str, str]:
     else:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, site.devices))
     if context.pair_tp_differs and group.kv is not None:
-        found |= kv_transfer.sglang_staging(group.kv, tp=group.tp, pp=group.pp)
+        found |= connections.sglang_staging(group.kv, tp=group.tp, pp=group.pp)
     return found
 
 
@@ -81,7 +81,7 @@ def _sizes(group: ReplicaGroup, context: GroupContext) -> list[str]:
 
 def _batches(group: ReplicaGroup, settings: EngineSettings, context: GroupContext) -> list[str]:
     # Chunks consist of complete pages. cornplug's pages and transferred pages have at most 128 tokens.
-    page = kv_transfer.MIN_PAGE_TOKENS
+    page = connections.MIN_PAGE_TOKENS
     # SGLang divides the chunk and the requests among the attention-DP groups.
     chunk = max(settings.chunk_tokens // page, 1) * page * group.dp
     flags = [
@@ -129,7 +129,7 @@ def _attention(group: ReplicaGroup, context: GroupContext) -> list[str]:
     backend = backend_of(group, context.pair_gpus)
     flags = ["--attention-backend", backend] if backend else []
     if group.kv is not None and ((backend is not None and group.kv.mla) or context.role != "PD"):
-        flags += ["--page-size", str(kv_transfer.page_tokens(group.kv))]
+        flags += ["--page-size", str(connections.page_tokens(group.kv))]
     return flags
 
 

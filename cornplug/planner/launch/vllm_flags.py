@@ -16,9 +16,9 @@ from typing import Any, Final, Literal
 
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs.field_types import GeneratorServer
-from cornplug.planner.launch import kv_transfer
-from cornplug.planner.launch.addresses import ReplicaAddress
-from cornplug.planner.launch.group_context import (
+from cornplug.planner.launch import connections
+from cornplug.planner.launch.connections import ReplicaAddress
+from cornplug.planner.launch.engine_groups import (
     QUEUE_MARGIN,
     STORE_SOCKET,
     GroupContext,
@@ -176,7 +176,7 @@ def _attention(group: ReplicaGroup, context: GroupContext) -> list[str]:
     backend = backend_of(group, context.pair_gpus)
     flags = ["--attention-backend", backend] if backend else []
     if group.kv is not None and (group.kv.mla or context.role != "PD"):
-        flags += ["--block-size", str(kv_transfer.page_tokens(group.kv))]
+        flags += ["--block-size", str(connections.page_tokens(group.kv))]
     return flags
 
 
@@ -225,10 +225,10 @@ def _connectors(group: ReplicaGroup, context: GroupContext) -> list[str]:
             *_short_connector_flags(sharing),
             *(["--cornplug-tower", "service"] if context.encoder_urls else []),
         ]
-    connectors = [kv_transfer.vllm_config(context.role, context.transfer)]
+    connectors = [connections.vllm_config(context.role, context.transfer)]
     if sharing.kv:
         connectors.append(_cornplug_connector(context, "kv_connector", "CornplugConnector"))
-    flags = ["--kv-transfer-config", json.dumps(kv_transfer.combine_vllm_connectors(*connectors))]
+    flags = ["--kv-transfer-config", json.dumps(connections.combine_vllm_connectors(*connectors))]
     if sharing.embeddings:
         flags += [
             "--ec-transfer-config",

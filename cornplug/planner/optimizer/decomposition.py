@@ -26,9 +26,8 @@ from pulp import LpContinuous, lpSum
 
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem, PathVariant, SolveProgress
 from cornplug.planner.optimizer.solution import Values
-from cornplug.planner.optimizer.solvers import SolverLimits, SolverRun, is_within_gap, relax
+from cornplug.planner.optimizer.solvers import PoolModel, SolverLimits, SolverRun, is_within_gap, relax
 from cornplug.planner.optimizer.solvers import solve as run_solver
-from cornplug.planner.optimizer.variables import PoolModel
 
 BuildModel = Callable[[OptimizationProblem], PoolModel]
 

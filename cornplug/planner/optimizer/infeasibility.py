@@ -16,11 +16,10 @@ from pulp import lpSum
 
 from cornplug.errors import PlanInfeasible
 from cornplug.planner.inputs.schema import SolverOptions
-from cornplug.planner.optimizer.objectives import counted_switches
 from cornplug.planner.optimizer.optimization_problem import CapacityShortfall, OptimizationProblem
-from cornplug.planner.optimizer.solvers import SolverLimits
+from cornplug.planner.optimizer.solution import counted_switches
+from cornplug.planner.optimizer.solvers import PoolModel, SolverLimits
 from cornplug.planner.optimizer.solvers import solve as run_solver
-from cornplug.planner.optimizer.variables import PoolModel
 
 UNLIMITED_NODES = 10**6
 """Number of nodes in each class if the stock is relaxed."""

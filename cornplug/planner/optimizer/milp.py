@@ -4,8 +4,8 @@ Sets        demands u, variants v, services s, cells j, node classes n, cache le
 Variables   phi_v  rate of a variant                 x_j  replicas of a cell (integer)
             f_uj   work of a demand on a cell        z_n  nodes of a class (integer)
             w_l    cache level chosen (binary)       e_j  cell used (binary)
-            a_j, d_j, m_jk  starts, stops, role switches (integer; `objectives.py`)
-Objectives  `objectives.py`: dollars; or goodput, then dollars; or the least share, then goodput, then dollars
+            a_j, d_j, m_jk  starts, stops, role switches (integer; `solution.py`)
+Objectives  `solution.py`: dollars; or goodput, then dollars; or the least share, then goodput, then dollars
 Constraints one function per kind. Every row is named, and a plan's reasons refer to these names
 
 Work may always use a cell of a tighter tier than it requires. Tiers are nested (a cell that stays under 0.2 s
@@ -31,8 +31,7 @@ from pulp import lpSum
 
 from cornplug.errors import PlanUnfinished
 from cornplug.planner.inputs.schema import SolverOptions
-from cornplug.planner.optimizer import decomposition, infeasibility, objectives, optimization_problem
-from cornplug.planner.optimizer.objectives import SolveGoal, goals
+from cornplug.planner.optimizer import decomposition, infeasibility, optimization_problem, solution
 from cornplug.planner.optimizer.optimization_problem import (
     Cell,
     CrowdedNode,
@@ -41,16 +40,17 @@ from cornplug.planner.optimizer.optimization_problem import (
     SolveProgress,
 )
 from cornplug.planner.optimizer.solution import (
+    SolveGoal,
     Values,
+    goals,
     has_integer_values,
     polish,
     read_solution,
     trim,
     with_sign,
 )
-from cornplug.planner.optimizer.solvers import SolverLimits, SolverRun, with_objective
+from cornplug.planner.optimizer.solvers import PoolModel, SolverLimits, SolverRun, with_objective
 from cornplug.planner.optimizer.solvers import solve as run_solver
-from cornplug.planner.optimizer.variables import PoolModel
 
 TIE_BREAK_GAP: Final = 1e-5
 """Gap at which the tie-break stops. It is smaller than the effect of one cell's preference (its tier or
@@ -74,7 +74,7 @@ def add_constraints(model: PoolModel) -> None:
     add_cache_rows(model)
     _add_spare_rows(model)
     if model.pool.current is not None:
-        objectives.add_transition_rows(model, model.pool.current)
+        solution.add_transition_rows(model, model.pool.current)
 
 
 def add_demand_rows(model: PoolModel) -> None:
@@ -221,7 +221,7 @@ def build(pool: OptimizationProblem) -> PoolModel:
     """Create the model with its variables and all constraints, without an objective."""
     model = PoolModel(pool)
     if pool.current is not None:
-        objectives._add_transition_variables(model, pool.current)
+        solution._add_transition_variables(model, pool.current)
     add_constraints(model)
     return model
 

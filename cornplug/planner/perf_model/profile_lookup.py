@@ -23,9 +23,14 @@ from cornplug.planner.inputs.schema import (
     TowerShape,
 )
 from cornplug.planner.perf_model import engine_spec, roofline
-from cornplug.planner.perf_model.engine_spec import EngineSpec
+from cornplug.planner.perf_model.engine_spec import (
+    ANY_CLASS,
+    CellHardware,
+    EngineSpec,
+    EngineStepTimes,
+    PiecewiseCurve,
+)
 from cornplug.planner.plan import Parallelism
-from cornplug.planner.simulator.step_times import ANY_CLASS, CellHardware, EngineStepTimes, PiecewiseCurve
 
 Shape = LLMShape | TowerShape | GeneratorShape
 WEIGHTS_SHARE: Final = 0.9

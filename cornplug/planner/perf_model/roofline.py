@@ -52,8 +52,8 @@ from cornplug.planner.inputs.schema import (
     RooflineProfile,
     TowerShape,
 )
-from cornplug.planner.perf_model.engine_spec import EngineSpec
-from cornplug.planner.simulator.step_times import (
+from cornplug.planner.perf_model.engine_spec import (
+    EngineSpec,
     EngineStepTimes,
     GroupPrefill,
     PiecewiseCurve,

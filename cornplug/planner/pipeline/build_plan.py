@@ -16,10 +16,9 @@ from cornplug.planner.candidates.cell_capacity import WORKLOADS_BY_URGENCY
 from cornplug.planner.candidates.cells import CellSpec
 from cornplug.planner.candidates.replica_configs import PRIORITY, kv_geometry
 from cornplug.planner.inputs import request_sampling
-from cornplug.planner.inputs.request_classes import RequestClass
+from cornplug.planner.inputs.request_sampling import RequestClass
+from cornplug.planner.inputs.request_tables import QUANTITIES
 from cornplug.planner.inputs.schema import Component, LLMShape, Slo, Workload
-from cornplug.planner.inputs.slo import QUANTITIES
-from cornplug.planner.latency_forecast import JobForecast, LatencyForecast, PercentileSlo, SimulatedSlowdown
 from cornplug.planner.launch.vllm_flags import generator_command
 from cornplug.planner.optimizer import solvers
 from cornplug.planner.optimizer.optimization_problem import PathVariant, PoolSolution, ServiceDemand
@@ -27,14 +26,18 @@ from cornplug.planner.pipeline.formulate import FormulatedProblem
 from cornplug.planner.pipeline.place_replicas import Slot, idle_gpus, placement
 from cornplug.planner.plan import (
     CacheSize,
+    JobForecast,
     KVGeometry,
+    LatencyForecast,
     OptimalityProof,
+    PercentileSlo,
     Plan,
     PlannedGroup,
     PlannedNodes,
     PlanRoute,
     QosReservation,
     RouteStage,
+    SimulatedSlowdown,
 )
 
 MIN_FLOW_SHARE = 1e-6

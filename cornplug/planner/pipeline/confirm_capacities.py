@@ -33,9 +33,8 @@ from cornplug.planner.optimizer.optimization_problem import (
     SolveProgress,
 )
 from cornplug.planner.optimizer.solution import flows, slack
-from cornplug.planner.optimizer.solvers import SolverLimits
+from cornplug.planner.optimizer.solvers import PoolModel, SolverLimits
 from cornplug.planner.optimizer.solvers import solve as run_solver
-from cornplug.planner.optimizer.variables import PoolModel
 from cornplug.planner.pipeline.formulate import FormulatedProblem
 
 PhaseCallback = Callable[[str, float], None]

@@ -14,8 +14,9 @@ from math import inf
 from typing import Final
 
 from cornplug.planner.inputs.schema import Component, Engine, SolverOptions
-from cornplug.planner.optimizer import infeasibility, milp, objectives
+from cornplug.planner.optimizer import infeasibility, milp
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem, PathVariant, PoolSolution
+from cornplug.planner.optimizer.solution import goals
 from cornplug.planner.optimizer.solvers import SolverLimits
 from cornplug.planner.optimizer.solvers import solve as run_solver
 from cornplug.planner.report import formatting
@@ -82,7 +83,7 @@ def solve_question(
     model = milp.build(pool)
     if reason := infeasibility.summarize_unserved(model):
         return CounterfactualAnswer(None, True, reason)
-    goal = objectives.goals(model)[0]
+    goal = goals(model)[0]
     model.problem.setObjective(goal.sign * goal.expression)
     if at_least is not None:
         model.problem.addConstraint(

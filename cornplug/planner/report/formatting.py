@@ -8,8 +8,14 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from cornplug.planner.latency_forecast import JobForecast, LatencyForecast
-from cornplug.planner.plan import OptimalityProof, Parallelism, Plan, PlannedGroup
+from cornplug.planner.plan import (
+    JobForecast,
+    LatencyForecast,
+    OptimalityProof,
+    Parallelism,
+    Plan,
+    PlannedGroup,
+)
 
 NO_VALUE = "–"
 

@@ -22,7 +22,7 @@ from typing import Final, Generic, TypeVar
 
 from cornplug.errors import CodecError
 from cornplug.settings import NamespaceConfig
-from cornplug.store.arena import NO_SLOT, WriteFences
+from cornplug.store.arena import NO_SLOT, WriteFences, align_up
 from cornplug.store.base import (
     NO_LOCATION,
     PROMOTED,
@@ -33,7 +33,6 @@ from cornplug.store.base import (
     ReserveTerms,
     encode_location,
 )
-from cornplug.store.daemon.allocator import align_up
 from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.placement import EntryPlacement, EvictableEntry, Grow, StoredEntry
 from cornplug.store.daemon.purges import PurgeJobs
@@ -45,8 +44,8 @@ from cornplug.store.daemon.reservations import (
     Sightings,
 )
 from cornplug.store.daemon.store_counters import AppBytes, RemovalCause, StoreCounters
+from cornplug.store.entry_table import NotedReads
 from cornplug.store.store_stats import StoreStat
-from cornplug.store.use_notes import NotedReads
 
 E = TypeVar("E", bound=EvictableEntry)
 LEASE_BYTES: Final = 128

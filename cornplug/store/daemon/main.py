@@ -32,7 +32,7 @@ from cornplug.store.daemon.server import OpenedTiers, ServedSocket, StoreServer
 from cornplug.store.daemon_link import LOG_BYTES
 
 if TYPE_CHECKING:
-    from cornplug.store.disk.open_disk import OpenedDisk
+    from cornplug.store.disk.segment_files import OpenedDisk
     from cornplug.store.far.open_far import OpenedFar
 
 
@@ -229,7 +229,7 @@ def _open_disk(options: argparse.Namespace, secret: bytes, settings: config.Stor
     if options.disk is None:
         return None
     # Imported here, so that a store without a disk starts faster.
-    from cornplug.store.disk.open_disk import open_disk
+    from cornplug.store.disk.segment_files import open_disk
 
     path, size_bytes = options.disk.absolute(), options.disk_size
     try:

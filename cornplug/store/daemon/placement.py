@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
 from cornplug.settings import NamespaceConfig
+from cornplug.store.arena import ArenaAllocator
 from cornplug.store.base import PayloadLocation, ReserveRefusal
-from cornplug.store.daemon.allocator import ArenaAllocator
 from cornplug.store.daemon.eviction_policy import EvictionPolicy
 
 _RUN_BYTES: Final = 256 << 10

@@ -32,17 +32,15 @@ from cornplug.store.arena import SharedArena, WriteFences
 from cornplug.store.base import ReserveRefusal, ReserveTerms
 from cornplug.store.daemon.access_log import AccessLog
 from cornplug.store.daemon.arena_growth import ArenaGrowth
-from cornplug.store.daemon.entry_table_writer import EntryTableWriter
-from cornplug.store.daemon.entry_watchers import EntryWatchers
+from cornplug.store.daemon.entry_watchers import EntryTableWriter, EntryWatchers
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import ReservationTimes
 from cornplug.store.daemon.store_counters import StoreTelemetry
-from cornplug.store.entry_table import TableShape
+from cornplug.store.entry_table import NO_NOTES_PAGE, TableShape, UseNotes
 from cornplug.store.messages import check_entries, check_meta, check_terms, check_ttl
-from cornplug.store.use_notes import NO_NOTES_PAGE, UseNotes
 
 if TYPE_CHECKING:
-    from cornplug.store.disk.open_disk import OpenedDisk
+    from cornplug.store.disk.segment_files import OpenedDisk
     from cornplug.store.far.open_far import OpenedFar
 
 

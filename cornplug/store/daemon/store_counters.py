@@ -20,8 +20,8 @@ import msgspec
 from cornplug.store import messages
 from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.daemon.eviction_policy import E, EvictionPolicy
+from cornplug.store.entry_table import NotedReads
 from cornplug.store.store_stats import OTHER_APPS, NamespaceStat, StoreStat
-from cornplug.store.use_notes import NotedReads
 
 if TYPE_CHECKING:
     from cornplug.store.daemon.index import StoreIndex

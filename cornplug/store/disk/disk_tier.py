@@ -30,11 +30,10 @@ from cornplug.store.disk.disk_space import (
     DiskSpace,
     DroppedSegment,
 )
-from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
+from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers, MemoryTier, TieredEntry
 from cornplug.store.disk.promotions import Promotions
 from cornplug.store.disk.record_format import RecordDamaged, RecordHeader, new_salt
 from cornplug.store.disk.segment_files import DiskScan, FoundRecord, SegmentFiles, matches_purge
-from cornplug.store.disk.tier_protocols import MemoryTier, TieredEntry
 from cornplug.store.store_stats import DiskStat
 
 MAX_QUEUED: Final = 1 << 16
@@ -59,7 +58,7 @@ _log = logging.getLogger("cornplug.store")
 
 
 class DiskOptions(Protocol):
-    """Disk folder and limits of a tier. `open_disk.py` provides them."""
+    """Disk folder and limits of a tier. `open_disk` provides them."""
 
     @property
     def files(self) -> SegmentFiles: ...

@@ -17,10 +17,9 @@ from typing import Final
 
 from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms
 from cornplug.store.disk.disk_space import DiskCounters, DiskRecord, DiskSpace
-from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
+from cornplug.store.disk.disk_workers import DISK_OWNER, DiskFailure, DiskWorkers, MemoryTier
 from cornplug.store.disk.record_format import RecordDamaged
 from cornplug.store.disk.segment_files import SegmentFiles
-from cornplug.store.disk.tier_protocols import DISK_OWNER, MemoryTier
 
 _MAX_READS: Final = 4
 """Number of entries that the reader threads have at a time. It exceeds the number of threads, so that each

@@ -10,6 +10,8 @@ on the writer's thread (`sync`, `drop`), because a power failure would otherwise
 
 `DiskScan` finds the records of earlier daemons while this daemon serves, newest segments first. A segment is
 read in portions of a few milliseconds, and only while no recall waits.
+
+`open_disk` checks and locks the folder.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import importlib.util
 import logging
 import os
 import re
@@ -52,6 +55,8 @@ _SKIP_BYTES: Final = 1 << 20
 """Bytes that a scan reads at a time to find the next header."""
 _SCAN_STEP_S: Final = 5e-3
 _log = logging.getLogger("cornplug.store")
+_SETTING: Final = "store.disk_path"
+MIN_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,37 +268,6 @@ class SegmentFiles:
         self._folder = -1
 
 
-def _next_magic(fd: int, offset: int) -> int:
-    """Return the offset of the next possible header, or `at + _SKIP_BYTES` if there is no header before that
-    offset. Raises OSError."""
-    data = os.pread(fd, _SKIP_BYTES, offset)
-    found = data.find(MAGIC)
-    while found % ALIGN_BYTES and found >= 0:
-        found = data.find(MAGIC, found + 1)
-    return offset + (found if found >= 0 else _SKIP_BYTES)
-
-
-def _segment_name(number: int) -> str:
-    return f"segment-{number:08d}"
-
-
-def _write_all(fd: int, data: bytes | memoryview, offset: int) -> int:
-    view, done = memoryview(data), 0
-    while done < view.nbytes:
-        done += os.pwrite(fd, view[done:], offset + done)
-    return done
-
-
-def _read_all(fd: int, buffer: memoryview, offset: int) -> memoryview:
-    done = 0
-    while done < buffer.nbytes:
-        size = os.preadv(fd, [buffer[done:]], offset + done)
-        if not size:
-            raise RecordDamaged("the record ends before its last byte")
-        done += size
-    return buffer
-
-
 class DiskScan:
     """Scan for the records of earlier daemons in `segments`, which are ordered oldest first."""
 
@@ -388,3 +362,76 @@ def matches_purge(rule: PurgeRule, app: str, age_s: float) -> bool:
     """Return whether a purge deletes an entry on disk. The time since the entry's last read is unknown, so
     the entry's age is used instead, which is at least as long."""
     return rule.app in (None, app) and age_s >= max(rule.older_s, rule.unused_s)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedDisk:
+    """Disk folder that this daemon has locked, with its limits."""
+
+    files: SegmentFiles
+    size_bytes: int
+    write_bytes_s: int | None = None
+
+
+def open_disk(
+    path: Path, secret: bytes, *, size_bytes: int | None = None, write_bytes_s: int | None = None
+) -> OpenedDisk:
+    """Open the disk folder `path`.
+
+    Raises ConfigError if the folder cannot be used, or if the package for encryption is not installed.
+
+    Args:
+        size_bytes: Maximum size of the folder's files in bytes. None: half of the free space on the file
+            system. Existing files in the folder count as free space.
+    """
+    if importlib.util.find_spec("cryptography") is None:
+        raise ConfigError(
+            _SETTING,
+            "a store encrypts the entries that it writes to a disk, but cryptography is not installed",
+            "Run: pip install 'cornplug[disk]'",
+        )
+    files = SegmentFiles(path, secret, setting=_SETTING)
+    try:
+        if size_bytes is None:
+            own = sum(used for _, used in files.list_segments())
+            size_bytes = (files.free_bytes() + own) // 2
+    except OSError as e:
+        files.close()
+        raise ConfigError(_SETTING, f"{path}: {e.strerror}", "Use a folder on a local disk.") from e
+    if size_bytes < MIN_BYTES:
+        files.close()
+        raise ConfigError(
+            "store.disk_size_bytes", f"{size_bytes} bytes are too few for entries", "Use 1 GiB or more."
+        )
+    return OpenedDisk(files, size_bytes, write_bytes_s)
+
+
+def _next_magic(fd: int, offset: int) -> int:
+    """Return the offset of the next possible header, or `at + _SKIP_BYTES` if there is no header before that
+    offset. Raises OSError."""
+    data = os.pread(fd, _SKIP_BYTES, offset)
+    found = data.find(MAGIC)
+    while found % ALIGN_BYTES and found >= 0:
+        found = data.find(MAGIC, found + 1)
+    return offset + (found if found >= 0 else _SKIP_BYTES)
+
+
+def _segment_name(number: int) -> str:
+    return f"segment-{number:08d}"
+
+
+def _write_all(fd: int, data: bytes | memoryview, offset: int) -> int:
+    view, done = memoryview(data), 0
+    while done < view.nbytes:
+        done += os.pwrite(fd, view[done:], offset + done)
+    return done
+
+
+def _read_all(fd: int, buffer: memoryview, offset: int) -> memoryview:
+    done = 0
+    while done < buffer.nbytes:
+        size = os.preadv(fd, [buffer[done:]], offset + done)
+        if not size:
+            raise RecordDamaged("the record ends before its last byte")
+        done += size
+    return buffer

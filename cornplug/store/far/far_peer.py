@@ -31,8 +31,8 @@ from typing import Final, TypeVar
 
 from cornplug.store.connection import CircuitBreaker
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
+from cornplug.store.disk.record_format import FarRecord, FarSealer
 from cornplug.store.far.far_questions import FarLookupQueue, pop_first
-from cornplug.store.far.far_record import FarRecord, FarSealer
 from cornplug.store.far.open_far import LOOKUP_TIMEOUT_S, TRANSFER_TIMEOUT_S, FarFailure, FarStore
 from cornplug.store.store_stats import FarStat
 

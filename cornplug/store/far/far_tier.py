@@ -19,11 +19,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms
-from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
-from cornplug.store.disk.record_format import RecordDamaged
-from cornplug.store.disk.tier_protocols import FAR_OWNER, MemoryTier, TieredEntry
+from cornplug.store.disk.disk_workers import FAR_OWNER, DiskFailure, DiskWorkers, MemoryTier, TieredEntry
+from cornplug.store.disk.record_format import FarRecord, FarSealer, RecordDamaged, RecordHead
 from cornplug.store.far.far_peer import FarPeer, WriteFunction
-from cornplug.store.far.far_record import FarRecord, FarSealer, RecordHead
 from cornplug.store.far.open_far import FarStore, OpenedFar
 from cornplug.store.store_stats import FarStat
 

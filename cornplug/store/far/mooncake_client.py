@@ -1,4 +1,7 @@
-"""Process with Mooncake's client, which replies to the daemon's requests (`client_process.py`).
+"""`mooncake://`: a far store that keeps records as objects of a Mooncake cluster, through a process with
+Mooncake's client.
+
+    daemon ──requests (`client_process.py`)──> this module's process ──> master, and hosts with segments
 
 The setup and shutdown of Mooncake's client hold the interpreter's lock, for 90 s if the master is dead
 (measured with release 0.3.13). In the daemon's own process they would block every engine of the host.
@@ -15,10 +18,15 @@ import socket
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
+from urllib.parse import urlsplit
 
+import mooncake  # noqa: F401  # its absence is known before a process starts
 import msgspec
+from pydantic import BaseModel, ByteSize
 
-from cornplug.store.far.client_process import FarReply, FarRequest, read_settings, serve
+from cornplug.errors import ConfigError
+from cornplug.store.far.client_process import FarReply, FarRequest, ProcessFarStore, read_settings, serve
+from cornplug.store.far.open_far import label_of, parse_query
 
 MAX_RECORD_BYTES: Final = 32 << 20
 _BUFFER_BYTES: Final = 4 * MAX_RECORD_BYTES
@@ -27,6 +35,8 @@ gaps between them."""
 _SETUP_TIMEOUT_S: Final = 10
 """Time limit of setup and of shutdown in seconds, after which the process is killed."""
 _NOT_FOUND_CODE: Final = -704
+_SETTING: Final = "store.far"
+_PORT: Final = 50051
 
 
 class ClientSettings(msgspec.Struct, frozen=True):
@@ -65,6 +75,36 @@ def main(settings: ClientSettings, descriptors: Sequence[int]) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     signal.alarm(_SETUP_TIMEOUT_S)
     client.close()
+
+
+class _Options(BaseModel, extra="forbid"):
+    """Options in the query of a URL."""
+
+    metadata: str = "P2PHANDSHAKE"
+    segment: ByteSize = ByteSize(0)
+    device: str = ""
+    host: str = ""
+
+
+def open_mooncake_url(url: str) -> ProcessFarStore:
+    """Open mooncake://MASTER[:PORT][?segment=SIZE&device=NAME&host=ADDRESS&metadata=URL]. A process is
+    started and connects in the background. Raises ConfigError if the URL is invalid."""
+    parts = urlsplit(url)
+    try:
+        if not parts.hostname or parts.path.strip("/"):
+            raise ValueError("it must contain one master and no path")
+        master = f"{parts.hostname}:{parts.port or _PORT}"
+        options = parse_query(url, _Options)
+    except ValueError as e:
+        raise ConfigError(
+            _SETTING, f"{label_of(url)!r}: {e}",
+            f"Use mooncake://master:{_PORT}?segment=512MiB. Other options: device, host, metadata.",
+        ) from e  # fmt: skip
+    settings = ClientSettings(master, options.metadata, int(options.segment), options.device, options.host)
+    return ProcessFarStore(
+        "cornplug.store.far.mooncake_client", settings, max_bytes=MAX_RECORD_BYTES,
+        variables={"MC_LOG_LEVEL": "ERROR"},  # log only errors, unless the operator sets another level
+    )  # fmt: skip
 
 
 def _own_address(master: str) -> str:

@@ -2,7 +2,7 @@
 
 The package for a far store is imported only if a URL needs the package.
 
-Far stores map names to records. Records are sealed (`far_record.py`), because far stores are not trusted.
+Far stores map names to records. Records are sealed (`record_format.py`), because far stores are not trusted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _VALKEY: Final = ("valkey_store", "open_valkey_url", "far-valkey")
 _BACKENDS: Final[Mapping[str, tuple[str, str, str]]] = {
     "file": ("object_store", "open_folder_url", "far-object"),
     "s3": ("object_store", "open_s3_url", "far-object"),
-    "mooncake": ("mooncake_store", "open_mooncake_url", "far-mooncake"),
+    "mooncake": ("mooncake_client", "open_mooncake_url", "far-mooncake"),
     "nixl": ("nixl_store", "open_nixl_url", "far-nixl"),
     "valkey": _VALKEY, "valkeys": _VALKEY, "redis": _VALKEY, "rediss": _VALKEY,
 }  # fmt: skip

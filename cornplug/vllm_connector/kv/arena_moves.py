@@ -30,10 +30,15 @@ from cornplug.vllm_connector.kv.metadata import (
     iter_saved_pages,
     take_pages,
 )
-from cornplug.vllm_connector.kv_copies.arena_copies import ArenaCopies, ArenaSlab, ByteRange
+from cornplug.vllm_connector.kv_copies.arena_copies import (
+    BLOCK_BYTES,
+    ArenaCopies,
+    ArenaSlab,
+    ByteRange,
+    DeviceChecksums,
+)
+from cornplug.vllm_connector.kv_copies.block_copies import CudaBackend
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks, kernel_table
-from cornplug.vllm_connector.kv_copies.copy_sides import CudaBackend
-from cornplug.vllm_connector.kv_copies.device_checksums import BLOCK_BYTES, DeviceChecksums
 from cornplug.vllm_connector.kv_copies.mover import PolledJob, PolledMover
 from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory
 

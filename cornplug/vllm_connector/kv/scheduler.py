@@ -16,9 +16,8 @@ from cornplug.engine_common.page_publish import EntryCost, PagePublisher
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally
+from cornplug.vllm_connector.kv.cache_groups import GroupOffers, GroupRequests, StateSaves, WindowSaves
 from cornplug.vllm_connector.kv.costs import LoadCosts
-from cornplug.vllm_connector.kv.group_offers import GroupOffers
-from cornplug.vllm_connector.kv.group_requests import GroupRequests
 from cornplug.vllm_connector.kv.idle_saves import IdleSaves
 from cornplug.vllm_connector.kv.load_offers import LoadOffers
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata, PageLoad
@@ -27,7 +26,6 @@ from cornplug.vllm_connector.kv.page_events import create_page_events
 from cornplug.vllm_connector.kv.page_kinds import PageKind, combined_page_size
 from cornplug.vllm_connector.kv.page_saves import PageSaves, SavingRequests
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
-from cornplug.vllm_connector.kv.window_saves import StateSaves, WindowSaves
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -35,9 +35,8 @@ from cornplug.vllm_connector.kv.metadata import (
     iter_saved_pages,
     take_pages,
 )
-from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, Slab
+from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, CopyBackend, CpuBackend, Slab
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks, kernel_table
-from cornplug.vllm_connector.kv_copies.copy_sides import CopyBackend, CpuBackend
 from cornplug.vllm_connector.kv_copies.layout import BlockLayout, derive_layouts
 from cornplug.vllm_connector.kv_copies.mover import Job, KVMover
 

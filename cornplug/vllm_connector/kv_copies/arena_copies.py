@@ -1,7 +1,7 @@
 """Copies of one rank's KV between vLLM's blocks on a GPU and the store's memory, without a CPU in between.
 
 Several pages form a slab. The GPU gathers a slab in page order and computes its checksums
-(`device_checksums.py`). One call of vLLM's `swap_blocks_batch` then copies the slab to the pages' locations
+(`DeviceChecksums`). One call of vLLM's `swap_blocks_batch` then copies the slab to the pages' locations
 in the store, one byte range per page. Loads do the reverse. All slabs of one direction use the same GPU
 buffer and are ordered by the direction's stream. Therefore many slabs can be in flight, and the host does not
 wait for them. The host receives only the checksums, 64 bytes per segment.
@@ -10,6 +10,12 @@ The caller checks directly before each copy to the store that the reservation st
 nevertheless late overwrites another page. Readers of that page detect the corruption, because the page's
 checksum was computed from the data on its writer's GPU.
 
+The checksums are XXH3-64. XXH3 splits a payload into blocks of 1 KiB. Each block's contribution to the eight
+accumulators does not depend on other blocks. Only the short step between two blocks depends on the blocks
+before it. Therefore one kernel processes all blocks in parallel, and a second kernel combines the blocks of
+each segment. The host reduces the resulting 64 bytes per segment to a checksum. The result equals
+`xxhash.xxh3_64_intdigest`, so readers on a CPU can verify it.
+
 This module needs torch and Triton, but not vLLM.
 """
 
@@ -17,20 +23,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
+import triton
 import xxhash
+from numpy.typing import NDArray
+from triton import language as tl
 
+from cornplug.vllm_connector.kv_copies.block_copies import CopyBackend, TokenIndex
 from cornplug.vllm_connector.kv_copies.cache_blocks import CacheBlocks, Table
-from cornplug.vllm_connector.kv_copies.copy_sides import CopyBackend, TokenIndex
-from cornplug.vllm_connector.kv_copies.device_checksums import (
-    STATE_WORDS,
-    DeviceChecksums,
-    fold_checksums,
-)
 
+BLOCK_BYTES: Final = 1024
+"""Size in bytes of an XXH3 block. A segment's size must be a multiple of this size. All but the smallest
+layers meet this condition."""
+STATE_WORDS: Final = 8
+"""Number of 64-bit words that the kernels compute for each segment."""
 _SLAB_BYTES = 32 << 20
 """Size in bytes of the GPU buffer for each direction. This is small compared to the memory that vLLM does not
 use."""
@@ -208,6 +217,139 @@ class ArenaCopies:
         # A segment contains at least one layer of one head. This limits the number of segments.
         sums = self.backend.allocate_host((self.slab_pages * heads * layers, STATE_WORDS), torch.int64)
         return ArenaSlab(self.backend, TokenIndex(self.backend, self.slab_pages * tokens), sums)
+
+
+_SECRET: Final = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
+    "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+    "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
+    "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
+    "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+"""XXH3's default secret, from its specification."""
+_PRIMES_32: Final = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+_PRIMES_64: Final = (
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x27D4EB2F165667C5,
+)
+_STRIPES, _LANES = 16, 8
+_MASK_64: Final = (1 << 64) - 1
+
+
+# Triton's compiler accepts only its own annotations.
+def sum_blocks(data, keys, sums, blocks, total, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Triton kernel: compute the contribution of each of `total` XXH3 blocks to the accumulators. `blocks` is
+    the number of XXH3 blocks per segment."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lanes = tl.arange(0, 8)
+    inside = (rows < total)[:, None]
+    first = rows.to(tl.int64)[:, None] * 128 + lanes[None, :]
+    # The last stripe of a segment has a different key.
+    key_at = tl.where(rows % blocks == blocks - 1, 128, 0)[:, None] + lanes[None, :]
+    added = tl.full((ROWS, 8), 0, tl.uint64)
+    for stripe in range(16):
+        at = first + stripe * 8
+        here = tl.load(data + at, mask=inside, other=0).to(tl.uint64, bitcast=True)
+        # Each accumulator also adds the word of its neighbour.
+        beside = tl.load(data + (at ^ 1), mask=inside, other=0).to(tl.uint64, bitcast=True)
+        mixed = here ^ tl.load(keys + key_at + stripe * 8).to(tl.uint64, bitcast=True)
+        added += beside + (mixed & 0xFFFFFFFF) * (mixed >> 32)
+    places = rows.to(tl.int64)[:, None] * 8 + lanes[None, :]
+    tl.store(sums + places, added.to(tl.int64, bitcast=True), mask=inside)
+
+
+def chain_blocks(sums, keys, state, blocks):  # type: ignore[no-untyped-def]
+    """Triton kernel: compute the accumulators after the last block of each segment from the blocks'
+    contributions."""
+    lanes = tl.arange(0, 8)
+    row = sums + tl.program_id(0).to(tl.int64) * blocks * 8 + lanes
+    acc = tl.load(keys + 256 + lanes).to(tl.uint64, bitcast=True)
+    scramble = tl.load(keys + 264 + lanes).to(tl.uint64, bitcast=True)
+    prime = tl.load(keys + 272 + lanes).to(tl.uint64, bitcast=True)
+    for block in range(0, blocks - 1):
+        acc += tl.load(row + block * 8).to(tl.uint64, bitcast=True)
+        acc = (acc ^ (acc >> 47) ^ scramble) * prime
+    acc += tl.load(row + (blocks - 1) * 8).to(tl.uint64, bitcast=True)
+    tl.store(state + tl.program_id(0) * 8 + lanes, acc.to(tl.int64, bitcast=True))
+
+
+# These integers differ between slabs. If Triton specialized kernels for their values, it would recompile
+# kernels while requests wait.
+_sum_blocks = triton.jit(sum_blocks, do_not_specialize=["blocks", "total"])
+_chain_blocks = triton.jit(chain_blocks, do_not_specialize=["blocks"])
+
+
+class DeviceChecksums:
+    """Computes segment checksums on one device, on the device's current stream."""
+
+    ROWS = 64
+    """Number of XXH3 blocks that each program of the Triton kernel processes."""
+
+    def __init__(self, device: torch.device, kernels: tuple[Any, Any] = (_sum_blocks, _chain_blocks)) -> None:
+        self._keys = torch.from_numpy(_key_table()).to(device)
+        self._sum, self._chain = kernels
+
+    def begin(self, data: torch.Tensor, segment_bytes: int) -> torch.Tensor:
+        """Start to compute checksums, and return words of shape (segments, STATE) on the device, which
+        `fold_checksums` converts to checksums.
+
+        `data` is contiguous and holds segments of `segment_bytes` bytes, a multiple of BLOCK_BYTES.
+        """
+        words = data.flatten().view(torch.int64)
+        blocks = segment_bytes // BLOCK_BYTES
+        total = words.numel() * 8 // BLOCK_BYTES
+        sums = torch.empty(total * _LANES, dtype=torch.int64, device=data.device)
+        state = torch.empty(total // blocks, STATE_WORDS, dtype=torch.int64, device=data.device)
+        self._sum[(-(-total // self.ROWS),)](words, self._keys, sums, blocks, total, ROWS=self.ROWS)
+        self._chain[(total // blocks,)](sums, self._keys, state, blocks, num_warps=1)
+        return state
+
+
+def fold_checksums(state: torch.Tensor, segment_bytes: int) -> list[int]:
+    """Return one checksum per segment. `state` has shape (segments, STATE) and contains the words from
+    `DeviceChecksums.begin`, copied to the host. Each segment has `segment_bytes` bytes."""
+    mixed = state.numpy().view(np.uint64) ^ _MERGE_KEYS
+    start = np.array([segment_bytes * _PRIMES_64[0] & _MASK_64], np.uint64)
+    digest = start + _multiply_fold(mixed[:, ::2], mixed[:, 1::2]).sum(axis=1, dtype=np.uint64)
+    digest ^= digest >> np.uint64(37)
+    digest *= np.uint64(0x165667919E3779F9)
+    found: list[int] = (digest ^ (digest >> np.uint64(32))).tolist()
+    return found
+
+
+def _multiply_fold(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Multiply two arrays of 64-bit words, and return the low word xor the high word of each 128-bit
+    product."""
+    half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
+    a0, a1, b0, b1 = a & low, a >> half, b & low, b >> half
+    lowest, cross, other = a0 * b0, a0 * b1, a1 * b0
+    carry = (lowest >> half) + (cross & low) + (other & low)
+    high: NDArray[np.uint64] = a1 * b1 + (cross >> half) + (other >> half) + (carry >> half)
+    return high ^ (a * b)
+
+
+def _secret_words(offsets: Sequence[int]) -> list[int]:
+    return [int.from_bytes(_SECRET[at : at + 8], "little") for at in offsets]
+
+
+def _key_table() -> NDArray[np.int64]:
+    """Return the constants that the kernels use: the keys for the 16 stripes of a block, the keys for a
+    segment's last block, the accumulators' initial values, and two words per accumulator for the step between
+    two blocks."""
+    stripes = [_secret_words([8 * (n + lane) for lane in range(_LANES)]) for n in range(_STRIPES)]
+    last = [*stripes[:-1], _secret_words([121 + 8 * lane for lane in range(_LANES)])]
+    p32, p64 = _PRIMES_32, _PRIMES_64
+    first = [p32[2], p64[0], p64[1], p64[2], p64[3], p32[1], p64[4], p32[0]]
+    scramble = _secret_words([128 + 8 * lane for lane in range(_LANES)])
+    rows = [*stripes, *last, first, scramble, [p32[0]] * _LANES]
+    return np.array(rows, np.uint64).ravel().view(np.int64)
+
+
+_MERGE_KEYS: Final = np.array(_secret_words([11 + 8 * i for i in range(STATE_WORDS)]), np.uint64)
 
 
 def _to_columns(byte_ranges: Sequence[ByteRange], slab: int) -> list[torch.Tensor]:

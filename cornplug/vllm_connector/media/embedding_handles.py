@@ -30,14 +30,14 @@ import torch
 from vllm.exceptions import VLLMValidationError
 
 from cornplug.config import Config
-from cornplug.encoder_service.wire import embedding_file
-from cornplug.encoder_service.wire.embedding_file import EmbeddingHandle
+from cornplug.encoder_service.wire import engine_seal
+from cornplug.encoder_service.wire.engine_seal import EmbeddingHandle
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from cornplug.engine_common import weights_guard
 from cornplug.errors import CornplugError
 from cornplug.identity import embedding_key
-from cornplug.store.backends import open_store
 from cornplug.store.base import Store
+from cornplug.store.client import open_store
 from cornplug.store.payload import get_payload
 
 HANDLE_PREFIX: Final = "cpv1-"
@@ -187,7 +187,7 @@ class ReceivedHandles:
 
 def is_handle(data: object) -> bool:
     """Return whether the data of a message part is a string in the form of an embedding handle."""
-    return isinstance(data, str) and data.startswith(embedding_file.HANDLE_PREFIX)
+    return isinstance(data, str) and data.startswith(engine_seal.HANDLE_PREFIX)
 
 
 def _rows_digest(rows: torch.Tensor, grid: tuple[int, ...]) -> bytes:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata, ECConnectorWorkerMetadata
 
-from cornplug.store.arena import create_sealed_memory
-from cornplug.store.daemon.allocator import ArenaAllocator, align_up
+from cornplug.store.arena import ArenaAllocator, align_up, create_sealed_memory
 from cornplug.vllm_connector import compat
 
 if TYPE_CHECKING:

@@ -45,6 +45,7 @@ from cornplug.identity import array_digest, digest, embedding_key, media_digest_
 from cornplug.private_paths import read_secret
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import EC_CONNECTOR
+from cornplug.vllm_connector.flags import all_our_settings
 from cornplug.vllm_connector.media.embedding_handles import HANDLE_PREFIX as HANDLE
 from cornplug.vllm_connector.media.embedding_handles import ReceivedHandles, is_handle
 from cornplug.vllm_connector.media.video_digest import (
@@ -59,7 +60,6 @@ from cornplug.vllm_connector.model.model_config import (
     tower_identity,
     why_no_videos,
 )
-from cornplug.vllm_connector.several_connectors import all_our_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

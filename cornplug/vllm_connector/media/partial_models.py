@@ -24,8 +24,8 @@ from cornplug.engine_common import weights_guard
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import ConfigError, StoreError
 from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.flags import all_our_settings, config_from_settings
 from cornplug.vllm_connector.media.mm_identifiers import key_of
-from cornplug.vllm_connector.several_connectors import all_our_settings, config_from_settings
 
 ACCEPTS_EMBEDDINGS: Final[Mapping[str, bool]] = {
     "internvl": False,

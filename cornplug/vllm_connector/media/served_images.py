@@ -36,7 +36,7 @@ from vllm.renderers.chat_utils import AsyncMultiModalItemTracker
 from cornplug.checkpoints.families.family import PRECISION_VARIABLES
 from cornplug.config import IMAGES_PER_PROMPT, Config
 from cornplug.encoder_service.client.remote_client import RemoteEncoder
-from cornplug.encoder_service.wire.embedding_file import EmbeddingHandle
+from cornplug.encoder_service.wire.engine_seal import EmbeddingHandle
 from cornplug.encoder_service.wire.messages import MediaReply, MediaRequest, is_media_refusal
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import weights_guard
@@ -45,6 +45,7 @@ from cornplug.errors import CodecError, ConfigError, CornplugError, EncoderError
 from cornplug.identity import embedding_key
 from cornplug.private_paths import read_secret
 from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.flags import all_our_settings, config_from_settings
 from cornplug.vllm_connector.media.embedding_handles import ReceivedHandles
 from cornplug.vllm_connector.media.mm_identifiers import MmIdentifiers
 from cornplug.vllm_connector.media.partial_models import (
@@ -52,7 +53,6 @@ from cornplug.vllm_connector.media.partial_models import (
     runs_without_tower,
 )
 from cornplug.vllm_connector.model.model_config import tower_identity
-from cornplug.vllm_connector.several_connectors import all_our_settings, config_from_settings
 
 _MIN_RETRY_S: Final = 1.0
 _retry_delays_s: ContextVar[list[float] | None] = ContextVar("cornplug_retry_after", default=None)

@@ -24,8 +24,8 @@ from cornplug.engine_common.model_identity import declares_quantization
 from cornplug.errors import CheckpointError
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import EC_CONNECTOR
+from cornplug.vllm_connector.flags import has_ours
 from cornplug.vllm_connector.model.model_config import draft_config_with_kv, require_same_tensors
-from cornplug.vllm_connector.several_connectors import has_ours
 
 _LEFT_OUT_ATTRIBUTE: Final = "_cornplug_left_out"
 """Name of the worker attribute with the names of the parameters that the worker's last reload did not load.

@@ -25,6 +25,7 @@ from typing import Any, Final
 from cornplug.engine_common import lora_digests, weights_guard
 from cornplug.engine_common.shared_flags import load_settings
 from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.flags import our_settings
 from cornplug.vllm_connector.model import reloads
 from cornplug.vllm_connector.model.reloads import (
     TRANSFER_ATTRIBUTE,
@@ -34,7 +35,6 @@ from cornplug.vllm_connector.model.reloads import (
     has_cornplug,
     resume_when_unused,
 )
-from cornplug.vllm_connector.several_connectors import our_settings
 
 _START: Final = "start_weight_update"
 _FINISH: Final = "finish_weight_update"

@@ -20,8 +20,8 @@ from cornplug.encoder_service.client.engine_encoder import engine_encoder
 from cornplug.encoder_service.client.remote_client import RemoteEncoder
 from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.http.access_control import DrainState
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.http.drain import DrainState
 from cornplug.encoder_service.wire.engine_seal import ENGINE_PATH, MEDIA_TYPE, EngineSeal
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 from cornplug.errors import ConfigError, EncoderError, EncoderRefused

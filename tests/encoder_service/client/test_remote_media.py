@@ -18,7 +18,7 @@ from cornplug.encoder_service.client.remote_client import RemoteEncoder
 from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.http.url_fetcher import UrlFetcher
 from cornplug.encoder_service.media.image import digest_image, to_engine_rgb
-from cornplug.encoder_service.wire.embedding_file import EmbeddingHandle
+from cornplug.encoder_service.wire.engine_seal import EmbeddingHandle
 from cornplug.encoder_service.wire.messages import MediaRequest
 from cornplug.errors import EncoderRefused
 from cornplug.identity import embedding_key

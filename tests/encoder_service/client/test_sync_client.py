@@ -24,7 +24,7 @@ from cornplug.encoder_service.client import endpoints
 from cornplug.encoder_service.client.async_client import MediaPayload
 from cornplug.encoder_service.client.sync_client import AsyncEncoderClient, EmbeddingRef, EncoderClient
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.wire.embedding_file import MEDIA_TYPE as SAFETENSORS
+from cornplug.encoder_service.wire.engine_seal import EMBEDDING_MEDIA_TYPE as SAFETENSORS
 from cornplug.errors import EncoderRefused, EncoderUnavailable, MediaError
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import get_payload

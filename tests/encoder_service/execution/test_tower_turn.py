@@ -14,7 +14,7 @@ import torch
 from cornplug.config import load
 from cornplug.encoder_service.model_loader import layers_of
 from cornplug.encoder_service.model_registry import ModelRegistry
-from cornplug.encoder_service.towers.tower_turn import PassScheduler
+from cornplug.encoder_service.towers.base import PassScheduler
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply
 from cornplug.qos import QosClasses
 from cornplug.store.memory import MemoryStore

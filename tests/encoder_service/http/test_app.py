@@ -17,7 +17,7 @@ from cornplug import identity
 from cornplug.config import Config, QosConfig
 from cornplug.encoder_service.media.image import digest_image
 from cornplug.encoder_service.towers.tiles import TileTower
-from cornplug.encoder_service.wire.embedding_file import MEDIA_TYPE as SAFETENSORS
+from cornplug.encoder_service.wire.engine_seal import EMBEDDING_MEDIA_TYPE as SAFETENSORS
 from cornplug.encoder_service.wire.messages import DECODINGS
 from cornplug.qos import QosClasses
 

@@ -275,8 +275,8 @@ def test_encode_internal_error_hides_exception_text(
 
     for where in (
         "cornplug.encoder_service.preprocess.preparer.UndecodedMedia.prepare",
-        "cornplug.encoder_service.towers.internvl.TileTower.prepare",
-        "cornplug.encoder_service.towers.internvl.TileTower.encode",
+        "cornplug.encoder_service.towers.llava.TileTower.prepare",
+        "cornplug.encoder_service.towers.llava.TileTower.encode",
     ):
         with monkeypatch.context() as patch:
             patch.setattr(where, fail)

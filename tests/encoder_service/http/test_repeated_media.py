@@ -16,7 +16,7 @@ from cornplug.encoder_service.http import app
 from cornplug.encoder_service.preprocess.decoder_process import DecoderProcess
 from cornplug.encoder_service.preprocess.prepared_media import VideoPreprocessor
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer
-from cornplug.encoder_service.wire.embedding_file import EmbeddingHandle
+from cornplug.encoder_service.wire.engine_seal import EmbeddingHandle
 from cornplug.store.memory import MemoryStore
 
 from ..conftest import MakeEncoder, png, sample_image

@@ -29,7 +29,7 @@ from cornplug.encoder_service.replica import (
     open_replicas,
     replica_devices,
 )
-from cornplug.encoder_service.replica_ipc import OpenModels, ReplicaReady, SharedBuffer
+from cornplug.encoder_service.replica_main import OpenModels, ReplicaReady, SharedBuffer
 from cornplug.encoder_service.scheduling.batcher import EncodeResult
 from cornplug.encoder_service.towers.base import TowerItem
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply

@@ -22,7 +22,7 @@ from transformers.video_utils import VideoMetadata
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import Modality
 from cornplug.config import Config
-from cornplug.encoder_service import replica_ipc
+from cornplug.encoder_service import replica_main
 from cornplug.encoder_service.media import audio, video
 from cornplug.encoder_service.model_loader import read_checkpoint
 from cornplug.encoder_service.model_registry import ModelRegistry
@@ -191,8 +191,8 @@ def test_generic_two_towers_are_loaded_apart_and_shared_apart(tiny: Tiny, tmp_pa
 
 def test_replica_finds_each_tower_by_its_own_identity(tiny: Tiny) -> None:
     _, served = read_checkpoint(str(tiny(OMNI)), "float32")
-    models = ReplicaModels(replica_ipc.OpenModels((), "float32", "cpu", 1, False))
-    models.load([replica_ipc.ModelSpec(str(tiny(OMNI)), served.identity)])
+    models = ReplicaModels(replica_main.OpenModels((), "float32", "cpu", 1, False))
+    models.load([replica_main.ModelSpec(str(tiny(OMNI)), served.identity)])
     for part in ("image", "audio"):
         wanted = served.identity_for(part)
         assert wanted is not None

@@ -21,7 +21,7 @@ from cornplug.config import Config
 from cornplug.encoder_service.client.sync_client import EmbeddingRef, EncoderClient
 from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.media.image import digest_image
-from cornplug.encoder_service.wire.embedding_file import HANDLE_PREFIX, EmbeddingHandle
+from cornplug.encoder_service.wire.engine_seal import HANDLE_PREFIX, EmbeddingHandle
 from cornplug.errors import CodecError, EncoderRefused
 from cornplug.store.memory import MemoryStore
 

@@ -15,15 +15,17 @@ from time_limits import TimeLimits
 from cornplug.encoder_service import unix_server
 from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.execution.encoder import EncoderCore
-from cornplug.encoder_service.wire import handshake
-from cornplug.encoder_service.wire.handshake import (
+from cornplug.encoder_service.wire import messages
+from cornplug.encoder_service.wire.messages import (
+    PROTOCOL_VERSION,
+    DescribeRequest,
+    EncodeRequest,
     EngineHandshake,
     EngineProof,
     ServiceChallenge,
     ServiceHandshake,
     UntrustedPeer,
 )
-from cornplug.encoder_service.wire.messages import PROTOCOL_VERSION, DescribeRequest, EncodeRequest
 from cornplug.errors import ConfigError, EncoderUnavailable
 from cornplug.local_socket import SocketClaim
 from devkit.strangers import NOBODY, listener
@@ -137,7 +139,7 @@ def test_encoder_silent_connection_is_closed(
     monkeypatch.setattr(unix_server, "HANDSHAKE_TIMEOUT_S", 0.2)
     path = serve(make_encoder())
     assert converse(path) == b""
-    assert converse(path, b"x" * (handshake.MAX_HANDSHAKE_BYTES + 1)) == b""
+    assert converse(path, b"x" * (messages.MAX_HANDSHAKE_BYTES + 1)) == b""
 
 
 def test_handshake_replayed_messages_are_refused() -> None:
@@ -170,7 +172,7 @@ def test_handshake_short_nonce_is_refused(short: bytes) -> None:
     """Else two handshakes could be cut at different places and give one proof."""
     with pytest.raises(UntrustedPeer):
         ServiceHandshake(SECRET).create_challenge(
-            msgspec.msgpack.encode(handshake.EngineHello(version=PROTOCOL_VERSION, nonce=short))
+            msgspec.msgpack.encode(messages.EngineHello(version=PROTOCOL_VERSION, nonce=short))
         )
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from cornplug.errors import ConfigError
+from cornplug.planner.inputs.request_tables import IdleTimes
 from cornplug.planner.inputs.schema import PlanInput
-from cornplug.planner.inputs.slo import IdleTimes
 from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.pipeline.formulate import formulate
 from cornplug.planner.report import formatting

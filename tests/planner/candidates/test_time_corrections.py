@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from planner.made_inputs import two_apps
 
-from cornplug.planner.candidates.timed_configs import (
+from cornplug.planner.candidates.cells import (
     corrected_times,
     corrections_by_key,
     merged_corrections,
     profile_key,
 )
+from cornplug.planner.perf_model.engine_spec import CellHardware, EngineStepTimes, PiecewiseCurve
 from cornplug.planner.pipeline.formulate import formulate
 from cornplug.planner.plan import TimesCorrection
-from cornplug.planner.simulator.step_times import CellHardware, EngineStepTimes, PiecewiseCurve
 
 
 def correction(gpu: str, prefill: float, decode: float, quantisation: str = "none") -> TimesCorrection:

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cornplug.planner.inputs.request_classes import SampledRequest
-from cornplug.planner.inputs.request_sampling import HitRates, sample_requests
+from cornplug.planner.inputs.request_sampling import HitRates, SampledRequest, sample_requests
 from cornplug.planner.inputs.schema import (
     Histogram,
     LogNormal,

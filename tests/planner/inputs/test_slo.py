@@ -8,7 +8,7 @@ import pytest
 
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs import toml_reader
-from cornplug.planner.inputs.slo import IdleReplica, IdleTimes, PercentileBounds, Slo
+from cornplug.planner.inputs.request_tables import IdleReplica, IdleTimes, PercentileBounds, Slo
 
 GOOD = Path(__file__).parents[1] / "good_input.toml"
 

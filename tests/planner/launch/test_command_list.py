@@ -9,8 +9,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.planner.launch.command_lines import commands
-from cornplug.planner.launch.command_list import quote, render, write
+from cornplug.planner.launch.command_lines import commands, quote, render, write
 
 from ..plans import Case, matrix, plan
 

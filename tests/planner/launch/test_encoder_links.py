@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cornplug.planner.launch.addresses import replica_addresses
-from cornplug.planner.launch.encoder_links import EncoderLink, encoder_links
+from cornplug.planner.launch.connections import EncoderLink, encoder_links, replica_addresses
 from cornplug.planner.plan import Plan
 
 from ..plans import Case, plan

@@ -18,9 +18,8 @@ from time_limits import TimeLimits
 
 from cornplug.commands.launch_command import main
 from cornplug.errors import ConfigError, ProcessFailed
-from cornplug.planner.launch import addresses
-from cornplug.planner.launch.command_process import CommandProcess
-from cornplug.planner.launch.launcher import CommandSelection, local_commands, run_commands
+from cornplug.planner.launch import connections
+from cornplug.planner.launch.launcher import CommandProcess, CommandSelection, local_commands, run_commands
 from cornplug.planner.plan import Plan
 
 from ..plans import Case, plan
@@ -43,8 +42,8 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ):
         monkeypatch.setenv(name, str(value))
     # Away from what else may run on this machine.
-    monkeypatch.setattr(addresses, "ENGINE_PORT", 18400)
-    monkeypatch.setattr("cornplug.planner.launch.routers.ROUTER_PORT", 18450)
+    monkeypatch.setattr(connections, "ENGINE_PORT", 18400)
+    monkeypatch.setattr("cornplug.planner.launch.engine_groups.ROUTER_PORT", 18450)
     return events
 
 
@@ -324,7 +323,7 @@ def test_main_sigterm_ends_processes_with_status_0(tmp_path: Path, fakes: Path, 
     path = tmp_path / "plan.json"
     plan(Case()).save(path)
     code = (
-        "import sys; from cornplug.planner.launch import addresses; addresses.ENGINE_PORT = 18400; "
+        "import sys; from cornplug.planner.launch import connections; connections.ENGINE_PORT = 18400; "
         "from cornplug.commands.launch_command import main; sys.exit(main(sys.argv[1:]))"
     )
     launched = subprocess.Popen(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cornplug.errors import ProcessFailed
-from cornplug.planner.launch.command_process import RestartPolicy, Supervisor
+from cornplug.planner.launch.launcher import RestartPolicy, Supervisor
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cornplug.planner.launch.launcher import local_commands
-from cornplug.planner.launch.transition import Transition, transition
+from cornplug.planner.launch.session import Transition, transition
 from cornplug.planner.plan import Plan
 
 from ..plans import Case, plan

@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from cornplug.engine_common.shared_flags import load_settings
 from cornplug.planner.launch.command_lines import LaunchCommand, commands
-from cornplug.planner.launch.kv_transfer import Transfer
+from cornplug.planner.launch.connections import Transfer
 from cornplug.vllm_connector import plugin
 from devkit.checkpoints import qwen2_vl
 from devkit.vllm_cli import parse_serve

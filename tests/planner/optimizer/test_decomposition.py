@@ -10,7 +10,7 @@ import pytest
 from planner.pools import EXACT
 from pulp import lpSum
 
-from cornplug.planner.optimizer import decomposition, milp, objectives
+from cornplug.planner.optimizer import decomposition, milp, solution
 from cornplug.planner.optimizer.decomposition import Incumbent, service_groups, subproblem
 from cornplug.planner.optimizer.optimization_problem import (
     Cell,
@@ -83,7 +83,7 @@ def test_least_cost_of_small_pool_is_one_call_with_all_of_the_work(
 
     monkeypatch.setattr(decomposition, "run_solver", unproven)
     model = milp.build(pool)
-    cost = objectives.cost_objective(model).expression
+    cost = solution.cost_objective(model).expression
     limits = SolverLimits(0.0, 1e5, work=2.0)
     run, values = decomposition.least_cost(model, cost, limits, None, milp.build)
     assert run.status == "feasible"
@@ -108,7 +108,7 @@ def test_least_cost_near_cells_are_searched_first_and_bound_nothing(
     seen = list[SolveProgress]()
     near = {c.name for c in pool.cells if c.nodes == "small"}
     model = milp.build(pool)
-    cost = objectives.cost_objective(model).expression
+    cost = solution.cost_objective(model).expression
     limits = SolverLimits(0.0, 1e5, work=20.0)
     run, values = decomposition.least_cost(model, cost, limits, seen.append, milp.build, near)
     assert open_cells == [near, {c.name for c in pool.cells}]
@@ -126,7 +126,7 @@ def test_rounds_find_the_optimum_and_never_bound_beyond_it(pool: OptimizationPro
     seen: list[SolveProgress] = []
     exact = milp.solve(pool, EXACT).objective
     model = milp.build(pool)
-    money = objectives.cost_objective(model).expression
+    money = solution.cost_objective(model).expression
     best = Incumbent(model, money, SolverLimits(0.001, 20.0, work=20.0), seen.append)
     bounds_before = {name: (x.lowBound, x.upBound) for name, x in model.x.items()}
     parts = [milp.build(subproblem(pool, part)) for part in service_groups(pool)]
@@ -147,7 +147,7 @@ def test_rounds_at_other_prices_bound_as_truly(pool: OptimizationProblem) -> Non
     """A gap of nothing keeps them going until their work is done."""
     exact = milp.solve(pool, EXACT).objective
     model = milp.build(pool)
-    money = objectives.cost_objective(model).expression
+    money = solution.cost_objective(model).expression
     best = Incumbent(model, money, SolverLimits(0.0, 20.0, work=2.0), None)
     decomposition.run_rounds(
         best, [milp.build(subproblem(pool, part)) for part in service_groups(pool)], 1.1 * money

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from cornplug.planner.optimizer import milp, objectives
+from cornplug.planner.optimizer import milp
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem
-from cornplug.planner.optimizer.solution import Values, has_integer_values, polish, read_solution
-from cornplug.planner.optimizer.solvers import SolverRun
-from cornplug.planner.optimizer.variables import PoolModel
+from cornplug.planner.optimizer.solution import Values, goals, has_integer_values, polish, read_solution
+from cornplug.planner.optimizer.solvers import PoolModel, SolverRun
 
 from ..pools import one_service
 
@@ -32,7 +31,7 @@ def dusty(pool: OptimizationProblem) -> tuple[PoolModel, dict[Any, float]]:
 def polished(pool: OptimizationProblem) -> tuple[PoolModel, Values]:
     model, values = dusty(pool)
     fresh = milp.build(pool)
-    wanted = [(goal.expression, goal.sign) for goal in objectives.goals(fresh)[:-1]]
+    wanted = [(goal.expression, goal.sign) for goal in goals(fresh)[:-1]]
     return model, polish(model, fresh, wanted, values)
 
 
@@ -48,7 +47,7 @@ def test_polish_work_that_no_whole_replica_takes_stays() -> None:
     """Then `read` leaves it out."""
     model, values = dusty(replace(POOL, demands=(replace(POOL.demands[0], rate=6 + 6 * DUST),)))
     fresh = milp.build(model.pool)
-    wanted = [(goal.expression, goal.sign) for goal in objectives.goals(fresh)[:-1]]
+    wanted = [(goal.expression, goal.sign) for goal in goals(fresh)[:-1]]
     kept = polish(model, fresh, wanted, {**values, model.f["u", "s@L4"]: 6.0})
     assert kept[model.f["u", "s@L4"]] == pytest.approx(6)
 

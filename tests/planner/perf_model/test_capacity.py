@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.planner.inputs.request_classes import SampledRequest
-from cornplug.planner.inputs.slo import IdleTimes
+from cornplug.planner.inputs.request_sampling import SampledRequest
+from cornplug.planner.inputs.request_tables import IdleTimes, LatencyBound
 from cornplug.planner.perf_model.capacity import capacity
-from cornplug.planner.perf_model.latency_bound import LatencyBound
-from cornplug.planner.simulator.simulator import StationJob, StationVisit, simulate
-from cornplug.planner.simulator.stations import Station
-from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
+from cornplug.planner.perf_model.engine_spec import EngineStepTimes, PiecewiseCurve
+from cornplug.planner.perf_model.simulator import simulate
+from cornplug.planner.perf_model.stations import Station, StationJob, StationVisit
 
 from ..closed_forms import ttft_pipeline, ttft_single
 

@@ -12,7 +12,7 @@ from cornplug.errors import ConfigError
 from cornplug.planner.inputs import profile_tables
 from cornplug.planner.inputs.schema import Component, GeneratorShape, GpuSpec, LLMShape, TowerShape
 from cornplug.planner.perf_model import profile_lookup
-from cornplug.planner.simulator.step_times import ANY_CLASS, CellHardware
+from cornplug.planner.perf_model.engine_spec import ANY_CLASS, CellHardware
 
 L4 = GpuSpec(
     name="L4",

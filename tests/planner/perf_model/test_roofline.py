@@ -16,8 +16,8 @@ from cornplug.planner.inputs.schema import (
     TowerShape,
 )
 from cornplug.planner.perf_model import roofline
+from cornplug.planner.perf_model.engine_spec import EngineStepTimes
 from cornplug.planner.perf_model.roofline import EXPERT_LAYER_EXTRA_S, LAYER_S, NVLINK
-from cornplug.planner.simulator.step_times import EngineStepTimes
 
 H100 = GpuSpec(
     name="H100",

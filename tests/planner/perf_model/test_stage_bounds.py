@@ -6,8 +6,14 @@ from math import inf
 
 import pytest
 
-from cornplug.planner.inputs.slo import IdleReplica, IdleTimes, PercentileBounds, Slo
-from cornplug.planner.perf_model.latency_bound import LatencyBound, stage_bound
+from cornplug.planner.inputs.request_tables import (
+    IdleReplica,
+    IdleTimes,
+    LatencyBound,
+    PercentileBounds,
+    Slo,
+    stage_bound,
+)
 
 
 def test_stage_bound_of_one_percentile_is_tier_s_times() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from cornplug.planner import plan_command
 from cornplug.planner.inputs.schema import PlanInput, RequestSpec
-from cornplug.planner.pipeline.decide import decide
-from cornplug.planner.pipeline.hours_of_day import with_hours
+from cornplug.planner.pipeline.decide import decide, with_hours
 from cornplug.planner.plan import Plan
-from cornplug.planner.report import formatting, plan_folder, terminal
+from cornplug.planner.report import formatting, plan_folder
 
 from ..made_inputs import QWEN_7B
 
@@ -81,7 +81,7 @@ def test_with_hours_reserve_for_a_lost_replica_stays() -> None:
 def test_plan_of_hours_is_shown_in_both_reports() -> None:
     plan = planned({"name": "text", "rate_by_hour": NIGHT_AND_DAY})
     console = Console(record=True, width=120)
-    terminal.show(plan, console)
+    plan_command.show(plan, console)
     for text in (console.export_text(), plan_folder.html_report(plan)):
         assert "00 to 08 h" in text
         assert "7 × h" in text

@@ -10,11 +10,12 @@ import pytest
 from rich.console import Console
 
 from cornplug.errors import ConfigError
+from cornplug.planner import plan_command
 from cornplug.planner.inputs import toml_reader
+from cornplug.planner.inputs.request_tables import SEND_SHARE
 from cornplug.planner.inputs.schema import PlanInput
-from cornplug.planner.inputs.slo import SEND_SHARE
 from cornplug.planner.pipeline.decide import decide
-from cornplug.planner.report import plan_folder, terminal
+from cornplug.planner.report import plan_folder
 
 from ..sample_input import given
 
@@ -45,7 +46,7 @@ def test_plan_of_job_is_that_of_its_rate_and_says_dollars() -> None:
     assert forecast.job.dollars == pytest.approx(2.02 * HOURS)
     assert forecast.job.done_hours is None, "only a throughput is known"
     out = io.StringIO()
-    terminal.show(plan, Console(file=out, width=200))
+    plan_command.show(plan, Console(file=out, width=200))
     assert f"{FOUR_A_SECOND:,} requests of 8 h, for $16.16" in out.getvalue()
     assert f"{FOUR_A_SECOND:,} requests of 8 h, for $16.16" in plan_folder.html_report(plan)
 

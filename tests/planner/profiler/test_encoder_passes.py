@@ -4,8 +4,8 @@ import httpx
 import pytest
 
 from cornplug.errors import ConfigError, CornplugError
-from cornplug.planner.profiler import encoder_passes
-from cornplug.planner.profiler.encoder_passes import BenchRound, PassCounter, latency_rows, read_pass_counter
+from cornplug.planner import profile_command
+from cornplug.planner.profile_command import BenchRound, PassCounter, latency_rows, read_pass_counter
 
 
 def sent(pictures, passes_, *, a=0.02, b=0.001, around=0.005, tokens=256):
@@ -37,6 +37,6 @@ def test_passes_of_other_server_metrics_are_refused(monkeypatch):
     def get(url, **_):
         return httpx.Response(200, text="up 1.0\n", request=httpx.Request("GET", url))
 
-    monkeypatch.setattr(encoder_passes.httpx, "get", get)
+    monkeypatch.setattr(profile_command.httpx, "get", get)
     with pytest.raises(CornplugError, match="not an encoder service"):
         read_pass_counter("http://127.0.0.1:1")

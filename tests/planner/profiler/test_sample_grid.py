@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cornplug.errors import ConfigError, CornplugError
-from cornplug.planner.profiler.sample_grid import GridPoint, SampleGrid, TimedPoint
+from cornplug.planner.engine_steps import GridPoint, SampleGrid, TimedPoint
 
 GRID = SampleGrid(prompts=(64, 256, 1024), batches=(1, 2, 8), output_tokens=32, repeats=3)
 CELL = {"gpu": "cpu-core", "engine": "vllm"}

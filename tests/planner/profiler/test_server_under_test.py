@@ -6,9 +6,8 @@ import pytest
 
 from cornplug.errors import ProcessFailed
 from cornplug.host import free_port
+from cornplug.planner.engine_steps import SampleGrid, engine, run_server
 from cornplug.planner.launch.command_lines import LaunchCommand
-from cornplug.planner.profiler.sample_grid import SampleGrid
-from cornplug.planner.profiler.server_under_test import engine, run_server
 
 GRID = SampleGrid(prompts=(64, 4096), batches=(1, 8), output_tokens=32, repeats=3)
 

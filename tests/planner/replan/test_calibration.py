@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import pytest
 from planner.made_inputs import QWEN_7B, plan_input
 
-from cornplug.planner.candidates.timed_configs import neutral_correction, profile_key_of
+from cornplug.planner import calibration
+from cornplug.planner.candidates.cells import neutral_correction, profile_key_of
 from cornplug.planner.inputs.schema import ChangeRules, PlanInput
 from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.pipeline.formulate import FormulatedProblem, formulate
 from cornplug.planner.plan import Plan, TimesCorrection
-from cornplug.planner.replan import calibration
-from cornplug.planner.replan.observed_times import ObservedTime
+from cornplug.planner.replan_decision import ObservedTime
 
 
 def one_model() -> PlanInput:

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cornplug.planner import replan_decision as verdict
 from cornplug.planner.inputs.schema import ChangeRules, PlanInput
 from cornplug.planner.pipeline.decide import PlanDecision, decide
 from cornplug.planner.plan import Plan
-from cornplug.planner.replan import decision as verdict
-from cornplug.planner.replan.decision import ReplanDecision
+from cornplug.planner.replan_decision import ReplanDecision
 
 from .. import sample_input
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cornplug.errors import ConfigError
-from cornplug.planner.replan import observed_load
-from cornplug.planner.replan.observed_load import HistogramCounts, MetricsSnapshot
+from cornplug.planner import observed_load
+from cornplug.planner.observed_load import HistogramCounts, MetricsSnapshot
 
 from ..metrics_text import VLLM, SGLang
 

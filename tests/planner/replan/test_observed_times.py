@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from cornplug.planner import observed_load, replan_decision
+from cornplug.planner.observed_load import ObservedWindow
 from cornplug.planner.plan import Plan, PlanRoute, RouteStage
-from cornplug.planner.replan import observed_load, observed_times
-from cornplug.planner.replan.observed_load import ObservedWindow
-from cornplug.planner.replan.observed_times import ObservedTime, times_of_groups
+from cornplug.planner.replan_decision import ObservedTime, times_of_groups
 
 from ..metrics_text import VLLM
 from ..sample_plan import group, plan
@@ -100,20 +100,22 @@ def times(prefill: float, decode: float) -> list[ObservedTime]:
 
 def test_agreed_needs_two_windows_on_one_side() -> None:
     slow = times(1.5, 1.0)
-    assert observed_times.times_to_correct(slow, {}, {}) == []
-    assert observed_times.times_to_correct(slow, observed_times.ratios(times(1.1, 1.5)), {}) == []
-    assert observed_times.times_to_correct(slow, observed_times.ratios(times(0.6, 1.0)), {}) == []
-    assert observed_times.times_to_correct(slow, observed_times.ratios(times(1.3, 1.0)), {}) == slow
-    assert observed_times.times_to_correct(times(0.7, 1.0), observed_times.ratios(times(0.6, 1.0)), {}) != []
+    assert replan_decision.times_to_correct(slow, {}, {}) == []
+    assert replan_decision.times_to_correct(slow, replan_decision.ratios(times(1.1, 1.5)), {}) == []
+    assert replan_decision.times_to_correct(slow, replan_decision.ratios(times(0.6, 1.0)), {}) == []
+    assert replan_decision.times_to_correct(slow, replan_decision.ratios(times(1.3, 1.0)), {}) == slow
+    assert (
+        replan_decision.times_to_correct(times(0.7, 1.0), replan_decision.ratios(times(0.6, 1.0)), {}) != []
+    )
 
 
 def test_agreed_explained_time_is_compared_with_its_explanation() -> None:
     """A correction for 1.5 was found: 1.5 again is no news, 1.0 twice is."""
-    explained = observed_times.ratios(times(1.5, 1.0))
-    assert observed_times.times_to_correct(times(1.5, 1.0), explained, explained) == []
+    explained = replan_decision.ratios(times(1.5, 1.0))
+    assert replan_decision.times_to_correct(times(1.5, 1.0), explained, explained) == []
     as_planned = times(1.0, 1.0)
-    assert observed_times.times_to_correct(as_planned, explained, explained) == []
+    assert replan_decision.times_to_correct(as_planned, explained, explained) == []
     assert (
-        observed_times.times_to_correct(as_planned, observed_times.ratios(as_planned), explained)
+        replan_decision.times_to_correct(as_planned, replan_decision.ratios(as_planned), explained)
         == as_planned
     )

@@ -10,7 +10,7 @@ import pytest
 from cornplug.planner.inputs.schema import PlanInput, Slo
 from cornplug.planner.optimizer import decomposition, solvers
 from cornplug.planner.pipeline.decide import PlanDecision, decide
-from cornplug.planner.report import counterfactual, explanation, slo_cost_curve
+from cornplug.planner.report import counterfactual, explanation
 from cornplug.planner.report.counterfactual import CounterfactualAnswer, ExplanationBudget
 
 from ..sample_input import given
@@ -219,7 +219,7 @@ def test_explanation_plan_of_sweep_ended_by_clock_is_noted(monkeypatch: pytest.M
 
 def test_scaled_applications_change_bounds_only() -> None:
     applications = given().applications
-    (looser,) = slo_cost_curve.scaled(applications, 2.0)
+    (looser,) = explanation.scaled(applications, 2.0)
     assert looser.slo == Slo(ttft_s=1.0)
     assert [looser.model_copy(update={"slo": applications[0].slo})] == applications
 

@@ -11,10 +11,9 @@ import pytest
 import yaml
 from planner.plans import Case, plan
 
-from cornplug.planner.latency_forecast import RequestTimes
-from cornplug.planner.launch.addresses import replica_addresses
 from cornplug.planner.launch.command_lines import commands
-from cornplug.planner.plan import Plan
+from cornplug.planner.launch.connections import replica_addresses
+from cornplug.planner.plan import Plan, RequestTimes
 from cornplug.planner.report.plan_folder import (
     BOUND_SERIES,
     GROUP_LABEL,

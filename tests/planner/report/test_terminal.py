@@ -7,9 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
+from cornplug.planner import plan_command as summary
 from cornplug.planner.plan import OptimalityProof, Plan, PlanExplanation
 from cornplug.planner.report import formatting
-from cornplug.planner.report import terminal as summary
 
 from ..sample_plan import group, plan
 

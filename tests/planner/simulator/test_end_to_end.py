@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner.inputs.request_classes import SampledRequest
+from cornplug.planner.inputs.request_sampling import SampledRequest
+from cornplug.planner.perf_model.engine_spec import EngineStepTimes, PiecewiseCurve
+from cornplug.planner.perf_model.simulator import TrafficClass
+from cornplug.planner.perf_model.stations import QueuePeak, Station
+from cornplug.planner.pipeline.validate import SimulatedTimes, simulate_plan
 from cornplug.planner.plan import PlanRoute, RouteStage
-from cornplug.planner.simulator.end_to_end import SimulatedTimes, TrafficClass, simulate_plan
-from cornplug.planner.simulator.simulator import Station
-from cornplug.planner.simulator.stations import QueuePeak
-from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
 
 STEPS = EngineStepTimes(
     PiecewiseCurve.line(0.01, 1e-4), PiecewiseCurve.line(0.02, 1e-3), request_overhead_s=0.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cornplug.planner.simulator.step_times import ANY_CLASS, CellHardware, EngineStepTimes, PiecewiseCurve
+from cornplug.planner.perf_model.engine_spec import ANY_CLASS, CellHardware, EngineStepTimes, PiecewiseCurve
 
 
 def test_piecewise_curve_points_are_met_and_ends_extended() -> None:

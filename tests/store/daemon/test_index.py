@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from time_limits import TimeLimits
 
+from cornplug.store.arena import ALIGN, ArenaAllocator, align_up
 from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms
-from cornplug.store.daemon.allocator import ALIGN, ArenaAllocator, align_up
-from cornplug.store.daemon.entry_table_writer import EntryTableWriter
-from cornplug.store.daemon.entry_watchers import EntryWatchers
+from cornplug.store.daemon.entry_watchers import EntryTableWriter, EntryWatchers
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import ReservationTimes
 from cornplug.store.entry_table import PRESENT, UNLISTED, MappedEntryTable, TableShape

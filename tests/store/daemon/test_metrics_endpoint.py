@@ -22,7 +22,7 @@ from cornplug.settings import NamespaceConfig
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.metrics_endpoint import MetricsEndpoint, open_endpoint
 from cornplug.store.daemon.server import StoreServer
-from cornplug.store.disk.open_disk import open_disk
+from cornplug.store.disk.segment_files import open_disk
 from cornplug.store.far.object_store import open_folder_url
 from cornplug.store.far.open_far import OpenedFar
 from cornplug.store.payload import NewPayload, get_payload, put_payload

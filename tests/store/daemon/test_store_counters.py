@@ -7,7 +7,7 @@ from cornplug.store.base import Reservation, ReserveTerms
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import ReservationTimes
 from cornplug.store.daemon.store_counters import TimeHistogram
-from cornplug.store.use_notes import NotedReads
+from cornplug.store.entry_table import NotedReads
 from cornplug.testing.store import key_of
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from cornplug.config import StoreConfig
 from cornplug.private_paths import read_secret
-from cornplug.store.disk.open_disk import OpenedDisk, open_disk
-from cornplug.store.disk.segment_files import FoundRecord, SegmentFiles
+from cornplug.store.disk.segment_files import FoundRecord, OpenedDisk, SegmentFiles, open_disk
 
 from .disk_stage import MIB
 

@@ -17,7 +17,7 @@ from cornplug.store.base import Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
 from cornplug.store.disk import disk_tier
-from cornplug.store.disk.open_disk import OpenedDisk, open_disk
+from cornplug.store.disk.segment_files import OpenedDisk, open_disk
 
 from ..conftest import answers, eventually
 from .disk_stage import KIB, MIB, disk_of, end, get, payload_of, put, scanned, tier_of, written

@@ -13,8 +13,7 @@ from cornplug.private_paths import read_secret
 from cornplug.store.base import Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
-from cornplug.store.disk.open_disk import open_disk
-from cornplug.store.disk.segment_files import FoundRecord, SegmentFiles
+from cornplug.store.disk.segment_files import FoundRecord, SegmentFiles, open_disk
 from cornplug.testing.store import key_of
 
 from ..conftest import end_server, eventually

@@ -13,9 +13,8 @@ from cornplug.config import StoreConfig
 from cornplug.private_paths import read_secret
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
-from cornplug.store.disk.open_disk import OpenedDisk, open_disk
 from cornplug.store.disk.record_format import RecordHeader, new_salt
-from cornplug.store.disk.segment_files import SegmentFiles
+from cornplug.store.disk.segment_files import OpenedDisk, SegmentFiles, open_disk
 from cornplug.testing.store import DEADLINE_S, key_of
 
 from ..conftest import end_server, eventually

@@ -16,7 +16,7 @@ from cornplug.settings import NamespaceConfig
 from cornplug.store.base import PurgeRule, Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
-from cornplug.store.disk.open_disk import OpenedDisk, open_disk
+from cornplug.store.disk.segment_files import OpenedDisk, open_disk
 from cornplug.store.entry_table import MappedEntryTable
 from cornplug.testing import StoreContract
 from cornplug.testing.store import StoreStage, contains, key_of

@@ -14,8 +14,7 @@ from cornplug.private_paths import read_secret
 from cornplug.store.base import PurgeRule
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
-from cornplug.store.disk.open_disk import OpenedDisk
-from cornplug.store.disk.segment_files import SegmentFiles
+from cornplug.store.disk.segment_files import OpenedDisk, SegmentFiles
 from cornplug.testing.store import DEADLINE_S, key_of
 
 from ..conftest import eventually

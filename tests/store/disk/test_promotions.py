@@ -11,7 +11,7 @@ import pytest
 from cornplug.store.base import PROMOTED, Reservation, ReserveRefusal, Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
-from cornplug.store.disk.open_disk import OpenedDisk
+from cornplug.store.disk.segment_files import OpenedDisk
 from cornplug.store.payload import recall_and_wait
 from cornplug.testing.store import fill, key_of, lease, reserve
 

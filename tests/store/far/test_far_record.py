@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from cornplug.store.disk.record_format import CHUNK_BYTES, RecordDamaged
-from cornplug.store.far.far_record import FarSealer, RecordHead
+from cornplug.store.disk.record_format import CHUNK_BYTES, FarSealer, RecordDamaged, RecordHead
 from cornplug.testing.store import key_of
 
 SECRET = b"s" * 32

@@ -11,7 +11,7 @@ from time_limits import TimeLimits
 
 from cornplug.store import messages, payload
 from cornplug.store.base import Tier
-from cornplug.store.daemon.entry_table_writer import EntryTableWriter
+from cornplug.store.daemon.entry_watchers import EntryTableWriter
 from cornplug.store.entry_table import TICKETS, MappedEntryTable, TableShape
 from cornplug.store.far import far_questions
 from cornplug.store.far.far_questions import FarLookupQueue

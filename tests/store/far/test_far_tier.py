@@ -13,7 +13,7 @@ from cornplug.private_paths import cache_dir, read_secret
 from cornplug.store.base import PurgeRule, Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
-from cornplug.store.far.far_record import FarSealer
+from cornplug.store.disk.record_format import FarSealer
 from cornplug.store.far.open_far import open_far
 from cornplug.store.payload import recall_and_wait
 from cornplug.testing import StoreContract

@@ -19,8 +19,8 @@ from cornplug.store.base import PayloadLocation, encode_location
 from cornplug.store.memory import MemoryConnection, MemoryStore
 from cornplug.vllm_connector.kv import arena_moves
 from cornplug.vllm_connector.kv.arena_moves import open_arena
+from cornplug.vllm_connector.kv_copies.block_copies import CpuBackend
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks
-from cornplug.vllm_connector.kv_copies.copy_sides import CpuBackend
 
 from ..conftest import open_in
 from ..late_arena import HostRanges, LateArena, NumpyChecksums

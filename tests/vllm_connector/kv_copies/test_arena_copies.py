@@ -14,10 +14,9 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 pytest.importorskip("triton")
 
 from cornplug.vllm_connector.kv_copies import arena_copies
-from cornplug.vllm_connector.kv_copies.arena_copies import ArenaCopies
+from cornplug.vllm_connector.kv_copies.arena_copies import STATE_WORDS, ArenaCopies
+from cornplug.vllm_connector.kv_copies.block_copies import CudaBackend
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks, kernel_table
-from cornplug.vllm_connector.kv_copies.copy_sides import CudaBackend
-from cornplug.vllm_connector.kv_copies.device_checksums import STATE_WORDS
 from cornplug.vllm_connector.kv_copies.layout import derive_layout
 from devkit.cuda_recorder import CudaRecorder, record_cuda
 

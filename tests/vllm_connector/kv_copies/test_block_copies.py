@@ -25,9 +25,8 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from cornplug.errors import LayoutError
 from cornplug.vllm_connector.kv_copies import layout as kv_layout
-from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies
+from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, CudaBackend
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, kernel_table
-from cornplug.vllm_connector.kv_copies.copy_sides import CudaBackend
 from cornplug.vllm_connector.kv_copies.layout import derive_layout
 from cornplug.vllm_connector.kv_copies.mover import KVMover
 from devkit.cuda_recorder import CudaRecorder, record_cuda

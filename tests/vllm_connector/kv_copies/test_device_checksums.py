@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from cornplug.vllm_connector.kv_copies.device_checksums import (
+from cornplug.vllm_connector.kv_copies.arena_copies import (
     BLOCK_BYTES,
     DeviceChecksums,
     chain_blocks,

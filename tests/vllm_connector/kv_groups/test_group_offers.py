@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cornplug.metrics import Tally
-from cornplug.vllm_connector.kv.group_offers import GroupOffers
+from cornplug.vllm_connector.kv.cache_groups import GroupOffers
 
 from ..rig import runtime
 

@@ -26,10 +26,10 @@ from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.codec import PayloadKind
 from cornplug.config import EMBEDDINGS_BY_VALUE, Config
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
-from cornplug.encoder_service.wire.embedding_file import EmbeddingHandle
+from cornplug.encoder_service.wire.engine_seal import EmbeddingHandle
 from cornplug.engine_common import engine_state
 from cornplug.identity import embedding_key
-from cornplug.store.backends import open_store
+from cornplug.store.client import open_store
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import NewPayload, put_payload
 from cornplug.vllm_connector import compat, connector_config

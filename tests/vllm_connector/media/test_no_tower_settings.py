@@ -18,7 +18,7 @@ from vllm.multimodal.parse import MultiModalDataParser
 
 from cornplug.config import IMAGES_PER_PROMPT
 from cornplug.errors import ConfigError
-from cornplug.vllm_connector import several_connectors
+from cornplug.vllm_connector import flags
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR, validated_families
 from cornplug.vllm_connector.media import partial_models
 from cornplug.vllm_connector.media.partial_models import ACCEPTS_EMBEDDINGS, check_model, exclude_tower
@@ -77,7 +77,7 @@ def test_leave_out_sets_vllms_flags_and_keeps_the_users_limit() -> None:
             assert exclude_tower(args)
             assert args.enable_mm_embeds
             assert args.limit_mm_per_prompt == {"image": 0, "video": 0, "audio": 0}
-            for said in several_connectors.all_our_settings(args):
+            for said in flags.all_our_settings(args):
                 assert said.get(IMAGES_PER_PROMPT) == want
             assert partial_models.runs_without_tower(args)
 

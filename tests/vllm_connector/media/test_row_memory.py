@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cornplug.store.daemon.allocator import ALIGN
+from cornplug.store.arena import ALIGN
 from cornplug.vllm_connector.media import metadata as module
 from cornplug.vllm_connector.media.metadata import RowLocation, RowMemory, create_row_memory, map_row_memory
 

@@ -21,7 +21,7 @@ from vllm.renderers.chat_utils import AsyncMultiModalItemTracker, MultiModalItem
 
 from cornplug.checkpoints.tested_releases import VersionRange
 from cornplug.config import load
-from cornplug.encoder_service.wire.embedding_file import EmbeddingHandle
+from cornplug.encoder_service.wire.engine_seal import EmbeddingHandle
 from cornplug.encoder_service.wire.messages import (
     MediaReply,
     MediaRequest,

@@ -14,7 +14,7 @@ from typing import Final
 
 import pytest
 
-from cornplug.encoder_service.preprocess import decoder_ipc, decoder_process, jail
+from cornplug.encoder_service.preprocess import decoder_process, decoders, jail
 from cornplug.encoder_service.preprocess.decoder_process import DecoderProcess
 
 _TAKEN_OVER: Final = """
@@ -92,13 +92,13 @@ def reach(secret: Path, absent: str = "") -> list[str]:
             pass_fds=[child.fileno()],
         )
     with service:
-        ready, _ = decoder_ipc.receive(service, decoder_ipc.DecoderReady)
+        ready, _ = decoders.receive(service, decoders.DecoderReady)
         assert set(ready.bars) == set(jail.RESTRICTIONS) - {absent}
-        job = decoder_ipc.ImageJob(max_pixels=100, decoding="vllm-0.33", limit_s=30.0)
-        decoder_ipc.send(service, job, decoder_ipc.create_memfd([b"HOSTILE"]))
-        decoder_ipc.receive(service, decoder_ipc.FromDecoder)
-        decoder_ipc.send(service, decoder_ipc.DecodeGo())
-        failed, _ = decoder_ipc.receive(service, decoder_ipc.FromDecoder)
+        job = decoders.ImageJob(max_pixels=100, decoding="vllm-0.33", limit_s=30.0)
+        decoders.send(service, job, decoders.create_memfd([b"HOSTILE"]))
+        decoders.receive(service, decoders.FromDecoder)
+        decoders.send(service, decoders.DecodeGo())
+        failed, _ = decoders.receive(service, decoders.FromDecoder)
     process.wait(60)
     done: list[str] = json.loads(failed.message.partition("damaged: ")[2])
     return done

@@ -23,9 +23,15 @@ from heapq import heappop, heappush
 from math import ceil, sqrt
 
 from cornplug.errors import ConfigError
-from cornplug.planner.inputs.request_classes import SampledRequest
-from cornplug.planner.simulator.replicas import EventAgenda, TokenLog, encode_batches_s, isolated_prefill_s
-from cornplug.planner.simulator.stations import QueuePeak, Station
+from cornplug.planner.inputs.request_sampling import SampledRequest
+from cornplug.planner.perf_model.stations import (
+    EventAgenda,
+    QueuePeak,
+    Station,
+    TokenLog,
+    encode_batches_s,
+    isolated_prefill_s,
+)
 
 
 class EngineReplica:

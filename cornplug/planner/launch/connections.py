@@ -1,8 +1,16 @@
-"""Choice of how engines reach the encoder services: through a unix socket on their host, or by URL.
+"""Addresses of a deployment's processes, and how its engines reach each other and the encoder services.
 
-An engine uses one socket, or a list of URLs with weights (rendezvous hashing). The weights are the planned
-flows from the services to the engine's group. A socket does not need the network, so sockets are used if the
-services' loads stay close to the plan.
+The same deployment always has the same hosts, GPUs and ports. Hosts without a name are the variables
+`${HOST_1}`, `${HOST_2}`, ... (see `command_lines.py`).
+
+KV transfers from prefill to decode engines use buffers of the size that NIXL and LMCache need: the KV of the
+longest prompt, 2·L·N·H·D·bytes, rounded up to 256 MiB. Pages have at least 128 tokens, because a transfer
+needs one descriptor per page and layer. Latent attention (MLA) stores one vector per token and layer instead
+of K and V of every head, and every rank holds all vectors.
+
+An engine reaches the encoder services through one socket on its host, or by a list of URLs with weights
+(rendezvous hashing). The weights are the planned flows from the services to the engine's group. A socket does
+not need the network, so sockets are used if the services' loads stay close to the plan.
 
 Messages between hosts are encrypted with a common secret, a file of 32 bytes of which each host has a copy.
 Processes on the same host use the secret for authentication.
@@ -11,17 +19,263 @@ Processes on the same host use the secret for authentication.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal
 
 from cornplug.config import load
-from cornplug.encoder_service.client.endpoints import url_name
+from cornplug.encoder_service.client.endpoints import is_loopback, url_name
 from cornplug.errors import ConfigError
-from cornplug.planner.launch.addresses import ReplicaAddress
-from cornplug.planner.plan import Deployment, ReplicaGroup
+from cornplug.planner.inputs.field_types import is_single_host
+from cornplug.planner.plan import Deployment, KVGeometry, ReplicaGroup
 from cornplug.private_paths import is_default_secret, read_secret
+
+ENGINE_PORT: Final = 8000
+ENCODER_PORT: Final = 8750
+BOOTSTRAP_PORT: Final = 8998
+SIDE_PORT: Final = 5600
+"""First port for NIXL's handshake."""
+MASTER_PORT: Final = 29500
+ROUTER_PORT: Final = 30000
+ROUTER_METRICS_PORT: Final = 29000
+MAX_SERVERS: Final = 750
+"""Maximum number of servers per kind and host."""
+
+
+@dataclass(frozen=True)
+class ReplicaAddress:
+    """Host, GPUs and ports of one process of a replica.
+
+    A replica that spans several nodes has several processes, and rank 0 serves its requests.
+    """
+
+    group: ReplicaGroup
+    replica: int
+    rank: int
+    ranks: int
+    host: str
+    devices: tuple[int, ...]
+    """Numbers of the GPUs (or cores) on the host that the process uses."""
+    port: int
+    side_port: int
+    bootstrap_port: int
+    master: str
+    """Address "host:port" at which the replica's ranks meet."""
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+def hosts(deployment: Deployment) -> dict[tuple[str, int], str]:
+    """Return the name of each host, by (node class, node number)."""
+    names: dict[tuple[str, int], str] = {}
+    for nodes in deployment.nodes:
+        for number in range(nodes.count):
+            named = nodes.hosts[number] if number < len(nodes.hosts) else ""
+            if named:
+                check_address(f"nodes[{nodes.name!r}].hosts", named)
+            names[nodes.name, number] = named or f"${{HOST_{len(names) + 1}}}"
+    return names
+
+
+def check_address(field: str, host: str) -> None:
+    """Raise ConfigError for `field` if `host` is not the address of one host."""
+    if not is_single_host(host):
+        raise ConfigError(
+            field,
+            f"{host!r} is not the address of one host",
+            "Set the host name or IPv4 address that other hosts use to reach it.",
+        )
+
+
+def accepts_remote_hosts(bind_address: str) -> bool:
+    """Return whether other hosts may reach a server that listens on this address."""
+    return not is_loopback(bind_address)
+
+
+def replica_addresses(deployment: Deployment) -> list[ReplicaAddress]:
+    """Return the addresses of all processes of all groups, in the deployment's order.
+
+    Raises ConfigError if replicas are not placed, or are placed on a node that does not exist.
+    """
+    where = hosts(deployment)
+    sizes = {nodes.name: nodes.gpus for nodes in deployment.nodes}
+    taken: Counter[tuple[str, int]] = Counter()
+    found: list[ReplicaAddress] = []
+    for group in deployment.groups:
+        _check_placed(group, sizes)
+        base = ENCODER_PORT if group.engine == "cornplug" else ENGINE_PORT
+        for replica, (node, first) in enumerate(group.placement):
+            spans = list(_process_gpus(group, node, first, sizes[group.nodes]))
+            names = [_host(where, group, number) for number, _ in spans]
+            port = group.ports[replica] if group.ports else base + taken[names[0], base]
+            # The other ports are derived from this port, so that all ports are the same in each run.
+            number = port - base if 0 <= port - base < MAX_SERVERS else taken[names[0], base]
+            for rank, (_, devices) in enumerate(spans):
+                taken[names[rank], base] += 1
+                found.append(
+                    ReplicaAddress(
+                        group=group,
+                        replica=replica,
+                        rank=rank,
+                        ranks=len(spans),
+                        host=names[rank],
+                        devices=tuple(devices),
+                        port=port,
+                        side_port=SIDE_PORT + 8 * number,
+                        bootstrap_port=BOOTSTRAP_PORT + number,
+                        master=f"{names[0]}:{MASTER_PORT + number}",
+                    )
+                )
+    return found
+
+
+def _check_placed(group: ReplicaGroup, sizes: dict[str, int]) -> None:
+    if group.ports and len(group.ports) != group.replicas:
+        raise ConfigError(
+            f"groups[{group.name!r}].ports",
+            f"{group.replicas} replicas, but {len(group.ports)} ports",
+            "Write one port for each replica, or omit the ports.",
+        )
+    if len(group.placement) != group.replicas or any(len(place) != 2 for place in group.placement):
+        raise ConfigError(
+            f"groups[{group.name!r}].placement",
+            f"{group.replicas} replicas, but {len(group.placement)} entries of the form [node, first GPU]",
+            "Run `cornplug plan` again, or write one entry for each replica.",
+        )
+    if group.nodes not in sizes:
+        raise ConfigError(
+            f"groups[{group.name!r}].nodes",
+            f"{group.nodes!r} is not one of the plan's nodes: {', '.join(sizes)}",
+            "Use one of these names.",
+        )
+
+
+def _process_gpus(
+    group: ReplicaGroup, node: int, first: int, gpus: int
+) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield (node number, GPUs) for each process of a replica.
+
+    A replica that needs more than one node uses all GPUs of its nodes.
+    """
+    needed = group.ranks
+    if needed <= gpus:
+        yield node, range(first, first + needed)
+        return
+    for number in range(-(-needed // gpus)):
+        yield node + number, range(gpus)
+
+
+def _host(names: dict[tuple[str, int], str], group: ReplicaGroup, number: int) -> str:
+    if (group.nodes, number) not in names:
+        raise ConfigError(
+            f"groups[{group.name!r}].placement",
+            f"node {number} of {group.nodes!r} is not in the plan",
+            "Run `cornplug plan` again.",
+        )
+    return names[group.nodes, number]
+
+
+Transfer = Literal["nixl", "mooncake", "lmcache"]
+
+BUFFER_STEP: Final = 256 << 20
+MIN_PAGE_TOKENS: Final = 128
+LMCACHE_PORT: Final = 5655
+LMCACHE_HTTP_PORT: Final = 8855
+
+_VLLM_CONNECTOR: Final = {"nixl": "NixlConnector", "mooncake": "MooncakeConnector"}
+_VLLM_ROLE: Final = {"P": "kv_producer", "D": "kv_consumer"}
+
+
+def page_tokens(kv: KVGeometry) -> int:
+    """Return the number of tokens in a KV page of an engine that transfers KV.
+
+    MLA kernels support only pages of 64 tokens. These pages are large enough, because one vector is for all
+    heads.
+    """
+    return 64 if kv.mla else MIN_PAGE_TOKENS
+
+
+def prompt_bytes(kv: KVGeometry, *, tp: int = 1, pp: int = 1) -> int:
+    """Return the size in bytes of the longest prompt's KV on one rank, rounded up to 128 tokens."""
+    tokens = _round_up(kv.max_prompt_tokens, MIN_PAGE_TOKENS)
+    layers = -(-kv.layers // pp)
+    if kv.mla:
+        return layers * tokens * kv.head_dim * kv.element_bytes
+    heads = max(-(-kv.kv_heads // tp), 1)
+    return 2 * layers * tokens * heads * kv.head_dim * kv.element_bytes
+
+
+def buffer_bytes(kv: KVGeometry, *, tp: int = 1, pp: int = 1) -> int:
+    """Return the size in bytes of a rank's transfer buffer: `prompt_bytes`, rounded up to 256 MiB."""
+    return _round_up(prompt_bytes(kv, tp=tp, pp=pp), BUFFER_STEP)
+
+
+def vllm_config(role: Literal["P", "D"], transfer: Transfer) -> dict[str, Any]:
+    """Return vLLM's `--kv-transfer-config` for one side of a prefill-decode pair.
+
+    With this configuration, KV is computed again if its transfer fails. With vLLM's default, the request
+    would fail.
+    """
+    if transfer == "lmcache":
+        return {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://127.0.0.1",
+                "lmcache.mp.port": LMCACHE_PORT,
+            },
+        }
+    return {
+        "kv_connector": _VLLM_CONNECTOR[transfer],
+        "kv_role": _VLLM_ROLE[role],
+        "kv_load_failure_policy": "recompute",
+    }
+
+
+def combine_vllm_connectors(*connectors: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration that combines several connectors.
+
+    vLLM loads a prefix from the first connector that has it, and saves to all connectors.
+    """
+    if len(connectors) == 1:
+        return connectors[0]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": list(connectors)},
+    }
+
+
+def lmcache_server(gib: float) -> list[str]:
+    """Return the command of LMCache's server, through which a host's engines transfer KV. `gib` is the size
+    of the server's buffer in GiB."""
+    return [
+        "lmcache", "server", "--host", "127.0.0.1", "--port", str(LMCACHE_PORT),
+        "--http-port", str(LMCACHE_HTTP_PORT), "--l1-size-gb", f"{gib:g}",
+        "--chunk-size", "256", "--eviction-policy", "LRU", "--supported-transfer-mode", "auto",
+    ]  # fmt: skip
+
+
+def sglang_staging(kv: KVGeometry, *, tp: int, pp: int) -> dict[str, str]:
+    """Return SGLang's environment for a prefill-decode pair with different tensor-parallel degrees.
+
+    SGLang gathers slices of heads in a buffer, because single heads are too small for efficient transfers.
+    The result is empty for MLA, which has no heads to gather.
+    """
+    if kv.mla:
+        return {}
+    mib = buffer_bytes(kv, tp=tp, pp=pp) >> 20
+    return {"SGLANG_DISAGG_STAGING_BUFFER": "true", "SGLANG_DISAGG_STAGING_POOL_SIZE_MB": str(mib)}
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
 
 _LLM_ENGINES: Final = ("vllm", "sglang")
 _OVERLOAD_TOLERANCE: Final = 1.1
